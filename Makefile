@@ -1,0 +1,62 @@
+# Each target that needs the environment sets up .venv first, if it is missing, and brings it up to
+# date if setup.py is newer. Nothing is installed outside .venv.
+
+# Python 3.11 or 3.12, e.g. `make test PYTHON=python3.12`. Read only when .venv is made.
+PYTHON ?= python3
+
+# The torch to install. It comes first, so that what follows finds it already there. Another one,
+# for a GPU and its CUDA or for the CPU only: `make run TORCH=torch` (pip's newest),
+# `make run TORCH=torch==2.12.0`, `make run TORCH='torch==2.13.0 --index-url URL'`.
+# A .venv that is up to date is left as it is: remove it to change its torch.
+TORCH ?= torch==2.13.0
+
+# More arguments for the command behind `make run`, `make test` or `make models`,
+# e.g. `make run ARGS='--decoder static'` or `make test ARGS='-k spans -x'`.
+ARGS ?=
+
+# Processes that run tests side by side.
+JOBS ?= 2
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint format models clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Set up .venv with the package, its dependencies and the development tools
+
+run: $(INSTALLED) ## Decode a few held-out problems with the bundled D2F model
+	$(PY) -m decode.pipeline --tau-add 0.1 $(ARGS)
+
+test: $(INSTALLED) ## Run every test
+	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(INSTALLED) ## Check style, formatting and types; change nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(INSTALLED) ## Format the code, sort imports, fix what ruff can fix
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
+	$(PY) -m distill.make_models $(ARGS)
+
+clean: ## Remove caches and build output; keep .venv, runs/ and wandb/
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# An environment that works is kept, whichever Python made it; a missing or broken one is made anew.
+$(INSTALLED): setup.py
+	@$(PY) -m pip --version >/dev/null 2>&1 || { \
+		$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v < (3, 13) or sys.exit("Python 3.11 or 3.12 is needed, $(PYTHON) is %d.%d: set another with PYTHON=..." % v)' && \
+		$(PYTHON) -m venv --clear $(VENV); }
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet $(TORCH)
+	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,26 @@
+"""Discrete Diffusion Forcing: what a diffusion language model is (masks, noise, cache, weights).
+
+`load` is the way in. Importing this package loads nothing heavy; torch comes with the first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from d2f.checkpoint import load
+    from d2f.contract import Contract
+    from d2f.model import DiffusionModel
+
+__version__ = "0.1.0"
+__all__ = ["Contract", "DiffusionModel", "load"]
+
+_HOMES = {"load": "d2f.checkpoint", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'd2f' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,234 @@
+"""LoRA adapters through PEFT: the official ones, this project's own, and new ones to train."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from d2f.contract import Contract
+from d2f.errors import CheckpointError
+from d2f.families import FAMILIES
+
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def new_lora(
+    model: DiffusionModel,
+    *,
+    r: int,
+    alpha: int,
+    dropout: float,
+    targets: Sequence[str] = ATTENTION,
+) -> None:
+    """Put a fresh, zero-effect LoRA on `model` in place, ready to train."""
+    from peft import LoraConfig, PeftModel
+
+    config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
+    model.adapter = PeftModel(model.backbone, config)
+
+
+def attach(model: DiffusionModel, place: str) -> None:
+    """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
+
+    Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
+    another base.
+    """
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+    folder = _folder(place)
+    raw = _read_json(folder / CONFIG)
+    _check_base_class(model, folder, raw)
+    contract = Contract.load(folder)
+    if contract is not None:
+        _check_contract(model, folder, contract)
+    weights = _rename(model, _read_weights(folder / WEIGHTS))
+
+    config = LoraConfig(
+        r=raw["r"],
+        lora_alpha=raw["lora_alpha"],
+        lora_dropout=raw.get("lora_dropout", 0.0),
+        use_rslora=raw.get("use_rslora", False),
+        target_modules=_targets(model, folder, raw),
+        inference_mode=True,
+    )
+    wrapped = PeftModel(model.backbone, config)
+    expected = {
+        key.replace(".default.", "."): value
+        for key, value in wrapped.state_dict().items()
+        if ".lora_" in key
+    }
+    problem = _difference(expected, weights)
+    if problem:
+        wrapped.unload()
+        raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
+    set_peft_model_state_dict(wrapped, weights)
+    model.adapter = wrapped.eval()
+    if contract is not None:
+        model.contract = contract
+
+
+def save_adapter(model: DiffusionModel, folder: Path) -> None:
+    """Write the adapter's weights, configuration and the model's contract into `folder`."""
+    assert model.adapter is not None
+    config = model.adapter.peft_config["default"]
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        key.replace(".default.", "."): value.detach().cpu().contiguous()
+        for key, value in model.adapter.state_dict().items()
+        if ".lora_" in key
+    }
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    values = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": model.contract.base or "",
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": sorted(config.target_modules),
+        "bias": "none",
+        "task_type": None,
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    model.contract.save(folder)
+
+
+def fingerprint(place: str) -> str:
+    """Identity of a checkpoint's weights, whatever the dtype they are loaded in: a hash over the
+    name, shape and up to three rows (first, middle, last) of every tensor in its files."""
+    files = sorted(_folder(place).glob("*.safetensors"))
+    entries: dict[str, bytes] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape else []
+                data = [part[i : i + 1].contiguous().view(torch.uint8).numpy() for i in rows]
+                entries[name] = str(shape).encode() + b"".join(d.tobytes() for d in data)
+    digest = hashlib.sha256()
+    for name, content in sorted(entries.items()):
+        digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+def _folder(place: str) -> Path:
+    if Path(place).is_dir():
+        return Path(place)
+    try:
+        return Path(snapshot_download(place))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: expected an adapter with a {CONFIG}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if values.get("peft_type") != "LORA" or values.get("use_dora"):
+        kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
+        raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
+    return values
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: expected an adapter with a {WEIGHTS}") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+
+
+def _check_base_class(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> None:
+    """An official adapter names the class it was trained on; it must be of the same family."""
+    base_class = ((raw.get("auto_mapping") or {}).get("base_model_class") or "").lower()
+    for family in FAMILIES:
+        if base_class.startswith(family) and family != model.family:
+            raise CheckpointError(
+                f"{folder}: the adapter was made for the family {family} "
+                f"({raw['auto_mapping']['base_model_class']}), this base is {model.family}"
+            )
+
+
+def _check_contract(model: DiffusionModel, folder: Path, contract: Contract) -> None:
+    if contract.family != model.family:
+        raise CheckpointError(
+            f"{folder}: the adapter was made for the family {contract.family}, "
+            f"this base is {model.family}"
+        )
+    if contract.base_hash is not None and model.path is not None:
+        came = fingerprint(model.path)
+        if came != contract.base_hash:
+            raise CheckpointError(
+                f"{folder}: the adapter belongs to the base {contract.base} "
+                f"({contract.base_hash[:12]}), this base is {model.path} ({came[:12]})"
+            )
+
+
+def _targets(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> list[str]:
+    """The adapter's target modules by transformers' names; each must exist in the base."""
+    names = FAMILIES[model.family].adapter_modules
+    came = raw.get("target_modules")
+    if not isinstance(came, list) or not came:
+        raise CheckpointError(f"{folder}: expected a list of target_modules, got {came!r}")
+    targets = [names.get(name, name) for name in came]
+    have = {name.rsplit(".", 1)[-1] for name, _ in model.backbone.named_modules()}
+    unknown = sorted(set(targets) - have)
+    if unknown:
+        raise CheckpointError(
+            f"{folder}: the adapter targets {unknown}, which this base does not have; "
+            f"expected some of {sorted(n for n in have if n.endswith('_proj'))}"
+        )
+    return targets
+
+
+def _rename(model: DiffusionModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adapter weights under transformers' module names."""
+    import re
+
+    prefix = "base_model.model."
+    renamed = {}
+    for key, value in weights.items():
+        name = key.removeprefix(prefix).replace(".default.", ".")
+        for pattern, replacement in FAMILIES[model.family].key_mapping.items():
+            name, hit = re.subn(pattern, replacement, name)
+            if hit:
+                break
+        renamed[prefix + name] = value
+    return renamed
+
+
+def _difference(expected: dict[str, Tensor], came: dict[str, Tensor]) -> str:
+    """What is missing, unexpected or misshapen, empty where nothing is."""
+    problems = []
+    for what, keys in (
+        ("missing", sorted(expected.keys() - came.keys())),
+        ("unexpected", sorted(came.keys() - expected.keys())),
+    ):
+        if keys:
+            problems.append(f"{len(keys)} {what}, such as {keys[0]}")
+    for key in sorted(expected.keys() & came.keys()):
+        if expected[key].shape != came[key].shape:
+            problems.append(
+                f"{key}: expected shape {list(expected[key].shape)}, got {list(came[key].shape)}"
+            )
+            break
+    return "; ".join(problems)

@@ -1,0 +1,99 @@
+"""Span attention as an attention implementation of transformers, registered as ``"span"``.
+
+A model loaded with ``attn_implementation="span"`` takes ``spans=SpanPlan(...)`` in its forward and
+needs no attention mask: what a query sees is in the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from triton_kernels.span_attention import masked_attention, span_attention, span_mask
+
+NAME = "span"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``[rows.start, rows.stop)`` of a flat batch and the slots they may see."""
+
+    rows: slice
+    slots: slice
+
+
+class SpanPlan:
+    """What every layer of one forward needs to know of its attention.
+
+    spans: int32 ``[B or 1, T, K, 2]`` over the keys (or the slots of a cache).
+    segments: for a flat batch of several requests, each request's rows and slots; the mask that
+    is built is then rows x own slots, never rows x all slots. None: one mask of T x S.
+    """
+
+    def __init__(self, spans: Tensor, segments: list[Segment] | None = None):
+        if spans.dim() == 3:
+            spans = spans[None]
+        self.spans = spans
+        self.segments = segments
+        self._masks: dict[int, Tensor] = {}
+
+    def mask(self, keys: int) -> Tensor:
+        """Mask ``[B or 1, T, keys]``, built once a forward."""
+        if -1 not in self._masks:
+            self._masks[-1] = span_mask(self.spans, keys)
+        return self._masks[-1]
+
+    def segment_mask(self, i: int) -> Tensor:
+        """Mask ``[1, rows, slots]`` of segment i, built once a forward."""
+        if i not in self._masks:
+            assert self.segments is not None
+            part = self.segments[i]
+            first, stop = part.slots.start, part.slots.stop
+            self._masks[i] = span_mask(self.spans[:, part.rows], stop - first, first)
+        return self._masks[i]
+
+
+def span_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    spans: SpanPlan | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query ``[B, H, T, D]`` to output ``[B, T, H, D]``."""
+    if spans is None:
+        raise ValueError("span attention needs spans=SpanPlan(...) in the model's forward")
+    query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
+    kernel = span_attention(query.device)
+    if kernel is not None:
+        out = kernel(query, key, value, spans.spans, scale=scaling)
+    elif spans.segments is None:
+        out = masked_attention(query, key, value, spans.mask(key.shape[2]), scale=scaling)
+    else:
+        parts = [
+            masked_attention(
+                query[:, :, part.rows],
+                key[:, :, part.slots],
+                value[:, :, part.slots],
+                spans.segment_mask(i),
+                scale=scaling,
+            )
+            for i, part in enumerate(spans.segments)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2), None
+
+
+def _no_mask(*args: object, **kwargs: object) -> None:
+    """Spans replace the mask that transformers would build."""
+
+
+AttentionInterface.register(NAME, span_attention_forward)
+AttentionMaskInterface.register(NAME, _no_mask)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""The key-value cache: slots that a forward pass overwrites.
+
+What is fed is rewritten, what is not fed stays. There is no commit operation: an exact cache is a
+block fed once more with its final tokens and then no longer fed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+
+class SlotCache:
+    """Flat key and value buffers of one model, given to transformers as ``past_key_values``.
+
+    Set `slots` (int64 ``[T]``, one slot a fed row) before each forward. Each layer writes its rows'
+    keys and values there and attends over the whole buffer ``[1, H_kv, S, D]``.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, slots: int, *, dtype: torch.dtype, device: torch.device
+    ):
+        heads = config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (1, heads, slots, dim)
+        self.layers = [
+            (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        self.slots: Tensor | None = None
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write rows ``[1, H_kv, T, D]`` to their slots; return the layer's whole buffers."""
+        if self.slots is None:
+            raise RuntimeError("SlotCache.slots must be set before a forward")
+        k, v = self.layers[layer_idx]
+        k.index_copy_(2, self.slots, keys.to(k.dtype))
+        v.index_copy_(2, self.slots, values.to(v.dtype))
+        return k, v
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given with every forward, never counted here."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, for the same reason."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Sizes for a mask that span attention never builds."""
+        return query_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: transformers must not swap buffers underneath."""
+        return False
+
+
+class SlotPool:
+    """Which slots of a flat buffer belong to which request: contiguous runs, first fit."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self._used: dict[int, int] = {}  # start -> stop
+
+    def allocate(self, count: int) -> int | None:
+        """The first slot of a free run of `count` slots, or None where none is free now.
+
+        Raises ValueError if `count` could never fit.
+        """
+        if not 0 < count <= self.slots:
+            raise ValueError(f"a request of {count} slots cannot fit in a cache of {self.slots}")
+        start = 0
+        for used, stop in sorted(self._used.items()):
+            if used - start >= count:
+                break
+            start = stop
+        if start + count > self.slots:
+            return None
+        self._used[start] = start + count
+        return start
+
+    def free(self, start: int) -> None:
+        """Give back the run that begins at `start`."""
+        del self._used[start]

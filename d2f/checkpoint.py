@@ -1,0 +1,184 @@
+"""Load a model by folder or hub name, with or without an adapter; every misfit is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
+
+from d2f import attention
+from d2f.contract import Contract
+from d2f.errors import CheckpointError, InputError
+from d2f.families import Family, family_of, get_family
+from d2f.model import DiffusionModel
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+MODEL_CLASSES = {
+    "llama": transformers.LlamaForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "qwen3": transformers.Qwen3ForCausalLM,
+}
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> DiffusionModel:
+    """Load a checkpoint into transformers' own class.
+
+    name_or_path: a folder, a hub name, or the name of a model that ships with this package
+    (`d2f.models.names()`). adapter: folder or hub name of a LoRA adapter, official or of this
+    project. family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU,
+    bf16 elsewhere. device: default CUDA where there is one.
+
+    Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
+    misshapen weights, a damaged file, or an adapter that does not belong to this base.
+    """
+    from d2f.models import resolve
+
+    place = resolve(str(name_or_path))
+    raw = _read_config(place)
+    contract = Contract.load(Path(place))
+    chosen = get_family(
+        family or (contract.family if contract else family_of(raw.get("model_type")).name)
+    )
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where))
+    tokenizer = _load_tokenizer(place)
+    if contract is None or contract.family != chosen.name:
+        contract = _derive_contract(chosen, raw, backbone.config, tokenizer)
+    model = DiffusionModel(backbone.to(where).eval(), contract, tokenizer=tokenizer, path=place)
+    if adapter is not None:
+        from d2f.adapters import attach
+
+        attach(model, resolve(str(adapter)))
+    return model
+
+
+def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise InputError(f"dtype must be one of {sorted(_DTYPES)}, got {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def _read_config(place: str) -> dict[str, Any]:
+    folder = Path(place)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
+    try:
+        raw, _ = PretrainedConfig.get_config_dict(place)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{place}: no model found there: {error}") from error
+    if not raw:
+        raise CheckpointError(f"{place}: expected a model folder or hub name, found no config.json")
+    return raw
+
+
+def _load_backbone(place: str, family: Family, raw: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    try:
+        config = family.make_config(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from error
+    if config.model_type not in MODEL_CLASSES:
+        raise CheckpointError(f"{place}: no model class for {config.model_type!r}")
+    try:
+        backbone, info = MODEL_CLASSES[config.model_type].from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            key_mapping=dict(family.key_mapping) or None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except SafetensorError as error:
+        raise CheckpointError(f"{place}: a weight file is damaged or cut short: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"{place}: weights cannot be read: {error}") from error
+    _check_loaded(place, family, info)
+    return backbone
+
+
+def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:
+    problems = []
+    for key, came, expected in sorted(info["mismatched_keys"]):
+        problems.append(f"{key}: expected shape {list(expected)}, got {list(came)}")
+    for what in ("missing", "unexpected"):
+        keys = sorted(info[f"{what}_keys"])
+        if keys:
+            problems.append(f"{len(keys)} {what}: {', '.join(keys[:4])}{', ...' * (len(keys) > 4)}")
+    if problems:
+        raise CheckpointError(
+            f"{place}: the weights do not fit a model of the family {family.name}: "
+            + "; ".join(problems)
+        )
+
+
+def _load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer, None where it has none."""
+    folder = Path(place)
+    if folder.is_dir() and not any(
+        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (KeyError, ValueError, OSError):
+        # Dream's tokenizer is Qwen2's under a class of its own that only remote code provides.
+        if folder.is_dir() and (folder / "vocab.json").is_file():
+            return Qwen2Tokenizer.from_pretrained(place)
+        raise
+
+
+def _derive_contract(
+    family: Family,
+    raw: Mapping[str, Any],
+    config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Contract:
+    """What an official checkpoint implies."""
+    mask_id = raw.get("mask_token_id")
+    if mask_id is None and tokenizer is not None:
+        mask_id = tokenizer.mask_token_id
+    if family.needs_mask and mask_id is None:
+        raise CheckpointError(
+            f"the family {family.name} needs a mask id: expected mask_token_id in config.json "
+            "or a mask token in the tokenizer, found neither"
+        )
+    eos = raw.get("eos_token_id")
+    ends = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    if tokenizer is not None:
+        vocabulary = tokenizer.get_vocab()
+        ends += [vocabulary[token] for token in family.end_tokens if token in vocabulary]
+    return Contract(
+        family=family.name,
+        mask_id=mask_id,
+        end_ids=tuple(dict.fromkeys(ends)),
+        logit_shift=family.logit_shift,
+        rope_fp32=family.rope_fp32,
+        prompt_rule=family.prompt_rule,
+        objective=None if family.needs_mask else "next_token",
+    )
+
+

@@ -1,0 +1,81 @@
+"""The contract saved with a checkpoint: how its logits are to be read, and what it was made for."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from d2f.errors import CheckpointError
+
+FILE_NAME = "d2f_contract.json"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a decoder and a trainer must know of a checkpoint.
+
+    family: name in `d2f.families.FAMILIES`. mask_id: the mask token, None for a model without one.
+    end_ids: ids that end a response. logit_shift: 1 where row p-1 predicts position p, else 0.
+    objective: what it was trained by (``d2f``, ``masked_diffusion``, ``next_token``), None where
+    unknown. block_size, noise: block size and mask ratio bounds of D2F training. prompt_rule: what
+    the prompt attends. rope_fp32: RoPE is applied in fp32 whatever the dtype. base, base_hash:
+    name and fingerprint of the weights that an adapter belongs to.
+    """
+
+    family: str
+    mask_id: int | None
+    end_ids: tuple[int, ...]
+    logit_shift: int
+    rope_fp32: bool
+    prompt_rule: str
+    objective: str | None = None
+    block_size: int | None = None
+    noise: tuple[float, float] | None = None
+    base: str | None = None
+    base_hash: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Write `FILE_NAME` into `folder`."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+
+    @staticmethod
+    def load(folder: Path) -> Contract | None:
+        """The contract in `folder`, or None where there is none. Raises CheckpointError."""
+        path = folder / FILE_NAME
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        known = {f.name for f in fields(Contract)}
+        required = {"family", "mask_id", "end_ids", "logit_shift", "rope_fp32", "prompt_rule"}
+        if not isinstance(values, dict) or set(values) - known or required - set(values):
+            came = sorted(values) if isinstance(values, dict) else type(values).__name__
+            raise CheckpointError(f"{path} must have the keys {sorted(known)}, got {came}")
+        for name in ("end_ids", "noise"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
+        hints = typing.get_type_hints(Contract)
+        for name, value in values.items():
+            if not _fits(value, hints[name]):
+                raise CheckpointError(f"{path}: {name} must be {hints[name]}, got {value!r}")
+        return Contract(**values)
+
+
+def _fits(value: object, hint: object) -> bool:
+    """Whether a JSON value has the type of a contract's field."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, part) for part in hint.__args__)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_fits(v, inner) for v in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)  # type: ignore[arg-type]

@@ -1,0 +1,16 @@
+"""Errors that a user can act on. Each says what was expected and what came."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """A prompt, option or file that the toolkit cannot work with."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint or adapter that does not fit: weights missing, unexpected, misshapen, damaged,
+    or made for another base."""
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model gave NaN or infinite logits; no token was chosen from them."""

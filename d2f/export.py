@@ -1,0 +1,121 @@
+"""Save a model in transformers' format with its contract; build one from scratch or from another
+family's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config
+
+from d2f import attention
+from d2f.checkpoint import MODEL_CLASSES
+from d2f.contract import Contract
+from d2f.errors import CheckpointError
+from d2f.families import Family, get_family
+from d2f.model import DiffusionModel
+
+_SCRATCH: dict[str, type[PretrainedConfig]] = {
+    "causal": LlamaConfig,
+    "llada": LlamaConfig,
+    "dream": Qwen2Config,
+}
+
+
+def build(
+    family_name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    context_length: int,
+) -> DiffusionModel:
+    """A model of a family with random weights from torch's generator; vocabulary, mask and end
+    ids from the tokenizer."""
+    family = get_family(family_name)
+    if family.name not in _SCRATCH:
+        raise CheckpointError(
+            f"a model from scratch must be of {sorted(_SCRATCH)}, got {family.name!r}"
+        )
+    config = _SCRATCH[family.name](
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context_length,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+    )
+    backbone = MODEL_CLASSES[config.model_type]._from_config(
+        config, attn_implementation=attention.NAME, dtype=torch.float32
+    )
+    return DiffusionModel(backbone, _contract(family, tokenizer), tokenizer=tokenizer)
+
+
+def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
+    """The same weights as the start of a model of another family (an autoregressive model is the
+    usual start of a diffusion model). Biases that the source lacks begin at 0."""
+    config, tokenizer = model.backbone.config, model.tokenizer
+    if family_name == model.family:
+        return model
+    if tokenizer is None:
+        raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
+    new = build(
+        family_name,
+        tokenizer,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        context_length=config.max_position_embeddings,
+    )
+    missing, unexpected = new.backbone.load_state_dict(model.backbone.state_dict(), strict=False)
+    lacking = [name for name in missing if not name.endswith("_proj.bias")]
+    if lacking or unexpected:
+        raise CheckpointError(
+            f"a {model.family} model does not convert to {family_name}: "
+            f"missing {lacking[:4]}, unexpected {unexpected[:4]}"
+        )
+    with torch.no_grad():
+        for name in missing:
+            new.backbone.get_parameter(name).zero_()
+    new.path = model.path
+    return new
+
+
+def save_model(model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **contract: object) -> None:
+    """Write a model without adapter to `folder`: config, weights in `dtype`, tokenizer, and its
+    contract with the given fields changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = type(model.backbone.config).from_dict(model.backbone.config.to_dict())
+    config.dtype = dtype
+    config.architectures = [type(model.backbone).__name__]
+    config.save_pretrained(folder)
+    weights = {
+        name: value.detach().to("cpu", dtype).contiguous()
+        for name, value in model.backbone.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+    dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]
+
+
+def _contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
+    return Contract(
+        family=family.name,
+        mask_id=tokenizer.mask_token_id if family.needs_mask else None,
+        end_ids=(tokenizer.eos_token_id,),
+        logit_shift=family.logit_shift,
+        rope_fp32=family.rope_fp32,
+        prompt_rule=family.prompt_rule,
+    )

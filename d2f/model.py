@@ -1,0 +1,155 @@
+"""A diffusion language model: a transformers model, its contract, and forwards over spans."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from d2f.attention import SpanPlan
+from d2f.cache import SlotCache
+from d2f.contract import Contract
+from d2f.families import FAMILIES
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Fp32Rotary(nn.Module):
+    """Gives a model's rotary tables in fp32 whatever its dtype, so that RoPE is applied in fp32
+    by type promotion (LLaDA's ``rope_full_precision``)."""
+
+    def __init__(self, rotary: nn.Module):
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary(x.new_empty((), dtype=torch.float32), position_ids)
+
+
+class DiffusionModel:
+    """A transformers model with what decoding and training must know of it.
+
+    Made by `d2f.load`. Attributes: backbone (the transformers model), contract, tokenizer (None
+    where the checkpoint has none), adapter (the PEFT model around the backbone, or None), path.
+    """
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        contract: Contract,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: PeftModel | None = None,
+        path: str | None = None,
+    ):
+        self.backbone = backbone
+        self.contract = contract
+        self.tokenizer = tokenizer
+        self.adapter = adapter
+        self.path = path
+        if contract.rope_fp32 and not isinstance(backbone.model.rotary_emb, Fp32Rotary):
+            backbone.model.rotary_emb = Fp32Rotary(backbone.model.rotary_emb)
+
+    @property
+    def family(self) -> str:
+        """Name of the family in `d2f.families.FAMILIES`."""
+        return self.contract.family
+
+    @property
+    def mask_id(self) -> int | None:
+        return self.contract.mask_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.contract.end_ids
+
+    @property
+    def logit_shift(self) -> int:
+        """1 where row p-1 predicts position p, else 0."""
+        return self.contract.logit_shift
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backbone.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was built for."""
+        return self.backbone.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backbone.dtype
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the family predicts masked positions (all but plain causal models)."""
+        return FAMILIES[self.family].needs_mask
+
+    def forward(
+        self, input_ids: Tensor, spans: Tensor | SpanPlan, positions: Tensor | None = None
+    ) -> Tensor:
+        """Unshifted logits ``[B, L, V]`` of input_ids ``[B, L]``.
+
+        spans: int32 ``[L, K, 2]`` or ``[B, L, K, 2]``; positions default to ``0..L-1``.
+        """
+        return self.head(self.hidden(input_ids, spans, positions))
+
+    def hidden(
+        self, input_ids: Tensor, spans: Tensor | SpanPlan, positions: Tensor | None = None
+    ) -> Tensor:
+        """Last hidden states ``[B, L, C]``, the rows that `head` reads."""
+        if isinstance(spans, Tensor):
+            spans = SpanPlan(spans.to(input_ids.device))
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        return self.backbone.model(
+            input_ids=input_ids, position_ids=positions, spans=spans, use_cache=False
+        ).last_hidden_state
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[..., V]`` of hidden states ``[..., C]``."""
+        return self.backbone.lm_head(hidden)
+
+    def decode_rows(
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
+    ) -> Tensor:
+        """Feed flat rows ``[T]`` through the cache (its `slots` set); logits ``[N, V]`` of the rows
+        `read` ``[N]`` only."""
+        hidden = self.backbone.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            spans=plan,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
+        return self.head(hidden.index_select(0, read))
+
+    def new_cache(self, slots: int) -> SlotCache:
+        """An empty cache of `slots` slots in the model's dtype, on its device."""
+        return SlotCache(self.backbone.config, slots, dtype=self.dtype, device=self.device)
+
+    @contextlib.contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """The same weights without the adapter (the D2F teacher); nothing to do without one."""
+        if self.adapter is None:
+            yield
+        else:
+            with self.adapter.disable_adapter():
+                yield
+
+    def merge_adapter(self) -> None:
+        """Fold the adapter into the weights and forget it: the same function, one matrix less."""
+        if self.adapter is not None:
+            merged: Any = self.adapter.merge_and_unload()
+            self.backbone = merged
+            self.adapter = None

@@ -1,0 +1,87 @@
+"""Mask noise: which ratio each response token is masked with, and the draw itself.
+
+Every draw takes a numpy Generator made by `sample_rng` from (seed, sample index), so neither the
+number of processes nor a resume changes it. Ratios are float64 ``[response]``.
+"""
+
+from __future__ import annotations
+
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ratios = NDArray[np.float64]
+GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
+
+
+def sample_rng(seed: int, index: int) -> np.random.Generator:
+    """The generator of one sample's noise."""
+    return np.random.default_rng([seed, index])
+
+
+def even_draw(seed: int, index: int) -> float:
+    """A number in [0, 1) that consecutive sample indexes spread evenly (low discrepancy)."""
+    return float((np.random.default_rng(seed).random() + index * GOLDEN) % 1.0)
+
+
+def monotone_ratios(
+    length: int, block_size: int, low: float, high: float, rng: np.random.Generator
+) -> Ratios:
+    """D2F's noise: one ratio a block, non-decreasing from left to right, all in [low, high].
+
+    p_1 = low + (high - low) u, p_b = p_(b-1) + u_b (high - p_1) / (N - 1), as the official code
+    draws it (D2F, section 3; the paper's bounds are 0.3 and 0.7, the code's 0.2 and 0.7).
+    """
+    check_bounds(low, high)
+    blocks = -(-length // block_size)
+    ratios = np.empty(blocks)
+    ratios[:1] = low + (high - low) * rng.random()
+    if blocks > 1:
+        steps = rng.random(blocks - 1) * (high - ratios[0]) / (blocks - 1)
+        ratios[1:] = ratios[0] + np.cumsum(steps)
+    return np.repeat(np.minimum(ratios, high), block_size)[:length]
+
+
+def uniform_ratios(length: int, ratio: float) -> Ratios:
+    """LLaDA's noise: one ratio for the whole response."""
+    return np.full(length, ratio)
+
+
+def decoding_ratios(
+    length: int, block_size: int, ratio: float, rng: np.random.Generator
+) -> Ratios:
+    """The states of block-wise decoding: blocks on the left revealed (0), one block partly masked
+    (`ratio`), all on its right masked (1)."""
+    block = int(rng.integers(-(-length // block_size)))
+    start, end = block * block_size, (block + 1) * block_size
+    position = np.arange(length)
+    return np.where(position < start, 0.0, np.where(position < end, ratio, 1.0))
+
+
+def pipeline_ratios(
+    length: int, block_size: int, low: float, high: float, rng: np.random.Generator
+) -> Ratios:
+    """The states of pipelined decoding, which the published training never visits: blocks on the
+    left revealed, then monotone ratios in [low, high] over a few blocks, then freshly appended
+    blocks (1)."""
+    check_bounds(low, high)
+    blocks = -(-length // block_size)
+    first = int(rng.integers(blocks))
+    active = int(rng.integers(1, blocks - first + 1))
+    ratios = np.ones(blocks)
+    ratios[:first] = 0.0
+    ratios[first : first + active] = np.sort(rng.uniform(low, high, active))
+    return np.repeat(ratios, block_size)[:length]
+
+
+def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Each token masked on its own with its ratio, ``[response]``."""
+    return rng.random(len(ratios)) < ratios
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Raise ValueError unless 0 <= low <= high <= 1."""
+    if not 0.0 <= low <= high <= 1.0:
+        raise ValueError(f"noise bounds must satisfy 0 <= low <= high <= 1, got [{low}, {high}]")
+
+

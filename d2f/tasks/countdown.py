@@ -1,0 +1,101 @@
+"""Reach a target with every one of 3 or 4 numbers, one operation a line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from d2f.tasks.problem import Problem, pick, pick_integer
+
+COUNTS = (3, 4)
+MAX_NUMBER = 12
+MAX_VALUE = 99
+MIN_TARGET = 10
+
+POSITIVE = "([1-9][0-9]{0,4})"
+STEP = re.compile(f"{POSITIVE} *([-+*/]) *{POSITIVE} *= *{POSITIVE}")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Numbers in the order they are told, and the steps that use them up, last one the target."""
+
+    numbers: tuple[int, ...]
+    steps: tuple[str, ...]
+    target: int
+
+    @property
+    def key(self) -> str:
+        """The sorted numbers and the target, as "2,3,7,8=45"."""
+        return f"{','.join(map(str, sorted(self.numbers)))}={self.target}"
+
+    def write(self, rng: np.random.Generator) -> Problem:
+        """The problem, which has only one wording."""
+        *others, last = map(str, self.numbers)
+        question = f"Use {', '.join(others)} and {last} to make {self.target}."
+        return Problem("countdown", question, "\n".join(self.steps), self.key)
+
+
+def draw(rng: np.random.Generator) -> Combination:
+    """Numbers 1..MAX_NUMBER combined at random until the result is MIN_TARGET..MAX_VALUE."""
+    count = pick(rng, COUNTS)
+    while True:
+        numbers = tuple(pick_integer(rng, 1, MAX_NUMBER) for _ in range(count))
+        steps, target = _combine(rng, list(numbers))
+        if target >= MIN_TARGET:
+            return Combination(numbers, steps, target)
+
+
+def check(problem: Problem, text: str) -> bool:
+    """Whether the non-empty lines of text are right steps from the numbers to the target.
+
+    Each step takes two numbers still there and puts back their result, a positive integer;
+    there is one step fewer than numbers, and nothing but blanks after the last.
+    """
+    numbers, _, target = problem.key.partition("=")
+    available = [int(number) for number in numbers.split(",")]
+    lines = [line for line in map(str.strip, text.split("\n")) if line]
+    if len(lines) != len(available) - 1:
+        return False
+    return all(_take_step(line, available) for line in lines) and available == [int(target)]
+
+
+def _take_step(line: str, available: list[int]) -> bool:
+    """Whether line is a right step; if so, available has its result in place of its operands."""
+    found = STEP.fullmatch(line)
+    if found is None:
+        return False
+    a, b, result = int(found[1]), int(found[3]), int(found[4])
+    for operand in (a, b):
+        if operand not in available:
+            return False
+        available.remove(operand)
+    available.append(result)
+    # Division is checked as a product, which is exact.
+    return {"+": a + b == result, "-": a - b == result, "*": a * b == result, "/": b * result == a}[
+        found[2]
+    ]
+
+
+def _combine(rng: np.random.Generator, available: list[int]) -> tuple[tuple[str, ...], int]:
+    """Random steps until one number is left, and that number, 0 where a step had no result."""
+    steps = []
+    while len(available) > 1:
+        a = available.pop(int(rng.random() * len(available)))
+        b = available.pop(int(rng.random() * len(available)))
+        if a < b:
+            a, b = b, a
+        results = [("+", a + b), ("-", a - b)]
+        if b > 1:
+            results.append(("*", a * b))
+            if a % b == 0:
+                results.append(("/", a // b))
+        possible = [pair for pair in results if 1 <= pair[1] <= MAX_VALUE]
+        if not possible:
+            return (), 0
+        operator, result = pick(rng, possible)
+        steps.append(f"{a}{operator}{b}={result}")
+        available.append(result)
+    return tuple(steps), available[0]

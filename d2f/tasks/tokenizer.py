@@ -1,0 +1,106 @@
+"""python -m d2f.tasks.tokenizer --output DIR [--vocab-size 512] [--seed 0]
+
+Trains the tasks' tokenizer on generated problems and saves it in the transformers format.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from d2f.tasks.registry import TASKS
+from d2f.tasks.splits import make_problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PROBLEMS_A_TASK = 1500
+SPECIAL_TOKENS = ("<|endoftext|>", "<|mask|>", "<|user|>", "<|assistant|>")  # ids 0 to 3
+END, MASK, USER, ASSISTANT = SPECIAL_TOKENS
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256  # every byte has a token
+# A word with its space, a digit with its space, a line end, "####", a sign, other blanks.
+PIECES = r" ?[A-Za-z]+| ?\d|\n|#+|[^\sA-Za-z\d]|\s+"
+CHAT_TEMPLATE = f"""
+{{%- for message in messages -%}}
+    {{%- if message['role'] == 'user' -%}}
+        {{{{- '{USER}' + message['content'] -}}}}
+    {{%- elif message['role'] == 'assistant' -%}}
+        {{{{- '{ASSISTANT}' + message['content'] + '{END}' -}}}}
+    {{%- else -%}}
+        {{{{- raise_exception('role must be user or assistant, got ' + message['role']) -}}}}
+    {{%- endif -%}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}
+    {{{{- '{ASSISTANT}' -}}}}
+{{%- endif -%}}
+"""
+
+
+def train_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on train problems of every task: any text round-trips.
+
+    Numbers go digit by digit. `<|endoftext|>` (end and padding), `<|mask|>`, `<|user|>` and
+    `<|assistant|>` have the ids 0 to 3, and the chat template uses them. Equal arguments give
+    equal bytes when saved. The vocabulary is smaller than vocab_size where the text has no more
+    merges to give: len(tokenizer) is its real size.
+
+    Raises ValueError if vocab_size cannot hold the special tokens and the 256 bytes.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_texts(seed), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        mask_token=MASK,
+        extra_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _training_texts(seed: int) -> Iterator[str]:
+    for task in TASKS:
+        for index in range(PROBLEMS_A_TASK):
+            problem = make_problem(task, "train", index, seed)
+            yield problem.question
+            yield problem.answer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train and save a tokenizer, as the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,  # the description opens with it
+    )
+    parser.add_argument("--output", required=True, help="folder to save the tokenizer in")
+    parser.add_argument("--vocab-size", type=int, default=512, help="most tokens (default 512)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
+    options = parser.parse_args(arguments)
+    tokenizer = train_tokenizer(options.vocab_size, options.seed)
+    tokenizer.save_pretrained(options.output)
+    print(f"{len(tokenizer)} tokens saved in {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Decoding: many requests in one engine, one file a decoder.
+
+`generate` decodes prompts, `stream` yields events as blocks advance. Importing this package loads
+nothing heavy; torch comes with the first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from decode.api import generate, stream
+    from decode.decoders import D2F, Autoregressive, Decoder, Static
+    from decode.result import Event, Result
+
+__all__ = ["D2F", "Autoregressive", "Decoder", "Event", "Result", "Static", "generate", "stream"]
+
+_HOMES = {
+    "generate": "decode.api",
+    "stream": "decode.api",
+    "Decoder": "decode.decoders",
+    "D2F": "decode.decoders",
+    "Static": "decode.decoders",
+    "Autoregressive": "decode.decoders",
+    "Event": "decode.result",
+    "Result": "decode.result",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'decode' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

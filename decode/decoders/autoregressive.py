@@ -1,0 +1,68 @@
+"""Autoregressive decoding: one token a forward, an exact causal cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders.base import Decoder, Session
+from decode.result import BlockView
+from decode.step import Predictions, Step, feed
+
+
+@dataclass(frozen=True)
+class Autoregressive(Decoder):
+    """One token after the other until an end id or max_new_tokens. Needs a causal model."""
+
+    name: ClassVar[str] = "autoregressive"
+    max_new_tokens: int = 256
+
+    def check(self, contract: Contract) -> None:
+        if contract.prompt_rule != "causal":
+            raise InputError(
+                "the decoder autoregressive needs a causal model, "
+                f"this one of the family {contract.family} is {contract.prompt_rule}"
+            )
+
+    def begin(self, prompt: list[int], contract: Contract) -> AutoregressiveSession:
+        return AutoregressiveSession(self, prompt, contract)
+
+
+class AutoregressiveSession(Session):
+    """One request, token after token."""
+
+    def __init__(self, decoder: Autoregressive, prompt: list[int], contract: Contract):
+        super().__init__(prompt, 0, decoder.max_new_tokens, contract)
+        self.length = len(prompt)
+        self.cached = 0
+
+    def step(self) -> Step | None:
+        ended = self.length > self.prompt_length and self.x[self.length - 1] in (
+            self.contract.end_ids
+        )
+        if ended or self.length == len(self.x):
+            return None
+        ends = np.arange(1, self.length + 1)
+        wanted = np.array([self.length])
+        step = feed(self.x, self.cached, ends, wanted, cached=self.cached, logit_shift=1)
+        self.cached = self.length
+        return step
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        self.reveal(self.length, int(predictions.token[0]), float(predictions.confidence[0]))
+        self.length += 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.x[self.prompt_length : self.length].tolist()
+
+    settled = tokens
+
+    def blocks(self) -> list[BlockView]:
+        tokens = tuple(self.tokens)
+        return [BlockView(0, len(tokens), "cached", tokens)]

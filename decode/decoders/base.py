@@ -1,0 +1,165 @@
+"""What every decoder is: options that are checked, and a session for each request.
+
+A session is a small state machine: `step()` says what to compute, `accept(predictions)` takes the
+answer. It never touches the model, so it can be tested with made-up predictions.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.result import BlockView, Revealed
+from decode.sampling import Sampling
+from decode.step import Ints, Predictions, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(abc.ABC):
+    """Options that all decoders have. Raises InputError for one out of range.
+
+    temperature 0 is greedy; top_k None and top_p 1 are off; the same seed gives the same tokens
+    whatever else is in the batch; stop: strings that end the text, themselves not in it.
+    """
+
+    name: ClassVar[str]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+    if TYPE_CHECKING:  # each decoder declares it as a field of its own, with its own default
+
+        @property
+        def max_new_tokens(self) -> int: ...
+
+    def __post_init__(self) -> None:
+        whole("max_new_tokens", self.max_new_tokens)
+        if not (_is_number(self.temperature) and 0 <= self.temperature < float("inf")):
+            raise InputError(f"temperature must be 0 or more, got {self.temperature!r}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise InputError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+        if self.top_k is not None:
+            whole("top_k", self.top_k)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InputError(f"seed must be a whole number, got {self.seed!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise InputError(f"stop must be non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_p, self.top_k, self.seed)
+
+    def check(self, contract: Contract) -> None:
+        """Raise InputError if this decoder cannot decode a model of that contract."""
+        if contract.mask_id is None:
+            raise InputError(
+                f"the decoder {self.name} needs a model with a mask id, "
+                f"the family {contract.family} has none"
+            )
+
+    @abc.abstractmethod
+    def begin(self, prompt: list[int], contract: Contract) -> Session:
+        """The session of one request."""
+
+
+class Session(abc.ABC):
+    """One request being decoded, over the sequence x of prompt and response.
+
+    x: int64 ``[P + max_new_tokens]``, one slot a position. `revealed` holds what the last `accept`
+    decided. `length` is how far the response has opened.
+    """
+
+    def __init__(self, prompt: list[int], fill: int, max_new_tokens: int, contract: Contract):
+        self.prompt_length = len(prompt)
+        self.x: Ints = np.full(len(prompt) + max_new_tokens, fill, dtype=np.int64)
+        self.x[: len(prompt)] = prompt
+        self.contract = contract
+        self.revealed: list[Revealed] = []
+
+    @property
+    def slots(self) -> int:
+        """Slots that the request needs."""
+        return len(self.x)
+
+    @abc.abstractmethod
+    def step(self) -> Step | None:
+        """What to compute next, None when the request is done."""
+
+    @abc.abstractmethod
+    def accept(self, predictions: Predictions) -> None:
+        """Take the predictions of the rows that the last step read."""
+
+    @abc.abstractmethod
+    def blocks(self) -> list[BlockView]:
+        """The response's blocks as they stand."""
+
+    @property
+    @abc.abstractmethod
+    def tokens(self) -> list[int]:
+        """Decoded response ids in order; undecoded positions are left out."""
+
+    @property
+    @abc.abstractmethod
+    def settled(self) -> list[int]:
+        """Response ids up to the first undecoded position: what may be shown as text."""
+
+    def reveal(self, position: int, token: int, confidence: float) -> None:
+        """Decide one position of the sequence."""
+        self.x[position] = token
+        self.revealed.append(Revealed(position - self.prompt_length, token, confidence))
+
+
+class MaskedSession(Session):
+    """A session of a diffusion decoder: undecoded positions of x hold the mask id."""
+
+    def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
+        assert contract.mask_id is not None
+        super().__init__(prompt, contract.mask_id, max_new_tokens, contract)
+        self.masked = np.arange(len(self.x)) >= len(prompt)
+
+    @property
+    def tokens(self) -> list[int]:
+        part = slice(self.prompt_length, None)
+        return self.x[part][~self.masked[part]].tolist()
+
+    @property
+    def settled(self) -> list[int]:
+        masked = np.flatnonzero(self.masked)
+        end = int(masked[0]) if len(masked) else len(self.x)
+        return self.x[self.prompt_length : end].tolist()
+
+    def reveal(self, position: int, token: int, confidence: float) -> None:
+        super().reveal(position, token, confidence)
+        self.masked[position] = False
+
+    def view(self, start: int, end: int) -> tuple[int | None, ...]:
+        """Tokens of sequence positions ``[start, end)``, None where masked."""
+        return tuple(
+            None if masked else int(token)
+            for token, masked in zip(self.x[start:end], self.masked[start:end], strict=True)
+        )
+
+
+def whole(name: str, value: object) -> None:
+    """Raise InputError unless value is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def ratio(name: str, value: object) -> None:
+    """Raise InputError unless value lies in [0, 1]."""
+    if not (_is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
+        raise InputError(f"{name} must lie in [0, 1], got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,157 @@
+"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3; order of events as in its code).
+
+Blocks are appended while earlier ones are still being decoded. A block is semi-active (reveals only
+confident tokens) until its predecessor is decoded to tau_act, then fully active (reveals at least
+one token a forward). A block without masks whose predecessors are done is fed once more, inside
+a forward that also advances later blocks, and from then on is cached, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from d2f.contract import Contract
+from decode.decoders.base import Decoder, MaskedSession, ratio, whole
+from decode.result import BlockState, BlockView
+from decode.step import Predictions, Step, feed
+
+DEFAULT_BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class D2F(Decoder):
+    """Options of the pipeline.
+
+    block_size: None takes the one that the model was trained with, else 32. tau_add: share of the
+    last block that must be decoded before another is appended. tau_act: share of a block that
+    must be decoded before the next becomes fully active. tau_conf: confidence above which a token
+    is revealed. max_new_tokens: kept exactly, the last block may be short. early_exit: stop when
+    the first end id and all before it are decoded; False finishes all open blocks, as the
+    official code does.
+    """
+
+    name: ClassVar[str] = "d2f"
+    block_size: int | None = None
+    tau_add: float = 0.1
+    tau_act: float = 0.95
+    tau_conf: float = 0.9
+    max_new_tokens: int = 256
+    early_exit: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size is not None:
+            whole("block_size", self.block_size)
+        for name in ("tau_add", "tau_act", "tau_conf"):
+            ratio(name, getattr(self, name))
+
+    def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
+        return D2FSession(self, prompt, contract)
+
+
+class Block:
+    """Positions ``[start, end)`` of the sequence and their state."""
+
+    def __init__(self, start: int, end: int):
+        self.start, self.end = start, end
+        self.state: BlockState = "semi-active"
+        self.full = False  # sticky: the predecessor has reached tau_act
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("semi-active", "fully active")
+
+
+class D2FSession(MaskedSession):
+    """One request in the pipeline."""
+
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.max_new_tokens, contract)
+        self.decoder = decoder
+        self.size = decoder.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
+        start = Block(0, len(prompt))
+        start.state = "to cache"
+        self.pipeline = [start]
+        self.cached = 0
+        self.ended = False  # an end id was revealed: no block is appended any more
+        self.limit = len(self.x)  # with early_exit, nothing after the first end id matters
+        self.wanted = np.zeros(0, dtype=np.int64)
+
+    def step(self) -> Step | None:
+        self._append()
+        self._activate()
+        if not any(block.active for block in self.pipeline):
+            return None
+        if self.decoder.early_exit and not self.masked[: self.limit].any():
+            return None
+        end = self.pipeline[-1].end
+        ends = np.empty(end, dtype=np.int64)
+        for block in self.pipeline:
+            ends[block.start : block.end] = block.end
+        self.wanted = np.flatnonzero(self.masked[:end])
+        step = feed(
+            self.x,
+            self.cached,
+            ends,
+            self.wanted,
+            cached=self.cached,
+            logit_shift=self.contract.logit_shift,
+        )
+        for block in self.pipeline:
+            if block.state == "to cache":
+                block.state = "cached"
+                self.cached = block.end
+        return step
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        for block in self.pipeline:
+            if block.active:
+                self._reveal_in(block, predictions)
+        waiting = False
+        for block in self.pipeline:
+            if block.active and not waiting and not self.masked[block.start : block.end].any():
+                block.state = "to cache"
+            waiting = waiting or block.active
+        if self.decoder.early_exit and self.limit < len(self.x):
+            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
+
+    def _append(self) -> None:
+        last = self.pipeline[-1]
+        room = last.end < len(self.x)
+        if room and not self.ended and self._decoded(last) >= self.decoder.tau_add:
+            self.pipeline.append(Block(last.end, min(last.end + self.size, len(self.x))))
+
+    def _activate(self) -> None:
+        for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
+            if self._decoded(before) >= self.decoder.tau_act:
+                block.full = True
+                if block.state == "semi-active":
+                    block.state = "fully active"
+
+    def _decoded(self, block: Block) -> float:
+        """Share of a block's positions that are decoded."""
+        return 1 - self.masked[block.start : block.end].sum() / (block.end - block.start)
+
+    def _reveal_in(self, block: Block, predictions: Predictions) -> None:
+        low, high = np.searchsorted(self.wanted, (block.start, block.end))
+        confidence = predictions.confidence[low:high]
+        chosen = np.flatnonzero(confidence > self.decoder.tau_conf)
+        if not len(chosen) and block.full and len(confidence):
+            chosen = confidence.argmax(keepdims=True)
+        for i in low + chosen:
+            position, token = int(self.wanted[i]), int(predictions.token[i])
+            self.reveal(position, token, float(predictions.confidence[i]))
+            if token in self.contract.end_ids:
+                self.ended = True
+                self.limit = min(self.limit, position + 1)
+
+    def blocks(self) -> list[BlockView]:
+        shift = self.prompt_length
+        return [
+            BlockView(b.start - shift, b.end - shift, b.state, self.view(b.start, b.end))
+            for b in self.pipeline[1:]
+        ]

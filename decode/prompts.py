@@ -1,0 +1,56 @@
+"""Prompts as text, chat messages or ids, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from decode.decoders.base import Decoder
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode(model: DiffusionModel, prompt: Prompt, where: str) -> list[int]:
+    """A prompt's ids: text as it is, chat messages through the chat template. Raises InputError."""
+    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+        if model.tokenizer is None:
+            raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
+        if not len(prompt):
+            raise InputError(f"{where} is empty: expected at least one token")
+        if isinstance(prompt, str):
+            return list(model.tokenizer(prompt)["input_ids"])
+        if model.tokenizer.chat_template is None:
+            raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
+        try:
+            return list(
+                model.tokenizer.apply_chat_template(
+                    list(prompt), add_generation_prompt=True, return_dict=False
+                )
+            )
+        except Exception as error:  # a template is a program of the checkpoint's; it may raise any
+            raise InputError(f"{where}: the chat template refused the messages: {error}") from error
+    ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+    if any(isinstance(token, bool) or token != kept for token, kept in zip(prompt, ids, strict=True)):
+        raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
+    return ids
+
+
+def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -> None:
+    """Raise InputError if `ids` cannot be decoded by `decoder` on `model`."""
+    if not ids:
+        raise InputError(f"{where} is empty: expected at least one token")
+    wrong = [token for token in ids if not 0 <= token < model.vocab_size]
+    if wrong:
+        raise InputError(f"{where}: ids must lie in [0, {model.vocab_size}), got {wrong[0]}")
+    if model.mask_id is not None and model.mask_id in ids:
+        raise InputError(
+            f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "
+            "a prompt is never masked"
+        )
+    total = len(ids) + decoder.max_new_tokens
+    if total > model.context_length:
+        raise InputError(
+            f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.max_new_tokens} that is "
+            f"{total}, the model's context is {model.context_length}"
+        )

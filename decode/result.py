@@ -1,0 +1,69 @@
+"""What decoding yields: events while it runs, a result when a request is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["end", "stop", "length"]
+BlockState = Literal["prompt", "semi-active", "fully active", "to cache", "cached"]
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """One block as it stands: response positions ``[start, end)`` and its tokens, None where
+    still masked."""
+
+    start: int
+    end: int
+    state: BlockState
+    tokens: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Revealed:
+    """A token that a step decided: response position, id, confidence."""
+
+    position: int
+    token: int
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One decoded request.
+
+    tokens: response ids, cut before the first end id or stop string. raw_tokens: everything
+    generated, uncut (a position that early exit left undecoded is not in it). text: tokens
+    decoded, None without a tokenizer. forwards: calls of the model that this request was in.
+    calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
+    finish_reason: ``end`` (an end id), ``stop`` (a stop string) or ``length``.
+    """
+
+    tokens: list[int]
+    raw_tokens: list[int]
+    text: str | None
+    forwards: int
+    calls: list[tuple[int, int]]
+    seconds: float
+    finish_reason: FinishReason
+    prompt_tokens: int
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Visible tokens a call of the model."""
+        return len(self.tokens) / self.forwards
+
+
+@dataclass(frozen=True)
+class Event:
+    """One request after one forward. result is set on its last event.
+
+    request: index of the prompt. forward: number of the request's forward, from 1.
+    """
+
+    request: int
+    forward: int
+    blocks: list[BlockView]
+    revealed: list[Revealed] = field(default_factory=list)
+    result: Result | None = None

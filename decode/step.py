@@ -1,0 +1,62 @@
+"""Step: what a decoder asks the model to compute. Predictions: what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Five integer arrays of one request; slots, spans and read count from its own 0.
+
+    tokens, positions, slots: ``[T]``, what is fed, where it stands, which slot it overwrites.
+    spans: ``[T, K, 2]``, the slots that each row sees. read: ``[N]``, the rows whose predictions
+    are wanted. cached: how many leading slots were final before this step.
+    """
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    spans: Ints
+    read: Ints
+    cached: int
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of each row that was read: the chosen token (int64 ``[N]``, never the mask id) and its
+    confidence (fp32 ``[N]``), the probability under the full softmax in fp32."""
+
+    token: Ints
+    confidence: Floats
+
+
+def feed(
+    x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_shift: int
+) -> Step:
+    """The step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
+
+    ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted
+    family reads row p - 1 for position p, and where that row is already cached it is fed again
+    (its keys and values do not change).
+    """
+    rows = wanted - logit_shift
+    if len(rows) and rows[0] < first:
+        first = int(rows[0])
+    fed = np.arange(first, len(ends))
+    seen = ends[first:]
+    spans = np.stack((np.zeros_like(seen), seen), axis=-1)[:, None]  # [T, 1, 2]
+    return Step(
+        tokens=x[first : len(ends)],
+        positions=fed,
+        slots=fed,
+        spans=spans,
+        read=rows - first,
+        cached=cached,
+    )

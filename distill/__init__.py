@@ -1,0 +1,1 @@
+"""Training: from-scratch models, the autoregressive baseline and D2F distillation."""

@@ -1,0 +1,177 @@
+"""The typed configuration of a training run, from YAML with command-line overrides.
+
+Frozen; an unknown key or a wrong type is an error before any work; the resolved configuration is
+saved with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from d2f.errors import InputError
+
+Positive = Annotated[int, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelShape(Section):
+    """A model to build from scratch with random weights."""
+
+    hidden_size: Positive = 256
+    intermediate_size: Positive = 768
+    layers: Positive = 4
+    heads: Positive = 4
+    kv_heads: Positive = 4
+    context_length: Positive = 512
+
+
+class Data(Section):
+    """What is trained on: generated tasks with their shares, or a JSONL file of prompt/response."""
+
+    tasks: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    file: str | None = None
+    row_length: Positive = 192  # tokens a packed row
+    rows: Positive = 32  # packed rows a step, over all processes
+    padded_share: Ratio = 0.5  # samples filled to the task's full response length with end tokens
+    short_tail: Annotated[int, Field(ge=0)] = 7  # most end tokens after the first, in the others
+    tail_weight: Ratio = 0.1  # loss weight of end tokens after the first
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Data:
+        if (self.tasks is None) == (self.file is None):
+            raise ValueError("exactly one of data.tasks and data.file must be given")
+        return self
+
+
+class Noise(Section):
+    """Mask ratios. share: of each schedule; block_size: of the schedules that have blocks."""
+
+    low: Ratio = 0.2
+    high: Ratio = 0.7
+    uniform_share: Ratio = 1.0  # masked_diffusion: the others follow block-wise decoding states
+    monotone_share: Ratio = 1.0  # d2f: the others follow the pipeline's states
+    min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
+    block_sizes: tuple[Positive, ...] = (8, 16, 32)
+
+
+class Lora(Section):
+    r: Positive = 32
+    alpha: Positive = 32
+    dropout: Ratio = 0.1
+
+
+class Optimizer(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    warmup: Annotated[int, Field(ge=0)] = 100
+    schedule: Literal["constant", "cosine"] = "cosine"
+    final_lr_share: Ratio = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.05
+    clip: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    objective: Literal["masked_diffusion", "next_token", "d2f"]
+    output: str
+    steps: Positive
+    data: Data
+    seed: int = 0
+    family: str | None = None  # of the result; default: that of init
+    init: str | None = None  # checkpoint to start from
+    model: ModelShape | None = None  # or the shape to start from scratch
+    tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
+    block_size: Positive = 16  # of D2F training
+    distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
+    optimizer: Optimizer = Optimizer()
+    noise: Noise = Noise()
+    lora: Lora = Lora()
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    save_every: Positive = 200
+    keep: Positive = 2  # newest checkpoints kept
+    export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    resume: bool = True  # go on from the newest checkpoint in output, if there is one
+    tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    log_every: Positive = 10
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if (self.init is None) == (self.model is None):
+            raise ValueError("exactly one of init and model must be given")
+        if self.objective == "d2f" and self.init is None:
+            raise ValueError("objective d2f needs init: the model that is teacher and base")
+        if self.model is not None and self.family is None:
+            raise ValueError("a model from scratch needs a family")
+        if self.noise.low > self.noise.high:
+            raise ValueError("noise.low must not exceed noise.high")
+        return self
+
+    def save(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in a YAML file, with overrides ``--key value`` (dots into sections).
+
+    Raises InputError that names each key, what was expected and what came.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
+    for key, value in _pairs(overrides):
+        _put(values, key, yaml.safe_load(value))
+    return parse_config(values, str(path))
+
+
+def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
+    """A checked configuration. Raises InputError."""
+    try:
+        return TrainConfig.model_validate_json(_json(values))
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        ]
+        raise InputError(f"{source}: " + "; ".join(lines)) from error
+
+
+def _json(values: dict[str, Any]) -> str:
+    import json
+
+    return json.dumps(values)
+
+
+def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    if len(overrides) % 2 or any(not key.startswith("--") for key in overrides[::2]):
+        raise InputError(f"overrides must be pairs --key value, got {' '.join(overrides)!r}")
+    return [
+        (key[2:].replace("-", "_"), value)
+        for key, value in zip(overrides[::2], overrides[1::2], strict=True)
+    ]
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise InputError(f"--{key}: {section} is not a section")
+        values = inner
+    values[last] = value

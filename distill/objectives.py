@@ -1,0 +1,212 @@
+"""The training objectives: what a packed step feeds, which rows it reads, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from d2f import noise, spans
+from d2f.attention import SpanPlan
+from d2f.model import DiffusionModel
+from distill.config import TrainConfig
+from distill.data import Placed, Sample, lay_out
+from distill.losses import weighted_cross_entropy, weighted_kl
+
+Rows = list[list[Placed]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One process's part of a step.
+
+    input_ids, positions: int64 ``[R, L]``. spans: int32 ``[R, L, 1, 2]``; teacher_spans: the same
+    for the D2F teacher. rows: int64 ``[N]``, flat places of the rows that are read; targets: int64
+    ``[N]``, the clean ids they predict; weight: fp32 ``[N]``, normalised over the whole step.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    spans: Tensor
+    teacher_spans: Tensor | None
+    rows: Tensor
+    targets: Tensor
+    weight: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        parts = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
+        return Batch(**parts)  # type: ignore[arg-type]
+
+
+class Objective(nn.Module):
+    """Base of the objectives: a step's batch, and the loss of a batch."""
+
+    tail = True  # whether samples carry end tokens after the first
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__()
+        self.model = model
+        self.network = model.adapter or model.backbone
+        self.config = config
+
+    def ratios(self, sample: Sample) -> np.ndarray:
+        """Mask ratio of each response token, ``[response]``."""
+        raise NotImplementedError
+
+    def token_weight(self, sample: Sample, ratios: np.ndarray) -> np.ndarray:
+        """Loss weight of each response token if it is masked, ``[response]``."""
+        with np.errstate(divide="ignore"):
+            return np.where(ratios > 0, 1.0 / ratios, 0.0) * self.importance(sample)
+
+    def importance(self, sample: Sample) -> np.ndarray:
+        """1 for answer tokens, `data.tail_weight` for the tail of end tokens, ``[response]``."""
+        place = np.arange(len(sample.response))
+        return np.where(place < sample.answer, 1.0, self.config.data.tail_weight)
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        """Spans ``[len(sample), 1, 2]`` that the trained model sees."""
+        return spans.bidirectional(len(sample))
+
+    def share(self, sample: Sample, masked: np.ndarray) -> float:
+        """What a sample adds to the step's normaliser."""
+        return float(self.importance(sample).sum())
+
+    def draw_mask(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """(masked, ratios) of a sample's response: from (seed, sample index) and nothing else."""
+        ratios = self.ratios(sample)
+        rng = np.random.default_rng([self.config.seed, 4, sample.index])
+        return noise.draw_mask(ratios, rng), ratios
+
+    def rng(self, sample: Sample) -> np.random.Generator:
+        """The generator of a sample's ratios."""
+        return np.random.default_rng([self.config.seed, 3, sample.index])
+
+    def batch(self, rows: Rows, mine: slice) -> Batch:
+        """This process's rows of a step; the loss is normalised over all of them."""
+        length = self.config.data.row_length
+        ids, positions = lay_out(rows[mine], length)
+        flat = ids.view(-1)
+        reads: list[np.ndarray] = []
+        weights: list[np.ndarray] = []
+        total = 0.0
+        first = range(len(rows))[mine].start
+        clean = flat.clone()
+        for r, placed in _samples(rows):
+            sample = placed.sample
+            masked, ratios = self.draw_mask(sample)
+            total += self.share(sample, masked)
+            if not 0 <= r - first < len(ids):
+                continue
+            start = (r - first) * length + placed.start + len(sample.prompt)
+            places = start + np.flatnonzero(masked)
+            reads.append(places)
+            weights.append(self.token_weight(sample, ratios)[masked])
+            if self.model.is_diffusion:
+                assert self.model.mask_id is not None
+                flat[torch.from_numpy(places)] = self.model.mask_id
+        targets = torch.from_numpy(np.concatenate(reads)) if reads else torch.zeros(0).long()
+        weight = np.concatenate(weights) / max(total, 1e-9) if weights else np.zeros(0)
+        own, teacher = self.spans(rows[mine], length)
+        return Batch(
+            input_ids=ids,
+            positions=positions,
+            spans=own,
+            teacher_spans=teacher,
+            rows=targets - self.model.logit_shift,
+            targets=clean[targets],
+            weight=torch.from_numpy(weight).float(),
+        )
+
+    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
+        """Spans of packed rows, for the trained model and for a teacher."""
+        own = [spans.pack([self.sample_spans(p.sample) for p in row], length) for row in rows]
+        return torch.stack(own), None
+
+    def read(self, batch: Batch, which: Tensor) -> Tensor:
+        """Logits ``[N, V]`` of the rows that are read."""
+        hidden = self.model.hidden(batch.input_ids, SpanPlan(which), batch.positions)
+        return self.model.head(hidden.flatten(0, 1).index_select(0, batch.rows))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss of a batch, a scalar."""
+        return weighted_cross_entropy(self.read(batch, batch.spans), batch.targets, batch.weight)
+
+
+class NextToken(Objective):
+    """Autoregressive cross-entropy on the response and its first end token."""
+
+    tail = False
+
+    def ratios(self, sample: Sample) -> np.ndarray:
+        return np.ones(len(sample.response))
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        return spans.causal(len(sample))
+
+
+class MaskedDiffusion(Objective):
+    """LLaDA's objective: cross-entropy on masked tokens, weight 1 / ratio, over all tokens.
+
+    A share of the samples follows the states of block-wise decoding instead of one ratio.
+    """
+
+    def ratios(self, sample: Sample) -> np.ndarray:
+        settings, length = self.config.noise, len(sample.response)
+        rng = self.rng(sample)
+        even = noise.even_draw(self.config.seed, sample.index)
+        ratio = settings.min_ratio + (1 - settings.min_ratio) * even
+        if rng.random() < settings.uniform_share:
+            return noise.uniform_ratios(length, ratio)
+        size = int(rng.choice(settings.block_sizes))
+        return noise.decoding_ratios(length, size, ratio, rng)
+
+
+class D2F(Objective):
+    """Discrete diffusion forcing: the block-causal student learns the distribution that the same
+    weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
+
+    def ratios(self, sample: Sample) -> np.ndarray:
+        settings, size = self.config.noise, self.config.block_size
+        rng, length = self.rng(sample), len(sample.response)
+        if rng.random() < settings.monotone_share:
+            return noise.monotone_ratios(length, size, settings.low, settings.high, rng)
+        return noise.pipeline_ratios(length, size, settings.min_ratio, 1.0, rng)
+
+    def share(self, sample: Sample, masked: np.ndarray) -> float:
+        return float(self.importance(sample)[masked].sum())
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        return spans.block_causal(len(sample), len(sample.prompt), self.config.block_size)
+
+    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
+        own, _ = super().spans(rows, length)
+        full = [spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows]
+        return own, torch.stack(full)
+
+    def forward(self, batch: Batch) -> Tensor:
+        student = self.read(batch, batch.spans)
+        if self.config.distill_target == "hard":
+            return weighted_cross_entropy(student, batch.targets, batch.weight)
+        assert batch.teacher_spans is not None
+        training = self.network.training
+        self.network.eval()
+        with torch.no_grad(), self.model.adapter_disabled():
+            teacher = self.read(batch, batch.teacher_spans)
+        self.network.train(training)
+        return weighted_kl(student, teacher, batch.weight)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "next_token": NextToken,
+    "masked_diffusion": MaskedDiffusion,
+    "d2f": D2F,
+}
+
+
+def _samples(rows: Rows) -> Iterator[tuple[int, Placed]]:
+    for r, row in enumerate(rows):
+        for placed in row:
+            yield r, placed

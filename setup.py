@@ -1,0 +1,82 @@
+"""Packaging of d2f-toolkit. Settings of the tools (ruff, mypy, pytest) are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INIT = (ROOT / "d2f" / "__init__.py").read_text(encoding="utf-8")
+VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0]  # without importing d2f
+
+setup(
+    name="d2f-toolkit",
+    version=VERSION,
+    description="Decode, distil and measure diffusion language models that run faster than one "
+    "token a step: D2F and its relatives, on transformers' own model classes",
+    long_description=README,
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["diffusion language models", "D2F", "LLaDA", "Dream", "distillation", "decoding"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(
+        include=[
+            f"{package}{suffix}"
+            for package in ("d2f", "distill", "decode", "triton_kernels")
+            for suffix in ("", ".*")
+        ]
+    ),
+    package_data={
+        "d2f": [
+            "models/**/*.json",
+            "models/**/*.safetensors",
+            "models/**/*.md",
+            "models/**/*.jinja",
+            "tasks/**/*.json",
+            "tasks/**/*.jsonl",
+        ],
+    },
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "transformers>=5.17,<5.24",
+        "triton>=3.6,<3.10; sys_platform == 'linux'",
+        "peft>=0.21",
+        "accelerate>=1.15",
+        "tokenizers>=0.23.1",
+        "safetensors>=0.8",
+        "huggingface_hub>=1.5",
+        "numpy>=2.0",
+        "einops>=0.8",
+        "jinja2>=3.1",  # chat templates
+        "pydantic>=2.10",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "tqdm>=4.67",
+        "wandb>=0.25",
+    ],
+    extras_require={
+        "eval": ["datasets>=4.0"],
+        "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
+        "plot": ["matplotlib>=3.9"],
+        # ruff and mypy find more with each release, so `make lint` holds to one of each.
+        "dev": [
+            "pytest>=9.0",
+            "pytest-xdist>=3.8",
+            "hypothesis>=6.150",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<2.5",
+            "types-PyYAML>=6.0",
+            "tensorboard>=2.20",
+        ],
+    },
+)

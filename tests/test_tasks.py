@@ -1,0 +1,357 @@
+"""The tiny tasks: their splits, their checkers, and their tokenizer."""
+
+import re
+from itertools import permutations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from d2f.tasks import (
+    SPLITS,
+    TASKS,
+    Problem,
+    check,
+    make_problem,
+    make_problems,
+    split_of,
+)
+from d2f.tasks.tokenizer import SPECIAL_TOKENS, main, train_tokenizer
+
+repeatable = settings(derandomize=True, deadline=None)
+problems = st.builds(
+    make_problem,
+    st.sampled_from(TASKS),
+    st.sampled_from(SPLITS),
+    st.integers(0, 10**12),
+    st.integers(0, 100),
+)
+# Text near a response is likelier to reach the far corners of a checker than any text.
+texts = st.text() | st.text(alphabet="0123456789+-*/=#._ \n\r٣²½") | st.from_regex(r"#### ?-?\d*")
+
+
+def some(task, count=200):
+    return [make_problem(task, "train", index) for index in range(count)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+# Generation and splits
+
+
+@repeatable
+@given(problems)
+def test_own_answer_is_right_and_ends_are_not_needed(problem):
+    assert check(problem, problem.answer)
+    assert check(problem, f"\n{problem.answer} \n")
+    assert not check(problem, "")
+    assert not check(problem, problem.question)
+
+
+@repeatable
+@given(problems)
+def test_split_depends_on_the_key_alone(problem):
+    assert problem.task in TASKS
+    assert split_of(problem.key) in SPLITS
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_are_disjoint_whatever_the_seed(task):
+    keys = {
+        split: {p.key for seed in (0, 1) for p in make_problems(task, split, 150, seed)}
+        for split in SPLITS
+    }
+    assert not keys["train"] & keys["tuning"]
+    assert not keys["train"] & keys["heldout"]
+    assert not keys["tuning"] & keys["heldout"]
+
+
+def test_split_sizes():
+    splits = [split_of(str(number)) for number in range(10_000)]
+    assert 400 < splits.count("heldout") < 600
+    assert 400 < splits.count("tuning") < 600
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("task", TASKS)
+def test_access_is_independent_of_order(task, split):
+    forwards = [make_problem(task, split, index, seed=3) for index in range(20)]
+    backwards = [make_problem(task, split, index, seed=3) for index in reversed(range(20))]
+    assert forwards == backwards[::-1]
+    assert forwards != [make_problem(task, split, index, seed=4) for index in range(20)]
+    assert all(split_of(problem.key) == split for problem in forwards)
+
+
+def test_problems_stay_what_they_were():
+    assert make_problem("story", "train", 1) == Problem(
+        "story",
+        "At first Ivan has 14 plums. He gives 4 plums to a friend. He loses 2 of them. "
+        "How many plums does Ivan have now?",
+        "14-4=10\n10-2=8\n#### 8",
+        "14-4-2",
+    )
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_make_problems_skips_repeated_keys(task):
+    found = make_problems(task, "heldout", 300)
+    assert len({problem.key for problem in found}) == len(found) == 300
+    assert found[:100] == make_problems(task, "heldout", 100)
+    assert make_problems(task, "heldout", 0) == []
+
+
+def test_more_problems_than_a_split_holds(monkeypatch):
+    monkeypatch.setattr("d2f.tasks.splits.MAX_REPEATS", 3)
+    with pytest.raises(ValueError, match=r"heldout split of countdown, got 100000"):
+        make_problems("countdown", "heldout", 100_000)
+
+
+@pytest.mark.parametrize("make", [make_problem, make_problems])
+@pytest.mark.parametrize(
+    ("task", "split", "number", "message"),
+    [
+        ("chess", "train", 0, "task must be one of story, countdown, sudoku, got 'chess'"),
+        ("story", "test", 0, "split must be one of train, tuning, heldout, got 'test'"),
+        ("story", "train", -1, "(index|count) must be 0 or more, got -1"),
+    ],
+)
+def test_errors_say_what_was_expected(make, task, split, number, message):
+    with pytest.raises(ValueError, match=message):
+        make(task, split, number)
+
+
+def test_more_errors():
+    with pytest.raises(ValueError, match="seed must be 0 or more, got -2"):
+        make_problem("story", "train", 0, seed=-2)
+    with pytest.raises(ValueError, match="task must be one of"):
+        check(Problem("chess", "", "", ""), "")
+
+
+# Checkers
+
+
+@repeatable
+@given(problems, texts)
+def test_check_never_raises(problem, text):
+    assert check(problem, text) in (True, False)
+    assert check(problem, problem.answer + text) in (True, False)
+
+
+@repeatable
+@given(problems, st.data())
+def test_a_changed_digit_is_wrong(problem, data):
+    """In a story only the result counts, elsewhere every digit does."""
+    start = problem.answer.index("####") if problem.task == "story" else 0
+    places = [i for i, sign in enumerate(problem.answer) if sign.isdigit() and i >= start]
+    place = data.draw(st.sampled_from(places))
+    digit = data.draw(st.sampled_from(sorted(set("123456789") - {problem.answer[place]})))
+    assert not check(problem, problem.answer[:place] + digit + problem.answer[place + 1 :])
+
+
+@repeatable
+@given(problems.filter(lambda problem: problem.task != "story"), st.data())
+def test_a_missing_or_extra_line_is_wrong(problem, data):
+    lines = problem.answer.split("\n")
+    place = data.draw(st.integers(0, len(lines) - 1))
+    assert not check(problem, "\n".join(lines[:place] + lines[place + 1 :]))
+    assert not check(problem, "\n".join([*lines, lines[place]]))
+    assert not check(problem, problem.answer + "\njunk")
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("#### 21", True),
+        ("1+1=3\n####21 rolls", True),
+        ("#### 21.", True),
+        ("#### 21\n#### 5", True),
+        ("#### 5\n#### 21", False),
+        ("#### 210", False),
+        ("#### 2", False),
+        ("#### 21.5", False),
+        ("#### -21", False),
+        ("#### x 21", False),
+        ("21", False),
+        ("####", False),
+        ("#### " + "1" * 5000, False),
+    ],
+)
+def test_story_takes_the_integer_after_the_first_mark(text, right):
+    assert check(Problem("story", "", "25+17=42\n42/2=21\n#### 21", "25+17/2"), text) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("9-2=7\n8+7=15\n15*5=75", True),
+        ("9 - 2 = 7\n\n7+8=15\n 5*15=75\n\n", True),
+        ("5*8=40\n40-2=38\n38+9=47", False),  # another target
+        ("8+7=15\n9-2=7\n15*5=75", False),  # 7 is not there yet
+        ("9-2=7\n8+7=15\n15*5=75\n75", False),
+        ("9-2=7\n8+7=15", False),
+        ("9*8=72\n5-2=3\n72+3=75", True),
+        ("9*8=72\n5-2=3\n72+3=74", False),
+        ("9*8=73\n5-2=3\n73+2=75", False),
+        ("9-2=7,8+7=15,15*5=75", False),
+        ("9/2=4\n8+4=12\n12*5=60", False),
+        ("2-9=-7\n8--7=15\n15*5=75", False),
+    ],
+)
+def test_countdown_checks_every_line(text, right):
+    assert check(Problem("countdown", "", "", "2,5,8,9=75"), text) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [("4-4=0\n0+10=10", False), ("4/4=1\n1*10=10", True), ("4*10=40\n40/4=10", True)],
+)
+def test_countdown_with_a_repeated_number(text, right):
+    assert check(Problem("countdown", "", "", "4,4,10=10"), text) is right
+
+
+# What is generated
+
+
+def test_story_steps_follow_and_stay_in_range():
+    counts = []
+    for problem in some("story"):
+        *steps, result = problem.answer.split("\n")
+        value = re.match(r"\d+", problem.key)[0]
+        chain = value
+        for step in steps:
+            left, operator, right, out = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+            assert left == value
+            assert eval(f"{left}{operator}{right}=={out}")  # "/" is exact: no rounding here
+            assert 1 <= int(out) <= 99
+            chain += operator + right
+            value = out
+        assert result == f"#### {value}"
+        assert chain == problem.key
+        counts.append(len(steps))
+    assert set(counts) == {1, 2, 3, 4, 5, 6}
+
+
+def test_story_tells_every_number_in_order():
+    """So that the story alone says the chain; doubling and tripling are words."""
+    words = {"doubles": "2", "twice": "2", "triples": "3"}
+    for problem in some("story"):
+        told = re.findall(r"\d+|doubles|twice|triples", problem.question)
+        assert [words.get(number, number) for number in told] == re.findall(r"\d+", problem.key)
+
+
+def test_story_sentences_are_short():
+    for problem in some("story"):
+        assert "{" not in problem.question
+        assert max(len(part.split()) for part in problem.question.split(". ")) <= 11
+
+
+def test_countdown_tells_the_numbers_of_its_key():
+    counts = set()
+    for problem in some("countdown"):
+        *numbers, target = map(int, re.findall(r"\d+", problem.question))
+        assert problem.key == f"{','.join(map(str, sorted(numbers)))}={target}"
+        assert all(1 <= number <= 12 for number in numbers)
+        assert 10 <= target <= 99
+        assert all(1 <= int(step.split("=")[1]) <= 99 for step in problem.answer.split("\n"))
+        counts.add(len(numbers))
+    assert counts == {3, 4}
+
+
+def test_sudoku_has_one_solution():
+    """Against a plain search over the rows that fit."""
+
+    def solve(puzzle):
+        fits = [
+            [row for row in permutations("1234") if all(a in ("_", b) for a, b in zip(line, row))]
+            for line in puzzle
+        ]
+        for rows in product(*fits):
+            columns = list(zip(*rows))
+            boxes = [
+                {rows[y][x] for y in (top, top + 1) for x in (left, left + 1)}
+                for top in (0, 2)
+                for left in (0, 2)
+            ]
+            if all(len(set(unit)) == 4 for unit in [*columns, *boxes]):
+                yield "\n".join(map("".join, rows))
+
+    counts = set()
+    for problem in some("sudoku", 60):
+        title, *puzzle = problem.question.split("\n")
+        assert title == "Sudoku:"
+        assert problem.key == "".join(puzzle)
+        assert list(solve(puzzle)) == [problem.answer]
+        counts.add(problem.key.count("_"))
+    assert counts == {6, 7, 8, 9, 10}
+
+
+# Tokenizer
+
+
+@repeatable
+@given(text=st.text())
+def test_any_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@repeatable
+@given(problem=problems)
+def test_problems_round_trip_digit_by_digit(tokenizer, problem):
+    for text in (problem.question, problem.answer):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids) == text
+        pieces = [tokenizer.decode([i]) for i in ids]
+        assert all(re.fullmatch(r" ?\d|\D+", piece) for piece in pieces)
+
+
+def test_special_tokens_have_fixed_ids(tokenizer):
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    assert tokenizer.mask_token_id == 1
+    assert tokenizer.decode(tokenizer("#### 7<|endoftext|>").input_ids, True) == "#### 7"
+
+
+def test_chat_template(tokenizer):
+    messages = [
+        {"role": "user", "content": "Use 1 and 2 to make 3.\n"},
+        {"role": "assistant", "content": "1+2=3"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == "<|user|>Use 1 and 2 to make 3.\n<|assistant|>1+2=3<|endoftext|>"
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert text.startswith(prompt)
+    assert prompt.endswith("<|assistant|>")
+    with pytest.raises(Exception, match="role must be user or assistant, got system"):
+        tokenizer.apply_chat_template([{"role": "system", "content": ""}], tokenize=False)
+
+
+def test_command_saves_the_same_bytes_twice(tokenizer, tmp_path, capsys):
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path / "a")
+    main(["--output", str(tmp_path / "b")])
+    assert capsys.readouterr().out == f"512 tokens saved in {tmp_path / 'b'}\n"
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert "tokenizer.json" in names
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "b")
+    problem = make_problem("story", "heldout", 0)
+    assert loaded(problem.question).input_ids == tokenizer(problem.question).input_ids
+    assert loaded.mask_token_id == 1
+    assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_help_opens_with_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith("python -m d2f.tasks.tokenizer --output DIR")
+
+
+def test_vocabulary_sizes():
+    with pytest.raises(ValueError, match="vocab_size must be at least 260, got 259"):
+        train_tokenizer(vocab_size=259)
+    assert len(train_tokenizer(vocab_size=300)) == 300

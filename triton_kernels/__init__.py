@@ -1,0 +1,1 @@
+"""One file a kernel, its plain PyTorch reference beside it."""
