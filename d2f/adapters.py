@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from d2f.checkpoint import folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NOT_SUPPORTED = ("alpha_pattern", "rank_pattern", "modules_to_save", "bias", "fan_in_fan_out")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -49,7 +49,9 @@ def attach(model: DiffusionModel, place: str) -> None:
     """
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
-    folder = _folder(place)
+    folder = folder_of(place)
+    if model.adapter is not None:
+        raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
     raw = _read_json(folder / CONFIG)
     _check_base_class(model, folder, raw)
     contract = Contract.load(folder)
@@ -98,6 +100,7 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
         "r": config.r,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
+        "use_rslora": config.use_rslora,
         "target_modules": sorted(config.target_modules),
         "bias": "none",
         "task_type": None,
@@ -109,8 +112,16 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
 
 def fingerprint(place: str) -> str:
     """Identity of a checkpoint's weights, whatever the dtype they are loaded in: a hash over the
-    name, shape and up to three rows (first, middle, last) of every tensor in its files."""
-    files = sorted(_folder(place).glob("*.safetensors"))
+    name, shape and up to three rows (first, middle, last) of every tensor in its weight files.
+
+    Raises CheckpointError where there are none.
+    """
+    folder = folder_of(place)
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file():  # split in several, else nothing
+        files = sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: expected model.safetensors, whole or split, found none")
     entries: dict[str, bytes] = {}
     for path in files:
         with safe_open(path, framework="pt") as tensors:
@@ -126,15 +137,6 @@ def fingerprint(place: str) -> str:
     return digest.hexdigest()
 
 
-def _folder(place: str) -> Path:
-    if Path(place).is_dir():
-        return Path(place)
-    try:
-        return Path(snapshot_download(place))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -142,9 +144,18 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent}: expected an adapter with a {CONFIG}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} must be a JSON object, got {type(values).__name__}")
     if values.get("peft_type") != "LORA" or values.get("use_dora"):
         kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
         raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
+    for name in ("r", "lora_alpha"):
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"{path}: {name} must be a positive number, got {value!r}")
+    for name in _NOT_SUPPORTED:
+        if values.get(name) not in (None, False, "none", [], {}):
+            raise CheckpointError(f"{path}: {name} is not supported, got {values[name]!r}")
     return values
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    StrictDataclassError,
+)
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
@@ -52,7 +60,7 @@ def load(
     """
     from d2f.models import resolve
 
-    place = resolve(str(name_or_path))
+    place = str(folder_of(resolve(str(name_or_path))))
     raw = _read_config(place)
     contract = Contract.load(Path(place))
     chosen = get_family(
@@ -63,12 +71,26 @@ def load(
     tokenizer = _load_tokenizer(place)
     if contract is None or contract.family != chosen.name:
         contract = _derive_contract(chosen, raw, backbone.config, tokenizer)
+    _check_ids(place, contract, backbone.config.vocab_size)
     model = DiffusionModel(backbone.to(where).eval(), contract, tokenizer=tokenizer, path=place)
     if adapter is not None:
         from d2f.adapters import attach
 
         attach(model, resolve(str(adapter)))
     return model
+
+
+def folder_of(place: str) -> Path:
+    """The folder that `place` names, fetched from the hub where it is not one here.
+
+    Raises CheckpointError where there is neither.
+    """
+    if Path(place).is_dir():
+        return Path(place)
+    try:
+        return Path(snapshot_download(place, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
 
 
 def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
@@ -83,22 +105,24 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
 
 
 def _read_config(place: str) -> dict[str, Any]:
-    folder = Path(place)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
+    path = Path(place) / "config.json"
     try:
-        raw, _ = PretrainedConfig.get_config_dict(place)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place}: no model found there: {error}") from error
-    if not raw:
-        raise CheckpointError(f"{place}: expected a model folder or hub name, found no config.json")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{place}: expected a model folder with a config.json, found none"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must be a JSON object, got {type(raw).__name__}")
     return raw
 
 
 def _load_backbone(place: str, family: Family, raw: Mapping[str, Any], dtype: torch.dtype) -> Any:
     try:
         config = family.make_config(raw)
-    except CheckpointError as error:
+    except (CheckpointError, StrictDataclassError) as error:
         raise CheckpointError(f"{place}: {error}") from error
     if config.model_type not in MODEL_CLASSES:
         raise CheckpointError(f"{place}: no model class for {config.model_type!r}")
@@ -135,18 +159,25 @@ def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:
         )
 
 
+def _check_ids(place: str, contract: Contract, vocabulary: int) -> None:
+    for name, ids in (("mask_id", (contract.mask_id,)), ("end_ids", contract.end_ids)):
+        for i in ids:
+            if i is not None and not (isinstance(i, int) and 0 <= i < vocabulary):
+                raise CheckpointError(
+                    f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i!r}"
+                )
+
+
 def _load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer, None where it has none."""
     folder = Path(place)
-    if folder.is_dir() and not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
         return AutoTokenizer.from_pretrained(place)
     except (KeyError, ValueError, OSError):
         # Dream's tokenizer is Qwen2's under a class of its own that only remote code provides.
-        if folder.is_dir() and (folder / "vocab.json").is_file():
+        if (folder / "vocab.json").is_file():
             return Qwen2Tokenizer.from_pretrained(place)
         raise
 
@@ -180,5 +211,3 @@ def _derive_contract(
         prompt_rule=family.prompt_rule,
         objective=None if family.needs_mask else "next_token",
     )
-
-

@@ -64,6 +64,11 @@ class Contract:
         for name, value in values.items():
             if not _fits(value, hints[name]):
                 raise CheckpointError(f"{path}: {name} must be {hints[name]}, got {value!r}")
+        shift, size = values["logit_shift"], values.get("block_size")
+        if shift not in (0, 1):
+            raise CheckpointError(f"{path}: logit_shift must be 0 or 1, got {shift}")
+        if size is not None and size < 1:
+            raise CheckpointError(f"{path}: block_size must be at least 1, got {size}")
         return Contract(**values)
 
 
@@ -72,8 +77,10 @@ def _fits(value: object, hint: object) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in hint.__args__)
     if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        return isinstance(value, tuple) and all(_fits(v, inner) for v in value)
+        inner = typing.get_args(hint)
+        if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
+            return False
+        return all(_fits(v, inner[0]) for v in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

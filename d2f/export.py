@@ -34,26 +34,28 @@ def build(
     heads: int,
     kv_heads: int,
     context_length: int,
+    **config_values: object,
 ) -> DiffusionModel:
     """A model of a family with random weights from torch's generator; vocabulary, mask and end
-    ids from the tokenizer."""
+    ids from the tokenizer. config_values: further fields of the transformers configuration."""
     family = get_family(family_name)
     if family.name not in _SCRATCH:
         raise CheckpointError(
             f"a model from scratch must be of {sorted(_SCRATCH)}, got {family.name!r}"
         )
-    config = _SCRATCH[family.name](
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=context_length,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
+    values: dict[str, object] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context_length,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
+    config = _SCRATCH[family.name](**(values | config_values))
     backbone = MODEL_CLASSES[config.model_type]._from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )
@@ -77,8 +79,19 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         context_length=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        rope_parameters=config.rope_parameters,
+        rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=config.tie_word_embeddings,
     )
-    missing, unexpected = new.backbone.load_state_dict(model.backbone.state_dict(), strict=False)
+    try:
+        missing, unexpected = new.backbone.load_state_dict(
+            model.backbone.state_dict(), strict=False
+        )
+    except RuntimeError as error:  # another shape
+        raise CheckpointError(
+            f"a {model.family} model does not convert to {family_name}: {error}"
+        ) from error
     lacking = [name for name in missing if not name.endswith("_proj.bias")]
     if lacking or unexpected:
         raise CheckpointError(
@@ -92,9 +105,13 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
     return new
 
 
-def save_model(model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **contract: object) -> None:
+def save_model(
+    model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **contract: object
+) -> None:
     """Write a model without adapter to `folder`: config, weights in `dtype`, tokenizer, and its
-    contract with the given fields changed."""
+    contract with the given fields changed. Raises ValueError for a model with an adapter."""
+    if model.adapter is not None:
+        raise ValueError("merge the adapter before saving the model, or save the adapter alone")
     folder.mkdir(parents=True, exist_ok=True)
     config = type(model.backbone.config).from_dict(model.backbone.config.to_dict())
     config.dtype = dtype
@@ -103,6 +120,7 @@ def save_model(model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **con
     weights = {
         name: value.detach().to("cpu", dtype).contiguous()
         for name, value in model.backbone.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if model.tokenizer is not None:

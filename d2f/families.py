@@ -45,8 +45,25 @@ class Family:
     end_tokens: tuple[str, ...] = ()
 
 
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
+def _complete(raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a size that transformers would fill with a default of its own."""
+    lacking = [name for name in _NEEDED if name not in raw]
+    if lacking:
+        raise CheckpointError(f"config.json lacks {', '.join(lacking)}")
+
+
 def _native_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     """The transformers configuration of a folder that is already in transformers' format."""
+    _complete(raw)
     kind = _NATIVE_CONFIGS.get(raw.get("model_type", ""))
     if kind is None:
         raise CheckpointError(
@@ -107,6 +124,7 @@ def _renamed_config(kind: type[PretrainedConfig]) -> Callable[[Mapping[str, Any]
     def make(raw: Mapping[str, Any]) -> PretrainedConfig:
         if raw.get("model_type") in _NATIVE_CONFIGS:
             return _native_config(raw)
+        _complete(raw)
         drop = ("model_type", "architectures", "auto_map", "pad_token_id", "transformers_version")
         return kind.from_dict({k: v for k, v in raw.items() if k not in drop})
 

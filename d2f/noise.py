@@ -6,7 +6,6 @@ number of processes nor a resume changes it. Ratios are float64 ``[response]``.
 
 from __future__ import annotations
 
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,9 +46,7 @@ def uniform_ratios(length: int, ratio: float) -> Ratios:
     return np.full(length, ratio)
 
 
-def decoding_ratios(
-    length: int, block_size: int, ratio: float, rng: np.random.Generator
-) -> Ratios:
+def decoding_ratios(length: int, block_size: int, ratio: float, rng: np.random.Generator) -> Ratios:
     """The states of block-wise decoding: blocks on the left revealed (0), one block partly masked
     (`ratio`), all on its right masked (1)."""
     block = int(rng.integers(-(-length // block_size)))
@@ -83,5 +80,3 @@ def check_bounds(low: float, high: float) -> None:
     """Raise ValueError unless 0 <= low <= high <= 1."""
     if not 0.0 <= low <= high <= 1.0:
         raise ValueError(f"noise bounds must satisfy 0 <= low <= high <= 1, got [{low}, {high}]")
-
-

@@ -128,6 +128,7 @@ def candidate_branches(prefix: int, branches: int, branch_length: int) -> Tensor
 
     A row of branch j sees ``[0, prefix)`` and its own branch (FreeDave's tree drafting).
     """
+    _at_least(0, prefix=prefix)
     _at_least(1, branches=branches, branch_length=branch_length)
     q = _queries(branches * branch_length)
     starts = prefix + q // branch_length * branch_length
@@ -168,8 +169,7 @@ def validate(spans: Tensor, keys: int) -> None:
     """Raise ValueError unless `spans` are well formed over `keys` keys."""
     if spans.dtype != torch.int32 or spans.dim() < 3 or spans.shape[-1] != 2:
         raise ValueError(
-            "spans must be int32 [..., queries, K, 2], "
-            f"got {spans.dtype} {list(spans.shape)}"
+            f"spans must be int32 [..., queries, K, 2], got {spans.dtype} {list(spans.shape)}"
         )
     if not 1 <= spans.shape[-2] <= MAX_SPANS:
         raise ValueError(f"spans must have 1 to {MAX_SPANS} ranges a query, got {spans.shape[-2]}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
@@ -73,8 +74,5 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     many = list(prompts)
-    first = many[0] if many else None
-    if first is not None and not isinstance(first, str | list | tuple):
-        if hasattr(first, "keys") or hasattr(first, "__index__"):
-            return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+    alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
+    return [many] if alone else many  # type: ignore[list-item,return-value]

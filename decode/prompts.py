@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
@@ -13,6 +14,8 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 def encode(model: DiffusionModel, prompt: Prompt, where: str) -> list[int]:
     """A prompt's ids: text as it is, chat messages through the chat template. Raises InputError."""
+    if not isinstance(prompt, str) and not hasattr(prompt, "__len__"):
+        raise InputError(f"{where}: expected text, chat messages or ids, got {prompt!r}")
     if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
         if model.tokenizer is None:
             raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
@@ -30,10 +33,9 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str) -> list[int]:
             )
         except Exception as error:  # a template is a program of the checkpoint's; it may raise any
             raise InputError(f"{where}: the chat template refused the messages: {error}") from error
-    ids = [int(token) for token in prompt]  # type: ignore[arg-type]
-    if any(isinstance(token, bool) or token != kept for token, kept in zip(prompt, ids, strict=True)):
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
         raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
-    return ids
+    return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
 def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -> None:

@@ -56,9 +56,7 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return logits
 
 
-def predict(
-    logits: Tensor, groups: list[tuple[Sampler, int]], forward: int
-) -> list[Predictions]:
+def predict(logits: Tensor, groups: list[tuple[Sampler, int]], forward: int) -> list[Predictions]:
     """Predictions of each group from logits ``[N, V]`` whose rows lie group after group.
 
     groups: (sampler, number of rows). Raises NonFiniteLogitsError that names the forward.

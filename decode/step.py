@@ -37,9 +37,7 @@ class Predictions:
     confidence: Floats
 
 
-def feed(
-    x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_shift: int
-) -> Step:
+def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_shift: int) -> Step:
     """The step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
 
     ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted

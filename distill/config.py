@@ -101,7 +101,6 @@ class TrainConfig(Section):
     save_every: Positive = 200
     keep: Positive = 2  # newest checkpoints kept
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    resume: bool = True  # go on from the newest checkpoint in output, if there is one
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     log_every: Positive = 10

@@ -183,7 +183,9 @@ class D2F(Objective):
 
     def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
         own, _ = super().spans(rows, length)
-        full = [spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows]
+        full = [
+            spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows
+        ]
         return own, torch.stack(full)
 
     def forward(self, batch: Batch) -> Tensor:

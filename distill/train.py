@@ -106,6 +106,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     from distill.objectives import OBJECTIVES
 
     output = Path(config.output)
+    refuse_another_run(config, output)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
         log_with=None if config.tracker == "none" else config.tracker,
@@ -134,7 +135,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     trainable = checkpoints.trainable(objective)
 
     first_step, sample = 0, 0
-    saved = checkpoints.newest(output / "checkpoints") if config.resume else None
+    saved = checkpoints.newest(output / "checkpoints")
     if saved is not None:
         first_step, sample = saved["step"], saved["sample"]
         with torch.no_grad():
@@ -145,8 +146,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
         config.save(output / "config.yaml")
+        _keep_lines(output / "log.jsonl", first_step)
     if config.tracker != "none":
-        accelerator.init_trackers("d2f", config=config.model_dump(mode="json"))
+        accelerator.init_trackers("d2f", config=_flat(config.model_dump(mode="json")))
 
     rank, world = accelerator.process_index, accelerator.num_processes
     share = config.data.rows // world
@@ -199,6 +201,46 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if accelerator.is_main_process and last == config.steps:
         export(model, config, output)
     return output
+
+
+def refuse_another_run(config: TrainConfig, output: Path) -> None:
+    """Raise InputError if `output` holds a run of another configuration: going on from its
+    checkpoints would mix the two."""
+    import yaml
+
+    if not (output / "config.yaml").is_file():
+        return
+    theirs = _flat(yaml.safe_load((output / "config.yaml").read_text()))
+    ours = _flat(config.model_dump(mode="json"))
+    free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep"}
+    differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()
+              if k not in free and theirs.get(k) != v]  # fmt: skip
+    if differ:
+        raise InputError(
+            f"{output} holds another run ({'; '.join(differ)}): "
+            "expected the same configuration, or another output"
+        )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as dotted keys, lists as text."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, int | float) else str(value)
+    return flat
+
+
+def _keep_lines(log: Path, step: int) -> None:
+    """Drop what a killed run logged after its newest checkpoint: those steps come again."""
+    if log.is_file():
+        lines = [line for line in log.read_text().splitlines() if line.endswith("}")]
+        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step]
+        beside = log.with_name(log.name + ".writing")
+        beside.write_text("".join(kept))
+        beside.rename(log)
 
 
 def main() -> None:

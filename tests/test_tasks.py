@@ -16,6 +16,7 @@ from d2f.tasks import (
     make_problems,
     split_of,
 )
+from d2f.tasks.registry import RESPONSE_LENGTH
 from d2f.tasks.tokenizer import SPECIAL_TOKENS, main, train_tokenizer
 
 repeatable = settings(derandomize=True, deadline=None)
@@ -264,19 +265,19 @@ def test_sudoku_has_one_solution():
     """Against a plain search over the rows that fit."""
 
     def solve(puzzle):
+        rows = list(map("".join, permutations("1234")))
         fits = [
-            [row for row in permutations("1234") if all(a in ("_", b) for a, b in zip(line, row))]
-            for line in puzzle
+            [row for row in rows if re.fullmatch(line.replace("_", "."), row)] for line in puzzle
         ]
-        for rows in product(*fits):
-            columns = list(zip(*rows))
+        for grid in product(*fits):
+            columns = zip(*grid, strict=True)
             boxes = [
-                {rows[y][x] for y in (top, top + 1) for x in (left, left + 1)}
+                {grid[y][x] for y in (top, top + 1) for x in (left, left + 1)}
                 for top in (0, 2)
                 for left in (0, 2)
             ]
             if all(len(set(unit)) == 4 for unit in [*columns, *boxes]):
-                yield "\n".join(map("".join, rows))
+                yield "\n".join(grid)
 
     counts = set()
     for problem in some("sudoku", 60):
@@ -305,6 +306,16 @@ def test_problems_round_trip_digit_by_digit(tokenizer, problem):
         assert tokenizer.decode(ids) == text
         pieces = [tokenizer.decode([i]) for i in ids]
         assert all(re.fullmatch(r" ?\d|\D+", piece) for piece in pieces)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_responses_fit_with_their_end(tokenizer, task):
+    lengths = [len(tokenizer(problem.answer).input_ids) + 1 for problem in some(task, 500)]
+    assert max(lengths) <= RESPONSE_LENGTH[task]
+
+
+def test_the_mark_of_a_story_result_is_one_token(tokenizer):
+    assert [tokenizer.decode([i]) for i in tokenizer("#### 42").input_ids] == ["####", " 4", "2"]
 
 
 def test_special_tokens_have_fixed_ids(tokenizer):

@@ -1,0 +1,1 @@
+"""The parts of the command `python -m decode.pipeline`."""

@@ -1,0 +1,154 @@
+"""What the command shows while it decodes: the pipeline live, plain lines, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from decode.cli.jobs import Job
+from decode.cli.record import Record, numbers, plain_line, shown_text, verdict, visible
+from decode.result import Event
+
+FRAME_SECONDS = 1 / 12  # between refreshes where many prompts are decoded together
+MASKED, END = "·", "▪"
+STYLES = {
+    "semi-active": "yellow",
+    "fully active": "bold green",
+    "to cache": "blue",
+    "cached": "dim cyan",
+}
+# What a state means for the decoders without a pipeline.
+LABELS: Mapping[str, Mapping[str, str]] = {
+    "static": {"semi-active": "waiting", "fully active": "current", "to cache": "decoded"},
+    "autoregressive": {"cached": "decoded"},
+}
+
+
+class Silent:
+    """Shows nothing, and is the form of the others."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Nothing to close."""
+
+    def show(self, job: Job, event: Event) -> None:
+        """One forward of a request."""
+
+    def finish(self, job: Job, record: Record) -> None:
+        """A request that is done."""
+
+
+class Plain(Silent):
+    """A line a result, without control codes."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def finish(self, job: Job, record: Record) -> None:
+        print(plain_line(record), file=self.console.file, flush=True)
+
+
+class LiveDisplay(Silent):
+    """The running requests' blocks, redrawn as they advance; a finished one is printed above.
+
+    total: number of prompts. pause: seconds that each forward stays on the screen, 0 for as
+    short as it takes, with a limited rate of redrawing.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        tokenizer: PreTrainedTokenizerBase | None,
+        end_ids: tuple[int, ...],
+        *,
+        total: int,
+        pause: float,
+    ):
+        self.console = console
+        self.tokenizer, self.end_ids = tokenizer, end_ids
+        self.total, self.pause = total, pause
+        self.live = Live(console=console, auto_refresh=False, transient=True)
+        self._panels: dict[int, Panel] = {}
+        self._pieces: dict[int, str] = {}
+        self._done = 0
+        self._drawn = float("-inf")
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.live.stop()
+
+    def show(self, job: Job, event: Event) -> None:
+        self._panels[event.request] = self._panel(job, event)
+        if self.pause:
+            self._draw()
+            time.sleep(self.pause)
+        elif time.perf_counter() - self._drawn >= FRAME_SECONDS:
+            self._draw()
+        if event.result is not None:
+            del self._panels[event.request]
+
+    def finish(self, job: Job, record: Record) -> None:
+        self._done += 1
+        self._draw()
+        title = Text(f"{visible(job.source.where)} · {self._done} of {self.total}", "bold")
+        table = Table.grid(padding=(0, 2))
+        if record.question is not None:
+            table.add_row(Text("question", "dim"), _lines(record.question))
+        table.add_row(Text("answer", "dim"), _lines(shown_text(record)))
+        style = {True: "bold green", False: "bold red", None: "bold"}[record.right]
+        table.add_row(Text(verdict(record), style), Text(numbers(record)))
+        self.console.print(Group(title, table, Text()))
+
+    def _draw(self) -> None:
+        self.live.update(Group(*self._panels.values()), refresh=True)
+        self._drawn = time.perf_counter()
+
+    def _panel(self, job: Job, event: Event) -> Panel:
+        fresh = {revealed.position for revealed in event.revealed}
+        labels = LABELS.get(job.decoder.name, {})
+        table = Table.grid(padding=(0, 2))
+        for number, block in enumerate(event.blocks, 1):
+            label = labels.get(block.state, block.state)
+            table.add_row(
+                Text(str(number), "dim"),
+                Text(f"{label:<12}", STYLES[block.state]),
+                self._tokens(block.start, block.tokens, fresh),
+            )
+        where = visible(job.source.where)
+        title = Text(f"{where} · forward {event.forward} · {len(fresh)} revealed")
+        return Panel(table, title=title, title_align="left", border_style="dim")
+
+    def _tokens(self, start: int, tokens: tuple[int | None, ...], fresh: set[int]) -> Text:
+        """A block's tokens: masked ones as dots, new ones highlighted, ends discreet."""
+        text = Text(overflow="fold")
+        for position, token in enumerate(tokens, start):
+            if token is None:
+                text.append(MASKED, "dim")
+            elif token in self.end_ids:
+                text.append(END, "green dim" if position in fresh else "dim")
+            else:
+                text.append(self._piece(token), "black on green" if position in fresh else "")
+        return text
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            text = f"{token} " if self.tokenizer is None else str(self.tokenizer.decode([token]))
+            self._pieces[token] = visible(text, line_end="↵")
+        return self._pieces[token]
+
+
+def _lines(text: str) -> Text:
+    """Text of several lines without control characters."""
+    return Text("\n".join(visible(line) for line in text.split("\n")), overflow="fold")

@@ -1,0 +1,68 @@
+"""Loading the model of a run, quietly, and the identity of its weights."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import warnings
+
+import torch
+import transformers
+
+import d2f
+from d2f.checkpoint import parse_dtype
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from d2f.models import names, resolve
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise InputError for a model, dtype or device that cannot be; nothing is loaded for it."""
+    name = options.model
+    owner, *rest = name.split("/")
+    is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
+    if not os.path.isdir(resolve(name)) and not is_hub_name:
+        raise InputError(
+            f"--model {name}: no such folder, no bundled model ({', '.join(names()) or 'none'}), "
+            "and no hub name, which is owner/name"
+        )
+    if options.dtype is not None:
+        parse_dtype(options.dtype, torch.device("cpu"))
+    if options.device is not None:
+        try:
+            torch.empty(0, device=options.device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"--device {options.device}: no such device here: {error}") from error
+
+
+def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
+    """The model that the options name, its adapter merged, and the hash of the weights before that.
+    Raises InputError."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
+        model = d2f.load(
+            options.model,
+            adapter=options.adapter,
+            family=options.family,
+            dtype=options.dtype,
+            device=options.device,
+        )
+        identity = weights_hash(model)
+        if options.merge:
+            model.merge_adapter()
+    return model, identity
+
+
+def weights_hash(model: DiffusionModel) -> str:
+    """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
+    and last row of every tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.backbone.state_dict().items()):
+        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+        sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""The output file: a header line, then a line a result; it can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from d2f.errors import InputError
+from decode.cli.record import Record
+
+
+class Output:
+    """JSONL at `path` of the run described by `run`.
+
+    Opening reads what is there and changes nothing: `records` are the results already there,
+    `torn` says that a half-written last line will be dropped. Entering writes the header. Raises
+    InputError if the file is not the output of this very run.
+    """
+
+    def __init__(self, path: str, run: dict[str, Any], ids: Collection[int | str]):
+        self.path = Path(os.path.realpath(path))
+        check_place(self.path, "--output")
+        self.header = {"run": json.loads(json.dumps(run))}
+        self.records: list[Record] = []
+        self.torn = False
+        self._file: TextIO | None = None
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if data:
+            self._read(data, set(ids))
+
+    def _read(self, data: bytes, ids: set[int | str]) -> None:
+        first, *lines = data.split(b"\n")
+        self._check_header(first)
+        self.torn = bool(lines and lines.pop())
+        for number, line in enumerate(lines, 2):
+            try:
+                record = Record.from_json(json.loads(line))
+                ids.remove(record.id)
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"{self.path}, line {number} is not a result of this run, or its second one"
+                ) from error
+            self.records.append(record)
+
+    def _check_header(self, line: bytes) -> None:
+        try:
+            run = json.loads(line)["run"]
+            there = dict(run)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{self.path} exists and is not an output of this command; nothing was written"
+            ) from error
+        here = self.header["run"]
+        different = [
+            f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+        if different:
+            raise InputError(
+                f"{self.path} is the output of another run: {'; '.join(different)}; nothing was "
+                "written, give another --output"
+            )
+
+    def __enter__(self) -> Output:
+        if self.torn or not self.path.exists() or not self.path.stat().st_size:
+            lines = [self.header, *(record.to_json() for record in self.records)]
+            write_beside(self.path, "".join(map(_line, lines)))
+        self._file = self.path.open("a", encoding="utf-8")
+        return self
+
+    def write(self, record: Record) -> None:
+        """Append a result and flush it."""
+        assert self._file is not None
+        self._file.write(_line(record.to_json()))
+        self._file.flush()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values) + "\n"
+
+
+def check_place(path: Path, option: str) -> None:
+    """Raise InputError if no file can be put at `path`."""
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{option} {path} is not a file")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)

@@ -1,0 +1,108 @@
+"""Which decoder a run uses and with which options: the command line over a YAML file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from decode.decoders import D2F, DECODERS, Autoregressive, Decoder
+from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+
+
+def option_names(decoder: type[Decoder]) -> list[str]:
+    """The options that a decoder has."""
+    return [field.name for field in fields(decoder)]
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """The decoder's name, None where none was named, and the options that were given."""
+
+    name: str | None
+    given: dict[str, Any]
+
+    def check(self, lengths: Iterable[int]) -> None:
+        """Raise InputError if no decoder takes the options for responses of these lengths. It
+        needs no model, so it comes before one is loaded."""
+        if self.name is not None:
+            kinds = [DECODERS[self.name]]
+        else:
+            kinds = [d for d in DECODERS.values() if set(self.given) <= set(option_names(d))]
+        if not kinds:
+            raise InputError(f"no decoder has all of the options {', '.join(self.given)}")
+        for kind in kinds:
+            for length in lengths:
+                self._build(kind, length)
+
+    def choose(self, model: DiffusionModel) -> type[Decoder]:
+        """The named decoder, else the pipeline, or for a causal model one token at a time."""
+        if self.name is not None:
+            return DECODERS[self.name]
+        return Autoregressive if model.mask_id is None else D2F
+
+    def decoder(self, model: DiffusionModel, length: int) -> Decoder:
+        """The decoder of a prompt whose response has at most `length` tokens, every option
+        resolved. Raises InputError."""
+        return self._build(self.choose(model), length, model.contract.block_size)
+
+    def _build(self, kind: type[Decoder], length: int, block_size: int | None = None) -> Decoder:
+        known = option_names(kind)
+        unknown = [name for name in self.given if name not in known]
+        if unknown:
+            raise InputError(
+                f"the decoder {kind.name} has no option {', '.join(unknown)}; it has "
+                f"{', '.join(known)}"
+            )
+        values = dict(self.given)
+        if kind is D2F and values.get("block_size") is None:
+            values["block_size"] = block_size or DEFAULT_BLOCK_SIZE
+        return kind(**values | {"max_new_tokens": length})
+
+
+def read_settings(options: argparse.Namespace) -> DecoderSettings:
+    """The decoder settings of a command line. Raises InputError."""
+    values = _read_yaml(options.config) if options.config is not None else {}
+    known = list(dict.fromkeys(name for d in DECODERS.values() for name in option_names(d)))
+    unknown = [str(key) for key in values if key not in ("decoder", *known)]
+    if unknown:
+        raise InputError(
+            f"{options.config}: unknown key {', '.join(unknown)}; expected some of "
+            f"{', '.join(('decoder', *known))}"
+        )
+    if "decoder" in values and values["decoder"] not in list(DECODERS):
+        raise InputError(
+            f"{options.config}: decoder must be one of {', '.join(DECODERS)}, "
+            f"got {values['decoder']!r}"
+        )
+    name = options.decoder or values.pop("decoder", None)
+    values.pop("decoder", None)
+    given = values | {key: value for key, value in vars(options).items() if key in known}
+    _check_types(given)
+    return DecoderSettings(name, given)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
+    return values
+
+
+def _check_types(given: dict[str, Any]) -> None:
+    """The types that the decoders themselves do not check."""
+    if not isinstance(given.get("early_exit", True), bool):
+        raise InputError(f"early_exit must be true or false, got {given['early_exit']!r}")
+    if not isinstance(given.get("stop", ()), str | list | tuple):
+        raise InputError(f"stop must be text or a list of texts, got {given['stop']!r}")

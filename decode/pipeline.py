@@ -1,0 +1,233 @@
+"""python -m decode.pipeline --tau-add 0.1
+
+Decodes held-out problems or prompts with a D2F model, shows the pipeline live, and says how right
+and how fast it was. `--help` lists the options; the parts are in decode/cli.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from d2f.errors import InputError, NonFiniteLogitsError
+from decode.cli.options import parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from d2f.model import DiffusionModel
+    from decode.cli.display import Silent
+    from decode.cli.jobs import Job
+    from decode.cli.output import Output
+    from decode.cli.record import Record
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run the command; its exit status. console: where to show it, by default standard output."""
+    try:
+        run(parse(arguments), console)
+    except NonFiniteLogitsError as error:
+        return _say(f"error: {error}", FAILED)
+    except InputError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    except KeyboardInterrupt:
+        return _say(
+            "interrupted; an --output keeps its lines, the same command goes on", INTERRUPTED
+        )
+    except BrokenPipeError:  # the reader of standard output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return 0
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> None:
+    """Decode what the options say. Raises InputError before any work."""
+    console = console or _console()
+    with _waiting(options, console):
+        from decode.cli.jobs import known_lengths, make_jobs, read_sources
+        from decode.cli.loop import decode
+        from decode.cli.model import check_options, load
+        from decode.cli.output import Output
+        from decode.cli.settings import read_settings
+        from decode.cli.trace import Trace
+
+        _check_paths(options)
+        settings = read_settings(options)
+        sources = read_sources(options)
+        settings.check(known_lengths(sources, settings))
+        check_options(options)
+        trace = Trace(options.trace) if options.trace is not None else None
+        model, weights = load(options)
+        jobs = make_jobs(model, sources, settings, raw=options.raw)
+        settled = describe(options, model, weights, jobs)
+        output = None
+        if options.output is not None:
+            output = Output(options.output, settled, [job.source.id for job in jobs])
+    _give_notices(options, model, jobs, output)
+    finished = output.records if output is not None else []
+    done = {record.id for record in finished}
+    pending = [job for job in jobs if job.source.id not in done]
+    new, seconds = decode(
+        model,
+        pending,
+        batch_size=options.batch_size,
+        display=_display(options, console, model, len(pending)),
+        output=output,
+        trace=trace,
+    )
+    if trace is not None and new:
+        trace.write(settled)
+    order = {job.source.id: place for place, job in enumerate(jobs)}
+    records = sorted([*finished, *new], key=lambda record: order[record.id])
+    _report(options, console, model, records, new, seconds)
+
+
+def describe(
+    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[Job]
+) -> dict[str, Any]:
+    """What decides a run's results: the resolved settings, and the hashes of weights and prompts.
+    max_new_tokens of the decoder is null where it differs between prompts."""
+    from d2f import __version__
+    from decode.cli.jobs import prompts_hash
+
+    decoder = asdict(jobs[0].decoder)
+    if len({job.decoder.max_new_tokens for job in jobs}) > 1:
+        decoder["max_new_tokens"] = None
+    return {
+        "version": __version__,
+        "model": options.model,
+        "adapter": options.adapter,
+        "merged": options.adapter is not None and options.merge,
+        "weights": weights,
+        "family": model.family,
+        "dtype": _short(model.dtype),
+        "device": model.device.type,
+        "batch_size": options.batch_size,
+        "decoder": jobs[0].decoder.name,
+        "options": decoder,
+        "prompts": prompts_hash(jobs),
+        "count": len(jobs),
+    }
+
+
+def _give_notices(
+    options: argparse.Namespace, model: DiffusionModel, jobs: list[Job], output: Output | None
+) -> None:
+    """What the user should know before it starts, on standard error."""
+    objective = model.contract.objective
+    official_adapter = objective is None and options.adapter is not None
+    if jobs[0].decoder.name == "d2f" and objective != "d2f" and not official_adapter:
+        _say(
+            f"notice: {options.model} was not trained by D2F (its objective: "
+            f"{objective or 'unknown'}): the pipeline's block-causal mask is foreign to it; "
+            "expect lower accuracy"
+        )
+    if output is None:
+        return
+    if output.torn:
+        _say(f"notice: {output.path}: its last line was cut short and is decoded again")
+    if output.records:
+        _say(f"notice: {len(output.records)} of {len(jobs)} prompts are already in {output.path}")
+        if options.trace is not None:
+            _say("notice: they will not be in the trace")
+
+
+def _report(
+    options: argparse.Namespace,
+    console: Console,
+    model: DiffusionModel,
+    records: list[Record],
+    new: list[Record],
+    seconds: float,
+) -> None:
+    """The totals and what was counted; for a quiet single prompt its response instead. new,
+    seconds: the records of this run, not of the one that it goes on from, and its decoding."""
+    import torch
+
+    from decode.cli.loop import WARM_UP_FORWARDS
+    from decode.cli.record import shown_text, totals
+
+    if options.prompt is not None and options.quiet:
+        print(shown_text(records[0]), file=console.file)
+        return
+    lines = totals(records, batch_size=options.batch_size)
+    if options.batch_size > 1 and new:
+        tokens = sum(len(record.tokens) for record in new)
+        lines.append(
+            f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
+        )
+    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    lines.append(
+        "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
+        f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
+        f"{_short(model.dtype)}, {model.device}{threads}"
+    )
+    for line in lines:
+        print(line, file=console.file)
+
+
+def _display(
+    options: argparse.Namespace, console: Console, model: DiffusionModel, total: int
+) -> Silent:
+    from decode.cli.display import LiveDisplay, Plain, Silent
+
+    if options.quiet:
+        return Silent()
+    if not _is_live(options, console):
+        return Plain(console)
+    pause = options.pause if options.batch_size == 1 else 0.0
+    return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
+
+
+def _console() -> Console:
+    """Standard output; only a real terminal counts as one."""
+    from rich.console import Console
+
+    return Console(force_terminal=sys.stdout.isatty(), highlight=False)
+
+
+def _is_live(options: argparse.Namespace, console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal and not options.quiet
+
+
+def _waiting(options: argparse.Namespace, console: Console) -> AbstractContextManager[object]:
+    """Says in a terminal that the model is being loaded."""
+    if not _is_live(options, console):
+        return nullcontext()
+    from rich.text import Text
+
+    return console.status(Text(f"loading {options.model}"))
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    """Raise InputError where two options name one file."""
+    seen: dict[str, str] = {}
+    for name in ("config", "prompts_file", "output", "trace"):
+        value = getattr(options, name)
+        if value is None or value == "-":
+            continue
+        flag, place = "--" + name.replace("_", "-"), os.path.realpath(value)
+        if place in seen:
+            raise InputError(f"{seen[place]} and {flag} are the same file, {value}")
+        seen[place] = flag
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _say(message: str, status: int = 0) -> int:
+    """A message on standard error; the exit status given."""
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

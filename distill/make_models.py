@@ -1,0 +1,207 @@
+"""python -m distill.make_models
+
+Trains the models that ship in d2f/models again, measures them on held-out problems and writes their
+cards. Hours on a CPU; what is already trained in runs/ is kept, a killed run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+MODELS = HERE.parent / "d2f" / "models"
+EVALUATION = "evaluation.json"
+MARKS = ("<!-- results -->", "<!-- /results -->")
+NAMES = ("tiny-ar", "tiny-teacher", "tiny-d2f")
+# Measurements of each model's card: (what to call it, arguments of decode.evaluate).
+MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
+    "tiny-ar": [("autoregressive", [])],
+    "tiny-teacher": [
+        ("static, one token a forward, blocks of 8", ["--decoder", "static", "--block-size", "8"])
+    ],
+    "tiny-d2f": [("d2f, defaults", []), ("d2f, tau_conf 0.7", ["--tau-conf", "0.7"])],
+}
+# glibc gives large buffers back to the kernel after each operation and faults them in again;
+# kept instead, a training step on a CPU took about two thirds of the time.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+
+
+def train(name: str) -> None:
+    """Run the training of configs/NAME.yaml, unless its result is there."""
+    config = HERE.parent / "configs" / f"{name}.yaml"
+    if (Path(yaml.safe_load(config.read_text())["output"]) / "model" / "config.json").is_file():
+        return
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
+    script = [str(HERE / "train.py"), "--config", str(config), "--tracker", "none"]
+    subprocess.run([sys.executable, *launch, *script], check=True, env=KEEP_MEMORY | os.environ)
+
+
+def ship(name: str) -> Path:
+    """Copy a finished run's model (and adapter) to the package; the folder."""
+    run, place = Path("runs") / name, MODELS / name
+    beside = place.with_name(name + ".writing")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(run / "model", beside)
+    if (run / "adapter").is_dir():
+        shutil.copytree(run / "adapter", beside / "adapter")
+    shutil.rmtree(place, ignore_errors=True)
+    beside.rename(place)
+    return place
+
+
+def measure(name: str, problems: int) -> list[dict[str, Any]]:
+    """The reports of `decode.evaluate` for a shipped model."""
+    reports = []
+    for label, arguments in MEASUREMENTS[name]:
+        path = Path("runs") / name / f"evaluation-{len(reports)}.json"
+        command = ["-m", "decode.evaluate", "--model", str(MODELS / name), *arguments]
+        command += ["--problems", str(problems), "--json", str(path)]
+        subprocess.run([sys.executable, *command], check=True)
+        reports.append(json.loads(path.read_text()) | {"label": label})
+    return reports
+
+
+def card(name: str, reports: list[dict[str, Any]]) -> str:
+    """The model card: recipe, data, steps, hardware, hours, measured table."""
+    run = Path("runs") / name
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    began = reports[0]["environment"]
+    contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
+    shape = json.loads((MODELS / name / "config.json").read_text())
+    lines = [
+        f"# {name}",
+        "",
+        f"A model of the family `{contract['family']}` for the tiny tasks of this project, trained "
+        f"by the objective `{config['objective']}`.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| parameters | {parameters(MODELS / name):,} |",
+        f"| shape | {shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, "
+        f"{shape['num_attention_heads']} heads, vocabulary {shape['vocab_size']} |",
+        f"| recipe | `accelerate launch distill/train.py --config configs/{name}.yaml` |",
+        f"| starts from | {config['init'] or 'random weights'} |",
+        f"| data | generated {', '.join(config['data']['tasks'])} problems, split `train`, "
+        f"seed {config['seed']}, {log[-1]['samples']:,} samples |",
+        f"| steps | {log[-1]['step']:,} of {config['data']['rows']} packed rows of "
+        f"{config['data']['row_length']} tokens |",
+        f"| time | {hours(log):.2f} hours, {began['device']}, {began['threads']} threads |",
+        f"| weights stored in | {shape['dtype']} |",
+        "",
+        "Measured on held-out problems (never trained on: the splits are disjoint by the hash of "
+        "each problem's key), greedy. Visible tokens are those before the first end token; "
+        "forwards are calls of the model that a request was in.",
+        "",
+        "| decoder | task | right | accuracy | 95 % interval | tokens a forward | forwards |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for report in reports:
+        for row in report["rows"]:
+            lines.append(
+                f"| {report['label']} | {row['task']} | {row['right']} of {row['problems']} "
+                f"| {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to "
+                f"{row['accuracy_high']:.1%} | {row['tokens_per_forward']:.2f} "
+                f"| {row['forwards'] / row['problems']:.1f} |"
+            )
+    e = reports[0]["environment"]
+    lines += [
+        "",
+        f"Measured {e['date']} on {e['device']}, {e['threads']} threads, {e['dtype']}, torch "
+        f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, with "
+        "`python -m decode.evaluate`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def results_table() -> str:
+    """The README's table, from the measurements that lie beside the shipped models."""
+    lines = [
+        "| model | decoder | task | right of 500 | tokens a forward | forwards a problem |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in NAMES:
+        for report in json.loads((MODELS / name / EVALUATION).read_text(encoding="utf-8")):
+            for row in report["rows"]:
+                lines.append(
+                    f"| `{name}` | {report['label']} | {row['task']} | {row['right']} "
+                    f"({row['accuracy']:.1%}) | {row['tokens_per_forward']:.2f} "
+                    f"| {row['forwards'] / row['problems']:.1f} |"
+                )
+    return "\n".join(lines)
+
+
+def with_results(readme: str) -> str:
+    """The README with the table between its two marks made anew."""
+    before, _, rest = readme.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n{results_table()}\n{MARKS[1]}{after}"
+
+
+def parameters(folder: Path) -> int:
+    """Weights in a model folder."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
+        shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
+    total = 0
+    for shape in shapes:
+        size = 1
+        for n in shape:
+            size *= n
+        total += size
+    return total
+
+
+def hours(log: list[dict[str, Any]]) -> float:
+    """Wall time of a run from its log, over restarts."""
+    total, before = 0.0, 0.0
+    for line in log:
+        if line["seconds"] < before:
+            total += before
+        before = line["seconds"]
+    return (total + before) / 3600
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train, ship and measure each model in turn."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distill.make_models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--problems", type=int, default=500, help="held-out problems a task (default 500)"
+    )
+    parser.add_argument(
+        "--models", default=",".join(NAMES), help=f"some of {','.join(NAMES)}, in this order"
+    )
+    options = parser.parse_args(arguments)
+    os.chdir(HERE.parent)
+    for name in options.models.split(","):
+        if name not in NAMES:
+            parser.error(f"--models must be among {','.join(NAMES)}, got {name}")
+        began = time.time()
+        train(name)
+        place = ship(name)
+        reports = measure(name, options.problems)
+        (place / EVALUATION).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+        (place / "README.md").write_text(card(name, reports), encoding="utf-8")
+        print(f"{name}: done in {time.time() - began:.0f} s", flush=True)
+    readme = HERE.parent / "README.md"
+    readme.write_text(with_results(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What every test file shares: repeatable draws, one thread, no network, the golden models."""
+
+import os
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from hypothesis import settings
+
+from d2f.checkpoint import load
+
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, database=None, max_examples=40
+)
+settings.load_profile("repeatable")
+torch.set_num_threads(1)  # xdist runs one worker a core
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of what the official implementations gave (README.md there)."""
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def llada():
+    """golden/llada-tiny in fp32, without adapter. Shared: not to be changed."""
+    return load(GOLDEN / "llada-tiny", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def dream():
+    """golden/dream-tiny in fp32, without adapter. Shared: not to be changed."""
+    return load(GOLDEN / "dream-tiny", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def word_tokenizer():
+    """A tokenizer of a few words, with a mask and an end token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<mask>", "<unk>", *(f"w{i}" for i in range(28))]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        mask_token="<mask>",
+        unk_token="<unk>",
+    )

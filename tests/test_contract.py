@@ -1,0 +1,134 @@
+"""The contract saved with a checkpoint: written, read back, and refused when damaged."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2f.contract import FILE_NAME, Contract
+from d2f.errors import CheckpointError
+
+ratios = st.floats(0, 1)
+contracts = st.builds(
+    Contract,
+    family=st.sampled_from(["llada", "dream", "causal"]),
+    mask_id=st.none() | st.integers(0, 10**6),
+    end_ids=st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
+    logit_shift=st.integers(0, 1),
+    rope_fp32=st.booleans(),
+    prompt_rule=st.sampled_from(["bidirectional", "block", "block_causal", "causal"]),
+    objective=st.none() | st.sampled_from(["d2f", "next_token"]),
+    block_size=st.none() | st.integers(1, 64),
+    noise=st.none() | st.tuples(ratios, ratios),
+    base=st.none() | st.text(),
+    base_hash=st.none() | st.text(alphabet="0123456789abcdef", min_size=64, max_size=64),
+)
+GOOD = {
+    "family": "llada",
+    "mask_id": 3,
+    "end_ids": [2],
+    "logit_shift": 0,
+    "rope_fp32": True,
+    "prompt_rule": "bidirectional",
+}
+
+
+def write(folder, values):
+    (folder / FILE_NAME).write_text(values if isinstance(values, str) else json.dumps(values))
+
+
+@given(contract=contracts)
+def test_what_is_saved_is_read_back(tmp_path_factory, contract):
+    folder = tmp_path_factory.mktemp("contract")
+    contract.save(folder)
+    assert Contract.load(folder) == contract
+
+
+def test_a_folder_without_one(tmp_path):
+    assert Contract.load(tmp_path) is None
+
+
+def test_optional_fields_may_be_left_out(tmp_path):
+    write(tmp_path, GOOD)
+    contract = Contract.load(tmp_path)
+    assert contract.end_ids == (2,)
+    assert (contract.block_size, contract.noise, contract.base_hash) == (None, None, None)
+
+
+@pytest.mark.parametrize("text", ["{", "", '{"family": "llada"', "\x00"])
+def test_damaged(tmp_path, text):
+    write(tmp_path, text)
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME} is not JSON"):
+        Contract.load(tmp_path)
+
+
+def test_bytes_that_are_not_text(tmp_path):
+    (tmp_path / FILE_NAME).write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME} is not JSON"):
+        Contract.load(tmp_path)
+
+
+@pytest.mark.parametrize("values", [[], "llada", 3, None, {}])
+def test_not_an_object_with_the_keys(tmp_path, values):
+    write(tmp_path, json.dumps(values))
+    with pytest.raises(CheckpointError, match="must have the keys"):
+        Contract.load(tmp_path)
+
+
+def test_unknown_key(tmp_path):
+    write(tmp_path, GOOD | {"mask_token": 3})
+    with pytest.raises(CheckpointError, match=r"must have the keys .*'mask_id'.*'mask_token'"):
+        Contract.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+def test_required_key_missing(tmp_path, name):
+    write(tmp_path, {k: v for k, v in GOOD.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"must have the keys .*'{name}'"):
+        Contract.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("family", 3),
+        ("family", None),
+        ("mask_id", "3"),
+        ("mask_id", True),
+        ("mask_id", 3.5),
+        ("end_ids", 2),
+        ("end_ids", ["2"]),
+        ("end_ids", [[2]]),
+        ("end_ids", None),
+        ("logit_shift", "1"),
+        ("logit_shift", False),
+        ("rope_fp32", 1),
+        ("rope_fp32", "yes"),
+        ("prompt_rule", None),
+        ("block_size", 8.0),
+        ("block_size", [8]),
+        ("noise", 0.2),
+        ("noise", ["0.2", "0.7"]),
+        ("noise", [0.2]),
+        ("noise", [0.2, 0.5, 0.7]),
+        ("base_hash", 12),
+    ],
+)
+def test_wrong_type(tmp_path, name, value):
+    write(tmp_path, GOOD | {name: value})
+    with pytest.raises(CheckpointError) as caught:
+        Contract.load(tmp_path)
+    assert f"{name} must be" in str(caught.value)
+    assert "got " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("logit_shift", 2), ("logit_shift", -1), ("block_size", 0)],
+)
+def test_values_that_make_no_sense(tmp_path, name, value):
+    """A file that was edited by hand; each would be read as something else later."""
+    write(tmp_path, GOOD | {name: value})
+    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: {name} must be .* got {value!r}"):
+        Contract.load(tmp_path)

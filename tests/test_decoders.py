@@ -1,0 +1,188 @@
+"""Decoders as state machines, with made-up predictions and no model; and their options."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decode
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders import DECODERS
+from decode.decoders.static import reveal_counts
+from decode.step import Predictions, Step
+
+MASK, END = 1, 0
+CONTRACT = Contract(
+    family="llada",
+    mask_id=MASK,
+    end_ids=(END,),
+    logit_shift=0,
+    rope_fp32=True,
+    prompt_rule="bidirectional",
+)
+
+
+def predictions(step: Step, confidence: float | list[float], token: int = 9) -> Predictions:
+    count = len(step.read)
+    values = np.full(count, confidence) if isinstance(confidence, float) else np.array(confidence)
+    return Predictions(np.full(count, token), values.astype(np.float32))
+
+
+def begin(decoder: decode.Decoder, prompt: list[int] | None = None, **contract):
+    from dataclasses import replace
+
+    return decoder.begin(prompt or [5, 6, 7], replace(CONTRACT, **contract))
+
+
+def states(session) -> list[str]:
+    return [block.state for block in session.blocks()]
+
+
+def test_the_pipeline_opens_one_block_a_forward_and_only_the_first_is_forced():
+    """Block 1 starts fully active because the prompt counts as decoded; a semi-active block reveals
+    nothing below tau_conf, a fully active one exactly its best."""
+    session = begin(decode.D2F(4, tau_add=0.0, tau_act=1.0, tau_conf=0.9, max_new_tokens=12))
+    step = session.step()
+    assert states(session) == ["fully active"]
+    assert (len(step.tokens), step.cached) == (7, 0)
+    session.accept(predictions(step, [0.1, 0.5, 0.3, 0.5]))
+    assert session.blocks()[0].tokens == (None, 9, None, None)  # ties go to the first
+    step = session.step()
+    assert states(session) == ["fully active", "semi-active"]
+    assert (len(step.tokens), step.cached) == (8, 3)
+    session.accept(predictions(step, 0.5))
+    assert session.blocks()[0].tokens == (9, 9, None, None)
+    assert session.blocks()[1].tokens == (None,) * 4
+
+
+def test_a_threshold_is_strict_for_confidence_and_inclusive_for_adding_and_activating():
+    session = begin(decode.D2F(2, tau_add=0.5, tau_act=0.5, tau_conf=0.5, max_new_tokens=6))
+    session.accept(predictions(session.step(), [0.5, 0.25]))  # not above 0.5: only the forced one
+    assert session.blocks()[0].tokens == (9, None)
+    session.step()
+    assert states(session) == ["fully active", "fully active"]  # at 0.5 both happen
+
+
+def test_a_finished_block_is_fed_once_more_and_then_cached():
+    session = begin(decode.D2F(2, tau_add=1.0, tau_act=1.0, tau_conf=0.5, max_new_tokens=4))
+    session.accept(predictions(session.step(), 0.9))
+    assert states(session) == ["to cache"]
+    step = session.step()
+    assert (len(step.tokens), step.cached) == (4, 3)  # its two clean tokens, two new masks
+    assert states(session) == ["cached", "fully active"]
+    session.accept(predictions(step, 0.9))
+    assert session.step() is None  # the last block is never cached
+
+
+def test_an_end_stops_appending_and_early_exit_waits_for_what_is_before_it():
+    session = begin(decode.D2F(4, tau_add=0.0, tau_act=0.0, tau_conf=0.5, max_new_tokens=40))
+    step = session.step()
+    found = Predictions(np.array([9, 9, END, 9]), np.array([0.9, 0.1, 0.9, 0.1], np.float32))
+    session.accept(found)
+    assert session.blocks()[0].tokens == (9, None, END, None)
+    step = session.step()
+    assert step is not None and len(session.blocks()) == 1
+    session.accept(predictions(step, [0.4, 0.1]))
+    assert session.step() is None
+    assert session.settled == [9, 9, END]
+
+
+def test_a_shifted_family_feeds_the_row_before_the_block_again():
+    session = begin(decode.D2F(2, tau_add=1.0, max_new_tokens=4), logit_shift=1)
+    step = session.step()
+    assert step.read.tolist() == [2, 3]
+    session.accept(predictions(step, 0.99))
+    session.accept(predictions(session.step(), 0.99))
+    session = begin(decode.D2F(2, tau_add=0.0, tau_conf=0.9, max_new_tokens=2), logit_shift=1)
+    session.accept(predictions(session.step(), [0.1, 0.2]))
+    step = session.step()  # position 3 is still masked; its row 2 is cached
+    assert step.positions.tolist() == [2, 3, 4]
+    assert step.cached == 3
+    assert step.tokens[0] == 7
+    assert step.spans[0].tolist() == [[0, 3]]
+
+
+def test_the_last_block_is_short():
+    session = begin(decode.D2F(4, tau_add=0.0, max_new_tokens=6))
+    session.accept(predictions(session.step(), 0.1))
+    session.step()
+    assert [(b.start, b.end) for b in session.blocks()] == [(0, 4), (4, 6)]
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_static_counts_are_even_and_complete(masked, steps):
+    counts = reveal_counts(masked, steps)
+    assert sum(counts) == masked
+    assert len(counts) == min(masked, steps)
+    assert max(counts) - min(counts) <= 1
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_static_reveals_the_most_confident_of_the_current_block_only():
+    session = begin(decode.Static(block_size=3, steps=4, max_new_tokens=6))
+    step = session.step()
+    assert len(step.tokens) == 9 and step.read.tolist() == [3, 4, 5]
+    session.accept(predictions(step, [0.2, 0.9, 0.2]))
+    assert [block.tokens for block in session.blocks()] == [(9, 9, None), (None,) * 3]
+
+
+def test_autoregressive_stops_at_an_end():
+    session = begin(decode.Autoregressive(max_new_tokens=5), mask_id=None, prompt_rule="causal")
+    session.accept(predictions(session.step(), 0.5))
+    step = session.step()
+    assert (step.tokens.tolist(), step.positions.tolist(), step.cached) == ([9], [3], 3)
+    session.accept(predictions(step, 0.5, token=END))
+    assert session.step() is None
+    assert session.tokens == [9, END]
+
+
+BAD = [
+    ("d2f", {"tau_add": 1.5}, "tau_add"),
+    ("d2f", {"tau_act": -0.1}, "tau_act"),
+    ("d2f", {"tau_conf": float("nan")}, "tau_conf"),
+    ("d2f", {"tau_conf": "high"}, "tau_conf"),
+    ("d2f", {"block_size": 0}, "block_size"),
+    ("d2f", {"block_size": 2.0}, "block_size"),
+    ("d2f", {"max_new_tokens": 0}, "max_new_tokens"),
+    ("static", {"block_size": 8, "max_new_tokens": 24, "steps": 8}, "multiple of the 3 blocks"),
+    ("static", {"steps": 0}, "steps"),
+    ("autoregressive", {"max_new_tokens": 0}, "max_new_tokens"),
+    ("autoregressive", {"temperature": -1.0}, "temperature"),
+    ("autoregressive", {"temperature": float("inf")}, "temperature"),
+    ("autoregressive", {"top_p": 0.0}, "top_p"),
+    ("autoregressive", {"top_k": 0}, "top_k"),
+    ("autoregressive", {"seed": 1.5}, "seed"),
+    ("autoregressive", {"stop": ("",)}, "stop"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_a_bad_option_is_named_with_what_came(name, options, message):
+    with pytest.raises(InputError, match=message):
+        DECODERS[name](**options)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="tau_adn"):
+        decode.D2F(tau_adn=0.1)
+
+
+def test_a_decoder_refuses_a_model_it_cannot_decode():
+    from dataclasses import replace
+
+    causal = replace(CONTRACT, family="causal", mask_id=None, prompt_rule="causal")
+    with pytest.raises(InputError, match="d2f needs a model with a mask id"):
+        decode.D2F().check(causal)
+    with pytest.raises(InputError, match="autoregressive needs a causal model"):
+        decode.Autoregressive().check(CONTRACT)
+
+
+def test_options_come_in_the_published_order():
+    decoder = decode.D2F(32, 0.1, 0.95, 0.9, 256)
+    assert (decoder.block_size, decoder.tau_add, decoder.max_new_tokens) == (32, 0.1, 256)
+    static = decode.Static(8, 64, 64)
+    assert (static.block_size, static.steps, static.max_new_tokens) == (8, 64, 64)
+    assert decode.Autoregressive(7).max_new_tokens == 7

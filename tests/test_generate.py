@@ -1,0 +1,189 @@
+"""`decode.generate` and `decode.stream`: prompts, batches, stop strings, sampling, errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import fresh_model, random_model, tokenizer
+
+import d2f
+import decode
+from d2f.errors import InputError, NonFiniteLogitsError
+from decode.sampling import Sampler, Sampling, keep_top, predict
+
+PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model() -> d2f.DiffusionModel:
+    return random_model("llada")
+
+
+def test_prompts_may_be_text_messages_or_ids(model):
+    text = "Use 3 and 4 to make 12."
+    ids = tokenizer()(text)["input_ids"]
+    chat = [{"role": "user", "content": text}]
+    chat_ids = [2, *ids, 3]
+    results = decode.generate(model, [text, ids, chat, chat_ids], PIPELINE)
+    assert results[0].tokens == results[1].tokens
+    assert results[2].tokens == results[3].tokens
+    assert [r.prompt_tokens for r in results] == [len(ids), len(ids), len(ids) + 2, len(ids) + 2]
+    for one in (text, ids, chat, np.array(ids)):
+        assert len(decode.generate(model, one, PIPELINE)) == 1
+    assert decode.generate(model, [], PIPELINE) == []
+
+
+def test_text_is_the_visible_tokens(model):
+    result = decode.generate(model, "Use 3", PIPELINE)[0]
+    assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
+    assert result.seconds > 0
+    assert result.tokens_per_forward == len(result.tokens) / result.forwards
+
+
+def test_a_stop_string_hides_itself_and_what_follows(model):
+    """Tokens that it hides are not counted, whatever the decoder."""
+    for decoder in (
+        PIPELINE,
+        decode.Static(block_size=4, max_new_tokens=12),
+    ):
+        free = decode.generate(model, "Use 3", decoder)[0]
+        middle = tokenizer().decode(free.tokens[2:3])
+        from dataclasses import replace
+
+        stopped = decode.generate(model, "Use 3", replace(decoder, stop=(middle,)))[0]
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == free.text[: free.text.index(middle)]
+        assert stopped.tokens == free.tokens[: len(stopped.tokens)]
+        assert len(stopped.tokens) < len(free.tokens)
+        assert stopped.forwards <= free.forwards
+
+
+def test_the_stream_reports_every_reveal_once(model):
+    events = list(decode.stream(model, ["Use 3", "Use 4 and 5"], PIPELINE, batch_size=1))
+    for request in (0, 1):
+        own = [event for event in events if event.request == request]
+        assert [event.forward for event in own] == list(range(1, len(own) + 1))
+        assert [event.result is not None for event in own] == [False] * (len(own) - 1) + [True]
+        result = own[-1].result
+        revealed = {r.position: r.token for event in own for r in event.revealed}
+        assert len(revealed) == sum(len(event.revealed) for event in own)
+        assert [revealed[p] for p in sorted(revealed)] == result.raw_tokens
+        for event in own:
+            shown = {
+                block.start + i: token
+                for block in event.blocks
+                for i, token in enumerate(block.tokens)
+                if token is not None
+            }
+            assert shown.items() <= revealed.items()
+
+
+def test_batch_size_bounds_what_runs_together(model):
+    order = [e.request for e in decode.stream(model, ["Use 3"] * 3, PIPELINE, batch_size=1)]
+    assert order == sorted(order)
+    both = [e.request for e in decode.stream(model, ["Use 3"] * 3, PIPELINE, batch_size=2)]
+    assert both[:2] == [0, 1] and 2 not in both[:4]
+
+
+def test_the_same_seed_gives_the_same_sample_whatever_the_batch(model):
+    hot = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=3)
+    other = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=4)
+    alone = decode.generate(model, "Use 3", hot)[0].raw_tokens
+    results = decode.generate(model, ["Use 9", "Use 3", "Use 3"], [other, hot, other])
+    assert results[1].raw_tokens == alone
+    assert results[2].raw_tokens != alone
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 99), st.sampled_from([None, 1, 3]), st.sampled_from([1.0, 0.6, 0.01]))
+def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, top_k, top_p):
+    torch.manual_seed(seed)
+    logits = torch.randn(40, 12) * 2
+    logits[:, 5] = 50.0  # the mask would be certain
+    sampler = Sampler(Sampling(1.0, top_p, top_k, seed), mask_id=5)
+    found = predict(logits, [(sampler, 40)], 1)[0]
+    assert 5 not in found.token
+    allowed = logits.clone()
+    allowed[:, 5] = -torch.inf
+    kept = keep_top(allowed, top_k, top_p)
+    assert torch.isfinite(kept.gather(1, torch.from_numpy(found.token)[:, None])).all()
+    probability = allowed.softmax(-1)
+    for row, keep in zip(probability, torch.isfinite(kept), strict=True):
+        chosen = row[keep]
+        if top_k is not None:
+            assert len(chosen) <= top_k
+        if len(chosen) > 1:  # without its least likely token it would not reach top_p
+            assert chosen.sum() - chosen.min() < top_p + 1e-6
+        assert keep[row.argmax()]
+
+
+def test_confidence_is_the_probability_under_the_full_softmax():
+    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
+    greedy = Sampler(Sampling(), mask_id=3)
+    found = predict(logits, [(greedy, 1)], 1)[0]
+    assert found.token.tolist() == [0]
+    assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
+
+
+def test_sampled_frequencies_follow_the_probabilities():
+    logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
+    found = predict(logits, [(Sampler(Sampling(1.0), None), 20000)], 1)[0]
+    shares = np.bincount(found.token, minlength=3) / 20000
+    assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([[]], "prompt 0 is empty"),
+        ("", "prompt 0 is empty"),
+        (["Use 3", ""], "prompt 1 is empty"),
+        ([4, 1, 5], "mask id 1 at position 1"),
+        ([4, 10**6], "ids must lie in"),
+        ([4, -1], "ids must lie in"),
+        ([4.5], "expected text, chat messages or ids"),
+        ([[4.5]], "whole token ids"),
+        ([[True, 4]], "whole token ids"),
+        ([4] * 250, "context is 256"),
+        ([{"role": "wizard", "content": "x"}], "chat template"),
+    ],
+)  # fmt: skip
+def test_a_bad_prompt_is_refused_before_any_forward(model, prompt, message):
+    with pytest.raises(InputError, match=message):
+        decode.generate(model, prompt, PIPELINE)
+
+
+def test_text_needs_a_tokenizer(llada):
+    with pytest.raises(InputError, match="needs a tokenizer"):
+        decode.generate(llada, "hello", PIPELINE)
+    with pytest.raises(InputError, match="need a tokenizer"):
+        decode.generate(llada, [[4, 5]], decode.D2F(4, max_new_tokens=4, stop=("x",)))
+
+
+def test_batch_size_and_decoder_count_are_checked(model):
+    with pytest.raises(InputError, match="batch_size"):
+        decode.generate(model, "Use 3", PIPELINE, batch_size=0)
+    with pytest.raises(InputError, match="expected one decoder or 2, got 1"):
+        decode.generate(model, ["Use 3", "Use 4"], [PIPELINE])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_logits_stop_the_run_at_their_forward(bad):
+    """No token is chosen from them; the forwards before stand."""
+    model = fresh_model("llada")
+    head, calls = model.backbone.lm_head, 0
+
+    def spoil(module, inputs, output):
+        nonlocal calls
+        calls += 1
+        return torch.full_like(output, bad) if calls == 3 else output
+
+    head.register_forward_hook(spoil)
+    events = []
+    with pytest.raises(NonFiniteLogitsError, match="forward 3"):
+        for event in decode.stream(model, "Use 3", PIPELINE):
+            events.append(event)
+    assert [event.forward for event in events] == [1, 2]

@@ -1,0 +1,244 @@
+"""Every mask of the field, as spans, against the predicate allow(q, k) that defines it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d2f import spans as sp
+
+lengths = st.integers(0, 40)
+sizes = st.integers(1, 12)
+
+
+def seen(spans, keys):
+    """What each query sees, as a set of keys, read off the spans one key at a time."""
+    rows = []
+    for ranges in spans.tolist():
+        keys_of_row = [k for k in range(keys) if any(a <= k < b for a, b in ranges)]
+        rows.append(set(keys_of_row))
+    return rows
+
+
+def same(spans, queries, keys, allow):
+    """The spans are well formed and are exactly the predicate."""
+    sp.validate(spans, keys)
+    assert spans.shape[0] == queries
+    assert seen(spans, keys) == [{k for k in range(keys) if allow(q, k)} for q in range(queries)]
+
+
+@st.composite
+def prompted(draw):
+    """(length, prompt length, block size)"""
+    length = draw(lengths)
+    return length, draw(st.integers(0, length)), draw(sizes)
+
+
+def d2f_block(position, prompt, size):
+    return 0 if position < prompt else 1 + (position - prompt) // size
+
+
+@given(lengths)
+def test_bidirectional_sees_everything(length):
+    same(sp.bidirectional(length), length, length, lambda q, k: True)
+
+
+@given(lengths)
+def test_causal_sees_the_past_and_itself(length):
+    same(sp.causal(length), length, length, lambda q, k: k <= q)
+
+
+@given(prompted())
+def test_block_causal_is_d2f_student_mask(case):
+    length, prompt, size = case
+    same(
+        sp.block_causal(*case),
+        length,
+        length,
+        lambda q, k: d2f_block(k, prompt, size) <= d2f_block(q, prompt, size),
+    )
+
+
+@given(lengths, sizes)
+def test_block_causal_without_prompt_has_absolute_blocks(length, size):
+    """SDAR's decoding mask: blocks count from position 0."""
+    spans = sp.block_causal(length, 0, size)
+    same(spans, length, length, lambda q, k: q // size >= k // size)
+
+
+@given(prompted())
+def test_block_ends_are_one_past_the_last_position_of_the_same_block(case):
+    length, prompt, size = case
+    blocks = [d2f_block(i, prompt, size) for i in range(length)]
+    want = [max(i for i in range(length) if blocks[i] == b) + 1 for b in blocks]
+    assert sp.block_ends(*case).tolist() == want
+
+
+@given(lengths, sizes)
+def test_block_diffusion_training_on_noisy_then_clean(length, size):
+    def allow(q, k):
+        q_noisy, k_noisy = q < length, k < length
+        q_block, k_block = q % length // size, k % length // size
+        if q_noisy and k_noisy:
+            return q_block == k_block
+        if q_noisy:
+            return q_block > k_block
+        return not k_noisy and q_block >= k_block
+
+    same(sp.block_diffusion_training(length, size), 2 * length, 2 * length, allow)
+
+
+@given(lengths, sizes)
+def test_wedlm_training_on_clean_then_reordered(length, size):
+    def allow(q, k):
+        q_stream, k_stream = q // length, k // length
+        q_block, k_block = q % length // size, k % length // size
+        own = q_stream == k_stream and q_block == k_block and k <= q
+        return own or (k_stream == 0 and k_block < q_block)
+
+    same(sp.wedlm_training(length, size), 2 * length, 2 * length, allow)
+
+
+@given(st.data())
+def test_wino_shadow_sees_all_but_its_counterpart(data):
+    length = data.draw(st.integers(1, 40))
+    block = data.draw(st.integers(1, length))
+    start = data.draw(st.integers(0, length - block))
+
+    def allow(q, k):
+        return k < length if q < length else k != start + q - length
+
+    total = length + block
+    same(sp.wino_shadow(length, start, block), total, total, allow)
+
+
+@given(st.data())
+def test_d2f_shadow_sees_its_past_its_block_without_its_counterpart_and_its_own_shadow(data):
+    length = data.draw(st.integers(1, 40))
+    prompt = data.draw(st.integers(0, length - 1))
+    size = data.draw(sizes)
+    count = -(-(length - prompt) // size)
+    blocks = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=4))
+
+    shadow_of = []  # (block, counterpart) of each shadow row
+    for block in blocks:
+        start = prompt + block * size
+        shadow_of += [(block, i) for i in range(start, min(start + size, length))]
+
+    def allow(q, k):
+        if q < length:
+            return k < length and d2f_block(k, prompt, size) <= d2f_block(q, prompt, size)
+        block, counterpart = shadow_of[q - length]
+        if k < length:
+            return d2f_block(k, prompt, size) <= block + 1 and k != counterpart
+        return shadow_of[k - length][0] == block
+
+    total = length + len(shadow_of)
+    same(sp.d2f_shadow(length, prompt, size, blocks), total, total, allow)
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 8))
+def test_candidate_branches_share_the_prefix_only(prefix, branches, length):
+    rows = branches * length
+
+    def allow(q, k):
+        return k < prefix or (k - prefix) // length == q // length
+
+    same(sp.candidate_branches(prefix, branches, length), rows, prefix + rows, allow)
+
+
+@st.composite
+def any_spans(draw):
+    """Spans of one sequence over as many keys as queries, K from 1 to 3."""
+    kind = draw(st.integers(0, 2))
+    length, prompt, size = draw(prompted())
+    if kind == 0:
+        return sp.block_causal(length, prompt, size)
+    if kind == 1:
+        return sp.wedlm_training(length, size)
+    return sp.d2f_shadow(length, prompt, size, [0] if prompt < length else [])
+
+
+@given(any_spans(), st.integers(0, 50))
+def test_shift_moves_every_key_and_keeps_empty_rows_empty(spans, offset):
+    keys = len(spans)
+    moved = sp.shift(spans, offset)
+    sp.validate(moved, keys + offset)
+    assert seen(moved, keys + offset) == [{k + offset for k in row} for row in seen(spans, keys)]
+
+
+@given(any_spans(), st.integers(0, 2))
+def test_widen_changes_the_shape_and_nothing_else(spans, more):
+    k = min(spans.shape[1] + more, sp.MAX_SPANS)
+    wide = sp.widen(spans, k)
+    sp.validate(wide, len(spans))
+    assert wide.shape == (len(spans), k, 2)
+    assert seen(wide, len(spans)) == seen(spans, len(spans))
+
+
+@given(st.lists(any_spans(), max_size=4), st.integers(0, 10))
+def test_packed_sequences_see_only_themselves_and_padding_sees_nothing(parts, padding):
+    length = sum(len(part) for part in parts) + padding
+    packed = sp.pack(parts, length)
+    sp.validate(packed, length)
+    want, offset = [], 0
+    for part in parts:
+        want += [{k + offset for k in row} for row in seen(part, len(part))]
+        offset += len(part)
+    assert seen(packed, length) == want + [set()] * padding
+
+
+def ranges(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("spans", "keys", "message"),
+    [
+        (ranges([[3, 2]]), 5, "starts after its end"),
+        (ranges([[0, 6]]), 5, r"outside the keys \[0, 5\)"),
+        (ranges([[-1, 2]]), 5, "outside the keys"),
+        (ranges([[0, 3], [2, 5]]), 5, "overlap"),
+        (ranges([[2, 4], [0, 0], [1, 3]]), 5, "overlap"),
+        (ranges([[0, 5], [1, 2]]), 5, "overlap"),
+        (ranges([[0, 1]]).long(), 5, "int32"),
+        (torch.zeros(2, 2, dtype=torch.int32), 5, "queries, K, 2"),
+        (torch.zeros(4, 2, 3, dtype=torch.int32), 5, "queries, K, 2"),
+        (torch.zeros(4, 4, 2, dtype=torch.int32), 5, "1 to 3"),
+        (torch.zeros(4, 0, 2, dtype=torch.int32), 5, "1 to 3"),
+    ],
+)
+def test_validate_refuses_malformed_spans(spans, keys, message):
+    with pytest.raises(ValueError, match=message):
+        sp.validate(spans, keys)
+
+
+def test_validate_takes_touching_and_empty_ranges_and_leading_dimensions():
+    sp.validate(ranges([[2, 4], [0, 2], [9, 9]], [[0, 0], [0, 0], [0, 0]])[None, None], 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sp.bidirectional(-1), "length must be at least 0, got -1"),
+        (lambda: sp.causal(-1), "length must be at least 0"),
+        (lambda: sp.block_causal(8, 4, 0), "block_size must be at least 1, got 0"),
+        (lambda: sp.block_causal(8, 9, 4), r"prompt_length must lie in \[0, 8\], got 9"),
+        (lambda: sp.block_causal(8, -1, 4), "prompt_length must lie in"),
+        (lambda: sp.block_diffusion_training(8, 0), "block_size must be at least 1"),
+        (lambda: sp.wedlm_training(8, 0), "block_size must be at least 1"),
+        (lambda: sp.wino_shadow(8, 0, 0), "block_length must be at least 1"),
+        (lambda: sp.wino_shadow(8, 5, 4), r"must start in \[0, 4\], got 5"),
+        (lambda: sp.wino_shadow(8, -1, 4), "must start in"),
+        (lambda: sp.d2f_shadow(8, 4, 4, [1]), "block 1 does not lie"),
+        (lambda: sp.d2f_shadow(8, 4, 4, [-1]), "block -1 does not lie"),
+        (lambda: sp.candidate_branches(4, 0, 2), "branches must be at least 1"),
+        (lambda: sp.candidate_branches(4, 2, 0), "branch_length must be at least 1"),
+        (lambda: sp.candidate_branches(-1, 2, 2), "prefix must be at least 0"),
+        (lambda: sp.widen(sp.wedlm_training(4, 2), 1), "does not fit in 1"),
+        (lambda: sp.pack([sp.causal(4), sp.causal(4)], 7), "do not fit in a row of 7"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,241 @@
+"""The training loop: it learns, resumes to the bit, distils from the same weights, exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import fresh_model, random_model
+
+import d2f
+from d2f.errors import CheckpointError, InputError
+from d2f.export import save_model
+from distill.config import TrainConfig, parse_config, read_config
+from distill.data import Stream, fill_rows
+from distill.objectives import OBJECTIVES
+from distill.train import train
+
+ROOT = Path(__file__).parent.parent
+
+
+def settings(output: Path, objective: str = "masked_diffusion", **changes) -> TrainConfig:
+    values = {
+        "objective": objective,
+        "output": str(output),
+        "family": "causal" if objective == "next_token" else "llada",
+        "model": {
+            "hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1,
+            "context_length": 128,
+        },
+        "data": {"tasks": {"countdown": 1.0, "sudoku": 1.0}, "row_length": 96, "rows": 2},
+        "noise": {"uniform_share": 0.5, "monotone_share": 0.5},
+        "optimizer": {"lr": 0.003, "warmup": 2},
+        "steps": 6,
+        "save_every": 2,
+        "log_every": 1,
+        "tracker": "none",
+    }  # fmt: skip
+    values |= changes
+    if "init" in changes:
+        del values["model"], values["family"]
+    return parse_config(values, "test")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "teacher"
+    save_model(random_model("llada"), folder, dtype=torch.float32, objective="masked_diffusion")
+    return folder
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("objective", ["masked_diffusion", "next_token", "d2f"])
+@pytest.mark.parametrize("killed_after", [1, 3])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, teacher, objective, killed_after):
+    """Optimizer, schedule, noise, dropout and data position all continue; a half-written
+    checkpoint of a kill is ignored."""
+    changes = {"init": str(teacher)} if objective == "d2f" else {}
+    train(settings(tmp_path / "whole", objective, **changes))
+    for _ in range(6):
+        train(settings(tmp_path / "killed", objective, **changes), stop_after=killed_after)
+        (tmp_path / "killed" / "checkpoints" / "step-0000099.writing").mkdir(exist_ok=True)
+    whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert whole.keys() == killed.keys()
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    logs = [(tmp_path / n / "log.jsonl").read_text().splitlines() for n in ("whole", "killed")]
+    curves = [[json.loads(line)["loss"] for line in log] for log in logs]
+    assert curves[0] == curves[1]
+
+
+def test_an_output_of_another_run_is_refused_and_kept(tmp_path):
+    train(settings(tmp_path), stop_after=2)
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(InputError, match=r"holds another run .*steps: 6 there, 7 now"):
+        train(settings(tmp_path, steps=7))
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_trackers_log_offline(tmp_path, tracker, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    train(settings(tmp_path / "run", tracker=tracker, steps=2))
+    written = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    kind = "tfevents" if tracker == "tensorboard" else ".wandb"
+    assert any(kind in name for name in written)
+
+
+def test_the_loss_falls(tmp_path):
+    train(settings(tmp_path, "next_token", steps=40, optimizer={"lr": 0.01, "warmup": 2}))
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").open()]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_d2f_exports_adapter_merged_model_and_contract(tmp_path, teacher):
+    """The adapter on its base equals the merged model; the contract says what was trained."""
+    train(settings(tmp_path, "d2f", init=str(teacher), block_size=8))
+    merged = d2f.load(tmp_path / "model")
+    adapted = d2f.load(teacher, adapter=tmp_path / "adapter")
+    assert merged.contract.objective == adapted.contract.objective == "d2f"
+    assert merged.contract.block_size == 8
+    assert merged.contract.noise == (0.2, 0.7)
+    assert adapted.contract.base == "teacher"
+    ids = torch.randint(4, 200, (2, 12))
+    spans = d2f.spans.block_causal(12, 4, 8)
+    with torch.no_grad():
+        ours, theirs = merged.forward(ids, spans), adapted.forward(ids, spans)
+        base = d2f.load(teacher).forward(ids, spans)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert not torch.equal(theirs, base)  # it has learned something
+    with pytest.raises(CheckpointError, match="belongs to the base teacher"):
+        other = tmp_path / "other"
+        save_model(random_model("llada", 1), other, dtype=torch.float32)
+        d2f.load(other, adapter=tmp_path / "adapter")
+
+
+def batch_of(objective: str, model: d2f.DiffusionModel, config: TrainConfig):
+    made = OBJECTIVES[objective](model, config)
+    stream = Stream(config.data, model.tokenizer, model.end_ids[0], config.seed, made.tail)
+    rows, _ = fill_rows(stream, 0)
+    return made, rows
+
+
+def test_zero_lora_and_one_block_give_exactly_zero_gradient(tmp_path):
+    """Where student and teacher coincide, distillation asks for nothing: a fresh LoRA (no effect)
+    and spans in which the block-causal mask is the bidirectional one."""
+    from d2f.adapters import new_lora
+    from d2f.spans import bidirectional
+
+    model = fresh_model("llada")
+    model.backbone.requires_grad_(False)
+    new_lora(model, r=4, alpha=4, dropout=0.0)
+    objective, rows = batch_of("d2f", model, settings(tmp_path, "d2f", init="unused"))
+    objective.sample_spans = lambda sample: bidirectional(len(sample))
+    batch = objective.batch(rows, slice(0, 2))
+    loss = objective(batch)
+    loss.backward()
+    gradients = [p.grad for p in objective.parameters() if p.requires_grad]
+    assert loss.item() == 0.0
+    assert gradients and all(g.abs().max().item() == 0.0 for g in gradients)
+    del objective.sample_spans
+    assert objective(objective.batch(rows, slice(0, 2))).item() > 0.0
+
+
+@pytest.mark.parametrize("objective", ["masked_diffusion", "next_token", "d2f"])
+def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
+    """Two halves of a step add up to the whole: noise and normaliser come from the samples."""
+    model = fresh_model("causal" if objective == "next_token" else "llada")
+    changes = {"init": "unused"} if objective == "d2f" else {}
+    config = settings(tmp_path, objective, **changes)
+    made, rows = batch_of(objective, model, config)
+    made.eval()
+    with torch.no_grad():
+        whole = made(made.batch(rows, slice(0, 2)))
+        halves = [made(made.batch(rows, slice(i, i + 1))) for i in (0, 1)]
+    assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
+
+
+def test_packed_samples_do_not_see_each_other(tmp_path):
+    """The gradient of one sample's loss with respect to another's tokens is exactly zero."""
+    model = fresh_model("llada")
+    made, rows = batch_of("masked_diffusion", model, settings(tmp_path))
+    first = rows[0][0]
+    batch = made.batch(rows, slice(0, 1))
+    own = batch.rows < len(first.sample)
+    batch = made.batch([[first], []], slice(0, 1))
+    packed = made.batch(rows, slice(0, 1))
+    assert own.sum() == len(batch.rows)
+    with torch.no_grad():
+        alone = made.read(batch, batch.spans)
+        together = made.read(packed, packed.spans)[: len(batch.rows)]
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    embeddings = model.backbone.model.embed_tokens.weight
+    made.read(packed, packed.spans)[: len(batch.rows)].sum().backward()
+    used = set(batch.input_ids[0, : len(first.sample)].tolist()) | {0}
+    foreign = sorted(set(packed.input_ids[0].tolist()) - used)
+    assert foreign and embeddings.grad[foreign].abs().max().item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "d3f"}, "objective"),
+        ({"stepz": 3}, "stepz"),
+        ({"steps": "many"}, "steps"),
+        ({"steps": 0}, "steps"),
+        ({"noise": {"low": 0.8, "high": 0.7}}, "noise.low"),
+        ({"noise": {"low": 1.2}}, "noise.low"),
+        ({"data": {"row_length": 64}}, "data.tasks and data.file"),
+        ({"optimizer": {"lr": -1.0}}, "optimizer.lr"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_a_bad_configuration_is_an_error_before_any_work(tmp_path, change, message):
+    with pytest.raises(InputError, match=message):
+        settings(tmp_path / "out", **change)
+    assert not (tmp_path / "out").exists()
+
+
+def test_overrides_and_bad_files(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text((ROOT / "configs" / "tiny-ar.yaml").read_text())
+    config = read_config(path, ["--steps", "7", "--optimizer.lr", "0.5", "--data.rows", "4"])
+    assert (config.steps, config.optimizer.lr, config.data.rows) == (7, 0.5, 4)
+    with pytest.raises(InputError, match="pairs"):
+        read_config(path, ["--steps"])
+    with pytest.raises(InputError, match="not a section"):
+        read_config(path, ["--steps.more", "1"])
+    with pytest.raises(InputError, match="cannot be read"):
+        read_config(tmp_path / "none.yaml")
+    path.write_text("[1, 2")
+    with pytest.raises(InputError, match="not YAML"):
+        read_config(path)
+
+
+@pytest.mark.parametrize("name", ["tiny-ar", "tiny-teacher", "tiny-d2f"])
+def test_the_shipped_configurations_are_valid(name):
+    assert read_config(ROOT / "configs" / f"{name}.yaml").output == f"runs/{name}"
+
+
+def test_own_data_from_a_file(tmp_path):
+    """JSONL of prompt and response; a bad line is named."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "2+3?", "response": "5"}\n{"prompt": "1+1?", "response": "2"}\n')
+    data = {"file": str(path), "row_length": 48, "rows": 2}
+    train(settings(tmp_path / "out", data=data, steps=1))
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
+    path.write_text('{"prompt": "2+3?", "response": "5"}\n{"prompt": 3}\n')
+    with pytest.raises(InputError, match="line 2"):
+        train(settings(tmp_path / "other", data=data, steps=1))
+
+
+def test_a_sample_longer_than_a_row_is_named(tmp_path):
+    data = {"tasks": {"sudoku": 1.0}, "row_length": 30, "rows": 2}
+    with pytest.raises(InputError, match="sample 0 has"):
+        train(settings(tmp_path, data=data, steps=1))
