@@ -96,4 +96,4 @@ def _no_mask(*args: object, **kwargs: object) -> None:
 
 
 AttentionInterface.register(NAME, span_attention_forward)
-AttentionMaskInterface.register(NAME, _no_mask)  # type: ignore[arg-type]
+AttentionMaskInterface.register(NAME, _no_mask)

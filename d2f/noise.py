@@ -46,11 +46,9 @@ def uniform_ratios(length: int, ratio: float) -> Ratios:
     return np.full(length, ratio)
 
 
-def decoding_ratios(length: int, block_size: int, ratio: float, rng: np.random.Generator) -> Ratios:
-    """The states of block-wise decoding: blocks on the left revealed (0), one block partly masked
-    (`ratio`), all on its right masked (1)."""
-    block = int(rng.integers(-(-length // block_size)))
-    start, end = block * block_size, (block + 1) * block_size
+def decoding_ratios(length: int, start: int, end: int, ratio: float) -> Ratios:
+    """A state of block-wise decoding: what is left of ``[start, end)`` revealed (0), the block
+    masked with `ratio`, all on its right masked (1)."""
     position = np.arange(length)
     return np.where(position < start, 0.0, np.where(position < end, ratio, 1.0))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["end", "stop", "length"]
-BlockState = Literal["prompt", "semi-active", "fully active", "to cache", "cached"]
+BlockState = Literal["waiting", "semi-active", "fully active", "to cache", "cached", "decoded"]
 
 
 @dataclass(frozen=True)

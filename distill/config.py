@@ -53,14 +53,16 @@ class Data(Section):
 
 
 class Noise(Section):
-    """Mask ratios. share: of each schedule; block_size: of the schedules that have blocks."""
+    """Mask ratios of the objectives masked_diffusion and d2f."""
 
-    low: Ratio = 0.2
+    low: Ratio = 0.2  # d2f: bounds of the monotone ratios
     high: Ratio = 0.7
-    uniform_share: Ratio = 1.0  # masked_diffusion: the others follow block-wise decoding states
-    monotone_share: Ratio = 1.0  # d2f: the others follow the pipeline's states
+    monotone_share: Ratio = 1.0  # d2f: the other samples follow the pipeline's states
+    uniform_share: Ratio = 1.0  # masked_diffusion: the others follow block-wise decoding
     min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
-    block_sizes: tuple[Positive, ...] = (8, 16, 32)
+    max_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # of the uniform samples
+    block_sizes: tuple[Positive, ...] = (8, 16, 32)  # of block-wise decoding
+    far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded
 
 
 class Lora(Section):
@@ -115,6 +117,8 @@ class TrainConfig(Section):
             raise ValueError("a model from scratch needs a family")
         if self.noise.low > self.noise.high:
             raise ValueError("noise.low must not exceed noise.high")
+        if self.noise.min_ratio > self.noise.max_ratio:
+            raise ValueError("noise.min_ratio must not exceed noise.max_ratio")
         return self
 
     def save(self, path: Path) -> None:

@@ -28,7 +28,7 @@ class _WeightedKL(torch.autograd.Function):
 def weighted_kl(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
     """Sum over rows of weight x KL(teacher || student), from logits ``[N, V]`` and weight ``[N]``;
     gradient for the student only (D2F, equation 3, with the official code's direction)."""
-    return _WeightedKL.apply(_wide(student), _wide(teacher), weight)  # type: ignore[no-any-return]
+    return _WeightedKL.apply(_wide(student), _wide(teacher), weight)
 
 
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def ship(name: str) -> Path:
 
 def measure(name: str, problems: int) -> list[dict[str, Any]]:
     """The reports of `decode.evaluate` for a shipped model."""
-    reports = []
+    reports: list[dict[str, Any]] = []
     for label, arguments in MEASUREMENTS[name]:
         path = Path("runs") / name / f"evaluation-{len(reports)}.json"
         command = ["-m", "decode.evaluate", "--model", str(MODELS / name), *arguments]

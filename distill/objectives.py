@@ -52,14 +52,9 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self.config = config
 
-    def ratios(self, sample: Sample) -> np.ndarray:
-        """Mask ratio of each response token, ``[response]``."""
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """(mask ratio, loss weight if masked) of each response token, both ``[response]``."""
         raise NotImplementedError
-
-    def token_weight(self, sample: Sample, ratios: np.ndarray) -> np.ndarray:
-        """Loss weight of each response token if it is masked, ``[response]``."""
-        with np.errstate(divide="ignore"):
-            return np.where(ratios > 0, 1.0 / ratios, 0.0) * self.importance(sample)
 
     def importance(self, sample: Sample) -> np.ndarray:
         """1 for answer tokens, `data.tail_weight` for the tail of end tokens, ``[response]``."""
@@ -74,11 +69,12 @@ class Objective(nn.Module):
         """What a sample adds to the step's normaliser."""
         return float(self.importance(sample).sum())
 
-    def draw_mask(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """(masked, ratios) of a sample's response: from (seed, sample index) and nothing else."""
-        ratios = self.ratios(sample)
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """(masked, loss weight) of a sample's response: from (seed, sample index) and nothing
+        else."""
+        ratios, weight = self.state(sample)
         rng = np.random.default_rng([self.config.seed, 4, sample.index])
-        return noise.draw_mask(ratios, rng), ratios
+        return noise.draw_mask(ratios, rng), weight * self.importance(sample)
 
     def rng(self, sample: Sample) -> np.random.Generator:
         """The generator of a sample's ratios."""
@@ -96,19 +92,19 @@ class Objective(nn.Module):
         clean = flat.clone()
         for r, placed in _samples(rows):
             sample = placed.sample
-            masked, ratios = self.draw_mask(sample)
+            masked, weight = self.draw(sample)
             total += self.share(sample, masked)
             if not 0 <= r - first < len(ids):
                 continue
             start = (r - first) * length + placed.start + len(sample.prompt)
             places = start + np.flatnonzero(masked)
             reads.append(places)
-            weights.append(self.token_weight(sample, ratios)[masked])
+            weights.append(weight[masked])
             if self.model.is_diffusion:
                 assert self.model.mask_id is not None
                 flat[torch.from_numpy(places)] = self.model.mask_id
         targets = torch.from_numpy(np.concatenate(reads)) if reads else torch.zeros(0).long()
-        weight = np.concatenate(weights) / max(total, 1e-9) if weights else np.zeros(0)
+        scaled = np.concatenate(weights) / max(total, 1e-9) if weights else np.zeros(0)
         own, teacher = self.spans(rows[mine], length)
         return Batch(
             input_ids=ids,
@@ -117,7 +113,7 @@ class Objective(nn.Module):
             teacher_spans=teacher,
             rows=targets - self.model.logit_shift,
             targets=clean[targets],
-            weight=torch.from_numpy(weight).float(),
+            weight=torch.from_numpy(scaled).float(),
         )
 
     def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
@@ -140,8 +136,8 @@ class NextToken(Objective):
 
     tail = False
 
-    def ratios(self, sample: Sample) -> np.ndarray:
-        return np.ones(len(sample.response))
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(len(sample.response)), np.ones(len(sample.response))
 
     def sample_spans(self, sample: Sample) -> Tensor:
         return spans.causal(len(sample))
@@ -150,30 +146,39 @@ class NextToken(Objective):
 class MaskedDiffusion(Objective):
     """LLaDA's objective: cross-entropy on masked tokens, weight 1 / ratio, over all tokens.
 
-    A share of the samples follows the states of block-wise decoding instead of one ratio.
+    A share of the samples follows the states of block-wise decoding instead of one ratio: the
+    answer's blocks on the left revealed, one block partly masked, all on its right masked. Its
+    block counts for all of them (weight: their number / ratio), what is on its right little.
     """
 
-    def ratios(self, sample: Sample) -> np.ndarray:
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, length = self.config.noise, len(sample.response)
         rng = self.rng(sample)
         even = noise.even_draw(self.config.seed, sample.index)
-        ratio = settings.min_ratio + (1 - settings.min_ratio) * even
         if rng.random() < settings.uniform_share:
-            return noise.uniform_ratios(length, ratio)
+            ratio = settings.min_ratio + (settings.max_ratio - settings.min_ratio) * even
+            return noise.uniform_ratios(length, ratio), np.full(length, 1 / ratio)
+        ratio = settings.min_ratio + (1 - settings.min_ratio) * even
         size = int(rng.choice(settings.block_sizes))
-        return noise.decoding_ratios(length, size, ratio, rng)
+        blocks = -(-sample.answer // size)
+        start = size * int(rng.integers(blocks))
+        ratios = noise.decoding_ratios(length, start, start + size, ratio)
+        far = np.arange(length) >= start + size
+        return ratios, np.where(far, settings.far_weight, blocks / ratio)
 
 
 class D2F(Objective):
     """Discrete diffusion forcing: the block-causal student learns the distribution that the same
     weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
 
-    def ratios(self, sample: Sample) -> np.ndarray:
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.config.noise, self.config.block_size
         rng, length = self.rng(sample), len(sample.response)
         if rng.random() < settings.monotone_share:
-            return noise.monotone_ratios(length, size, settings.low, settings.high, rng)
-        return noise.pipeline_ratios(length, size, settings.min_ratio, 1.0, rng)
+            ratios = noise.monotone_ratios(length, size, settings.low, settings.high, rng)
+        else:
+            ratios = noise.pipeline_ratios(length, size, settings.min_ratio, 1.0, rng)
+        return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
 
     def share(self, sample: Sample, masked: np.ndarray) -> float:
         return float(self.importance(sample)[masked].sum())

@@ -88,8 +88,11 @@ def test_the_engine_equals_the_reference(model, requests, batch_size):
 
 
 @settings(max_examples=15)
-@given(st.builds(random_model, st.just("causal"), st.integers(0, 3)),
-       st.lists(st.tuples(prompts, causals), min_size=1, max_size=4), st.integers(1, 4))  # fmt: skip
+@given(
+    st.builds(random_model, st.just("causal"), st.integers(0, 3)),
+    st.lists(st.tuples(prompts, causals), min_size=1, max_size=4),
+    st.integers(1, 4),
+)
 def test_autoregressive_equals_the_reference(model, requests, batch_size):
     results = decode.generate(
         model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
@@ -101,8 +104,12 @@ def test_autoregressive_equals_the_reference(model, requests, batch_size):
 
 
 @settings(max_examples=15)
-@given(models, st.lists(st.tuples(prompts, pipelines), min_size=2, max_size=5),
-       st.lists(st.integers(0, 3), min_size=5, max_size=5), st.data())  # fmt: skip
+@given(
+    models,
+    st.lists(st.tuples(prompts, pipelines), min_size=2, max_size=5),
+    st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    st.data(),
+)
 def test_arrival_order_changes_nothing(model, requests, pauses, data):
     """Requests that enter while others are being decoded give what they give alone."""
     order = data.draw(st.permutations(range(len(requests))))

@@ -156,6 +156,8 @@ BAD = [
     ("autoregressive", {"top_k": 0}, "top_k"),
     ("autoregressive", {"seed": 1.5}, "seed"),
     ("autoregressive", {"stop": ("",)}, "stop"),
+    ("autoregressive", {"stop": 5}, "stop"),
+    ("d2f", {"early_exit": "no"}, "early_exit"),
 ]
 
 

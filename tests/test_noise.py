@@ -43,12 +43,10 @@ def test_monotone_ratios_are_the_official_recursion(length, size, seed):
     assert blocks == pytest.approx(want, rel=1e-12)
 
 
-@given(lengths, sizes, st.floats(0, 1), seeds)
-def test_decoding_ratios_are_a_state_of_blockwise_decoding(length, size, ratio, seed):
-    ratios = noise.decoding_ratios(length, size, ratio, noise.sample_rng(seed, 0))
-    blocks = list(by_block(ratios, size))
-    states = [[0.0] * b + [ratio] + [1.0] * (len(blocks) - b - 1) for b in range(len(blocks))]
-    assert blocks in states
+@given(lengths, st.integers(0, 20), sizes, st.floats(0, 1))
+def test_decoding_ratios_are_a_state_of_blockwise_decoding(length, start, size, ratio):
+    ratios = noise.decoding_ratios(length, start, start + size, ratio).tolist()
+    assert ratios == ([0.0] * start + [ratio] * size + [1.0] * length)[:length]
 
 
 @given(lengths, sizes, bounds, seeds)
@@ -61,11 +59,9 @@ def test_pipeline_ratios_are_revealed_then_active_then_fresh_blocks(length, size
     assert blocks.min() < 1.0 or high == 1.0, "at least one block is active"
 
 
-def test_schedules_reach_every_block():
-    """No block is left out of the block-wise and pipelined schedules."""
+def test_the_pipelined_schedule_reaches_every_block():
+    """No block is left out of the pipelined schedule."""
     draws = [noise.sample_rng(0, i) for i in range(200)]
-    partly = [noise.decoding_ratios(20, 5, 0.5, rng) for rng in draws]
-    assert {int(np.flatnonzero(p == 0.5)[0]) for p in partly} == {0, 5, 10, 15}
     pipelines = [noise.pipeline_ratios(20, 5, 0.3, 0.7, rng) for rng in draws]
     assert {int((p == 0).sum()) for p in pipelines} == {0, 5, 10, 15}
     assert {int((p == 1).sum()) for p in pipelines} == {0, 5, 10, 15}

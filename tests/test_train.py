@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -161,6 +162,26 @@ def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
     assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
 
 
+def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
+    """Left of the block nothing is masked; the block counts for all of the answer's blocks; what is
+    on its right is all masked and counts `far_weight`."""
+    noise = {"uniform_share": 0.0, "far_weight": 0.25, "block_sizes": [4]}
+    made, rows = batch_of("masked_diffusion", fresh_model("llada"), settings(tmp_path, noise=noise))
+    for sample in [placed.sample for row in rows for placed in row]:
+        ratios, weight = made.state(sample)
+        blocks = -(-sample.answer // 4)
+        partly = np.flatnonzero((ratios > 0) & (ratios < 1))
+        start = int(partly[0]) // 4 * 4
+        assert start < sample.answer and len(partly) <= 4
+        assert (ratios[:start] == 0).all() and (ratios[start + 4 :] == 1).all()
+        assert (weight[start + 4 :] == 0.25).all()
+        assert weight[partly[0]] == pytest.approx(blocks / ratios[partly[0]])
+        masked, drawn = made.draw(sample)
+        assert not masked[:start].any() and masked[start + 4 :].all()
+        tail = np.arange(len(sample.response)) >= sample.answer
+        assert drawn[tail] == pytest.approx(weight[tail] * 0.1)
+
+
 def test_packed_samples_do_not_see_each_other(tmp_path):
     """The gradient of one sample's loss with respect to another's tokens is exactly zero."""
     model = fresh_model("llada")
@@ -191,6 +212,7 @@ def test_packed_samples_do_not_see_each_other(tmp_path):
         ({"steps": 0}, "steps"),
         ({"noise": {"low": 0.8, "high": 0.7}}, "noise.low"),
         ({"noise": {"low": 1.2}}, "noise.low"),
+        ({"noise": {"min_ratio": 0.5, "max_ratio": 0.4}}, "noise.min_ratio"),
         ({"data": {"row_length": 64}}, "data.tasks and data.file"),
         ({"optimizer": {"lr": -1.0}}, "optimizer.lr"),
         ({"block_size": 0}, "block_size"),

@@ -23,10 +23,12 @@ STYLES = {
     "fully active": "bold green",
     "to cache": "blue",
     "cached": "dim cyan",
+    "waiting": "dim",
+    "decoded": "blue",
 }
 # What a state means for the decoders without a pipeline.
 LABELS: Mapping[str, Mapping[str, str]] = {
-    "static": {"semi-active": "waiting", "fully active": "current", "to cache": "decoded"},
+    "static": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
 }
 

@@ -84,7 +84,6 @@ def read_settings(options: argparse.Namespace) -> DecoderSettings:
     name = options.decoder or values.pop("decoder", None)
     values.pop("decoder", None)
     given = values | {key: value for key, value in vars(options).items() if key in known}
-    _check_types(given)
     return DecoderSettings(name, given)
 
 
@@ -98,11 +97,3 @@ def _read_yaml(path: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
     return values
-
-
-def _check_types(given: dict[str, Any]) -> None:
-    """The types that the decoders themselves do not check."""
-    if not isinstance(given.get("early_exit", True), bool):
-        raise InputError(f"early_exit must be true or false, got {given['early_exit']!r}")
-    if not isinstance(given.get("stop", ()), str | list | tuple):
-        raise InputError(f"stop must be text or a list of texts, got {given['stop']!r}")

@@ -49,10 +49,11 @@ class Decoder(abc.ABC):
             whole("top_k", self.top_k)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"seed must be a whole number, got {self.seed!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if not all(isinstance(text, str) and text for text in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
+        if not fine:
             raise InputError(f"stop must be non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", tuple(stop))
 
     @property
     def sampling(self) -> Sampling:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from d2f.contract import Contract
+from d2f.errors import InputError
 from decode.decoders.base import Decoder, MaskedSession, ratio, whole
 from decode.result import BlockState, BlockView
 from decode.step import Predictions, Step, feed
@@ -47,6 +48,8 @@ class D2F(Decoder):
             whole("block_size", self.block_size)
         for name in ("tau_add", "tau_act", "tau_conf"):
             ratio(name, getattr(self, name))
+        if not isinstance(self.early_exit, bool):
+            raise InputError(f"early_exit must be true or false, got {self.early_exit!r}")
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
         return D2FSession(self, prompt, contract)
@@ -141,7 +144,7 @@ class D2FSession(MaskedSession):
         confidence = predictions.confidence[low:high]
         chosen = np.flatnonzero(confidence > self.decoder.tau_conf)
         if not len(chosen) and block.full and len(confidence):
-            chosen = confidence.argmax(keepdims=True)
+            chosen = np.array([confidence.argmax()])
         for i in low + chosen:
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))

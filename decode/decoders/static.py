@@ -96,9 +96,9 @@ class StaticSession(MaskedSession):
         views = []
         for block in range(self.decoder.block_count):
             start, end = self._bounds(block)
-            state: BlockState = "semi-active" if block > self.block else "fully active"
+            state: BlockState = "waiting" if block > self.block else "fully active"
             if not self.masked[start:end].any():
-                state = "to cache"
+                state = "decoded"
             tokens = self.view(start, end)
             views.append(
                 BlockView(start - self.prompt_length, end - self.prompt_length, state, tokens)
