@@ -1,0 +1,207 @@
+"""The command `python -m decode.pipeline`: what it prints, decodes and writes."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from files import CONTEXT, TAU, lines_of, prompts_file, untimed
+from rich.console import Console
+
+import d2f
+import decode
+from d2f.tasks import TASKS, make_problems
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.display import LiveDisplay
+from decode.cli.options import parse
+from decode.decoders import DECODERS
+from decode.pipeline import main
+
+# What it prints
+
+
+def test_plain_output(student, capsys):
+    assert main(["--model", student, "--problems", "1", *TAU]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert out.replace("\n", "").isprintable()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["story-1", "countdown-1", "sudoku-1"]
+    assert all("tokens/s" in line and "tokens/forward" in line for line in lines[:6])
+    assert lines[3].startswith("story      right 0 of 1")
+    assert lines[6].startswith("counted: visible tokens, up to the end token")
+    assert "batch 1" in lines[6] and "float32, cpu, 1 threads" in lines[6]
+
+
+def test_quiet(student, causal, capsys):
+    assert main(["--model", student, "--problems", "1", "--tasks", "sudoku", "--quiet"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "sudoku",
+        "counted:",
+    ]
+    arguments = ["--prompt", "Hello", "--max-new-tokens", "5", "--quiet"]
+    assert main(["--model", causal, *arguments]) == 0
+    expected = decode.generate(
+        d2f.load(causal), [[{"role": "user", "content": "Hello"}]], decode.Autoregressive(5)
+    )
+    assert capsys.readouterr().out == f"{expected[0].text}\n"
+
+
+@pytest.mark.parametrize("decoder", ["d2f", "static"])
+@pytest.mark.parametrize("batch_size", ["1", "3"])
+def test_live_display(student, decoder, batch_size):
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"}
+    )
+    arguments = ["--model", student, "--problems", "1", "--max-new-tokens", "20"]
+    arguments += ["--pause", "0.001", "--decoder", decoder, "--batch-size", batch_size]
+    assert main(arguments, console) == 0
+    out = console.file.getvalue()
+    assert all(word in out for word in ["forward 1", "question", "answer", "tokens/s", "wrong"])
+    if batch_size == "1":  # every forward is drawn
+        states = {"d2f": ["semi-active", "fully active"], "static": ["current", "decoded"]}
+        assert all(state in out for state in states[decoder])
+    assert ("together: 60 tokens" in out) == (batch_size == "3")
+
+
+def test_live_display_states_and_marks(tokenizer):
+    view, end = decode.result.BlockView, tokenizer.eos_token_id
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    display = LiveDisplay(console, tokenizer, (end,), total=1, pause=0.0)
+    newline = tokenizer("\n")["input_ids"][0]
+    states = ["cached", "to cache", "fully active", "semi-active"]
+    blocks = [view(2 * i, 2 * i + 2, state, (newline, None)) for i, state in enumerate(states)]
+    blocks.append(view(8, 10, "semi-active", (end, None)))
+    source = decode.cli.jobs.Source("a", "[bold]a", "b")
+    job = decode.cli.jobs.Job(source, [1], decode.D2F())
+    with console.capture() as capture:
+        console.print(display._panel(job, decode.Event(0, 1, blocks)))
+    out = capture.get()
+    assert all(state in out for state in states)
+    assert "↵" in out and "·" in out and "▪" in out and "[bold]a" in out
+
+
+def test_help_reads_well_and_does_not_import_torch():
+    code = (
+        "import sys; from decode.pipeline import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("python -m decode.pipeline --tau-add 0.1\n")
+    assert not done.stderr
+
+
+def test_every_decoder_option_is_on_the_command_line():
+    flags = {field.name for kind in DECODERS.values() for field in dataclasses.fields(kind)}
+    values = {"early_exit": []} | {name: ["1"] for name in flags if name != "early_exit"}
+    line = [part for name in flags for part in ["--" + name.replace("_", "-"), *values[name]]]
+    assert flags <= vars(parse(line)).keys()
+    assert not flags & vars(parse([])).keys()
+
+
+# What it decodes
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_output_has_the_tokens_of_generate(student, tmp_path, batch_size):
+    path = tmp_path / "out.jsonl"
+    arguments = ["--model", student, "--problems", "1", "--output", str(path), *TAU]
+    assert main([*arguments, "--batch-size", str(batch_size)]) == 0
+    header, *results = lines_of(path)
+    assert header["run"]["decoder"] == "d2f"
+    assert header["run"]["options"]["block_size"] == 16
+    model = d2f.load(student)
+    for task in TASKS:
+        question = make_problems(task, "heldout", 1)[0].question
+        decoder = decode.D2F(tau_conf=0.3, max_new_tokens=RESPONSE_LENGTH[task])
+        expected = decode.generate(model, [[{"role": "user", "content": question}]], decoder)[0]
+        line = next(line for line in results if line["id"] == f"{task}-1")
+        assert line["tokens"] == expected.tokens and line["forwards"] == expected.forwards
+        assert line["text"] == expected.text and line["right"] is False
+
+
+def test_prompts_from_a_file_and_standard_input(student, tmp_path, monkeypatch, capsys):
+    lines = [
+        {"prompt": "Two and two?"},
+        {"messages": [{"role": "user", "content": "Two and two?"}], "id": "chat"},
+        {"ids": [7, 8, 9]},
+    ]
+    path = prompts_file(tmp_path / "p.jsonl", *lines)
+    options = ["--model", student, "--max-new-tokens", "8", "--output"]
+    assert main([*options, str(tmp_path / "a"), "--prompts-file", path]) == 0
+    stdin = io.TextIOWrapper(io.BytesIO((tmp_path / "p.jsonl").read_bytes()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    assert main([*options, str(tmp_path / "b"), "--prompts-file", "-"]) == 0
+    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
+    _, text, chat, ids = lines_of(tmp_path / "a")
+    assert [text["id"], chat["id"], ids["id"]] == [1, "chat", 3]
+    assert text["tokens"] == chat["tokens"] and ids["question"] is None
+    assert "3 decoded" in capsys.readouterr().out
+    assert main([*options, str(tmp_path / "c"), "--prompts-file", path, "--raw"]) == 0
+    raw = lines_of(tmp_path / "c")[1]
+    assert raw["prompt_tokens"] == text["prompt_tokens"] - 2
+
+
+def test_default_length_is_what_the_context_leaves(student, tmp_path):
+    path = prompts_file(tmp_path / "p", {"ids": [7] * (CONTEXT - 3)})
+    out = tmp_path / "out"
+    assert main(["--model", student, "--prompts-file", path, "--output", str(out), *TAU]) == 0
+    assert lines_of(out)[1]["max_new_tokens"] == 3
+
+
+def test_config_and_command_line(student, tmp_path):
+    config, out = tmp_path / "c.yaml", tmp_path / "out"
+    config.write_text("decoder: static\nblock_size: 4\nsteps: 4\nstop: [x]\n")
+    arguments = ["--config", str(config), "--prompt", "Hi", "--max-new-tokens", "8"]
+    assert main(["--model", student, *arguments, "--block-size", "8", "--output", str(out)]) == 0
+    run = lines_of(out)[0]["run"]
+    assert run["decoder"] == "static" and run["options"]["stop"] == ["x"]
+    assert run["options"]["block_size"] == 8 and run["options"]["steps"] == 4
+
+
+def test_a_model_that_is_no_student_is_noticed(teacher, student, capsys):
+    arguments = ["--prompt", "Hi", "--max-new-tokens", "4"]
+    assert main(["--model", teacher, *arguments]) == 0
+    assert "was not trained by D2F" in capsys.readouterr().err
+    assert main(["--model", teacher, *arguments, "--decoder", "static"]) == 0
+    assert main(["--model", student, *arguments]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("merge", ["--merge", "--no-merge"])
+def test_adapter(golden, tmp_path, capsys, merge):
+    place, out = golden / "llada-tiny", tmp_path / "out"
+    path = prompts_file(tmp_path / "p", {"ids": [5, 6, 7]})
+    arguments = ["--prompts-file", path, "--max-new-tokens", "12", "--model", str(place), merge]
+    assert main([*arguments, "--adapter", str(place / "adapter"), "--output", str(out)]) == 0
+    model = d2f.load(place, adapter=place / "adapter")
+    expected = decode.generate(model, [[5, 6, 7]], decode.D2F(max_new_tokens=12))[0]
+    run, line = lines_of(out)
+    assert line["tokens"] == expected.tokens and line["text"] is None
+    assert run["run"]["merged"] == (merge == "--merge")
+    captured = capsys.readouterr()
+    assert not captured.err and " ".join(map(str, expected.tokens)) in captured.out
+
+
+def test_trace_replays_to_the_same_tokens(student, tmp_path):
+    trace, out = tmp_path / "trace.json", tmp_path / "out"
+    arguments = ["--model", student, "--problems", "1", "--batch-size", "2", *TAU]
+    assert main([*arguments, "--trace", str(trace), "--output", str(out)]) == 0
+    content = json.loads(trace.read_text())
+    results = {line["id"]: line for line in lines_of(out)[1:]}
+    assert content["run"] == lines_of(out)[0]["run"]
+    for request in content["requests"]:
+        result, tokens = results[request["id"]], {}
+        for number, forward in enumerate(request["forwards"], 1):
+            assert forward["forward"] == number and forward["fed"] > 0
+            for revealed in forward["revealed"]:
+                assert revealed["position"] not in tokens and 0 < revealed["confidence"] <= 1
+                tokens[revealed["position"]] = revealed["token"]
+            for block in forward["blocks"]:
+                shown = [tokens.get(p) for p in range(block["start"], block["end"])]
+                assert shown == block["tokens"]
+        assert [tokens[p] for p in sorted(tokens)] == result["raw_tokens"]
+        assert len(request["forwards"]) == result["forwards"]

@@ -1,0 +1,200 @@
+"""The command `python -m decode.pipeline`: resuming an output, and bad input."""
+
+import pytest
+import torch
+from files import TAU, lines_of, prompts_file, untimed
+
+import d2f
+from d2f.export import save_model
+from decode.cli.display import Plain
+from decode.pipeline import main
+
+# Resuming
+
+
+def test_interrupted_and_resumed_is_the_same_run(student, tmp_path, monkeypatch, capsys):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    arguments = ["--model", student, "--tasks", "story", "--problems", "3", *TAU, "--output"]
+    assert main([*arguments, str(whole)]) == 0
+
+    def interrupt(self, job, record):
+        if record.id == "story-2":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plain, "finish", interrupt)
+        assert main([*arguments, str(cut)]) == 130
+    assert untimed(cut) == untimed(whole)[:3]
+    cut.write_bytes(cut.read_bytes()[:-20])
+    capsys.readouterr()
+    assert main([*arguments, str(cut)]) == 0
+    captured = capsys.readouterr()
+    assert "its last line was cut short" in captured.err
+    assert "1 of 3 prompts are already" in captured.err
+    assert "right 0 of 3" in captured.out and "story-1" not in captured.out
+    assert untimed(cut) == untimed(whole)
+    before = cut.read_bytes()
+    assert main([*arguments, str(cut)]) == 0
+    assert cut.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "whole"]
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", "[1]\n", "text", '{"run": 3}\n'])
+def test_output_that_is_something_else(student, tmp_path, capsys, content):
+    path = tmp_path / "out"
+    path.write_text(content)
+    arguments = ["--model", student, "--prompt", "Hi", "--max-new-tokens", "2"]
+    assert main([*arguments, "--output", str(path)]) == (2 if content else 0)
+    if content:
+        assert path.read_text() == content
+        assert "is not an output of this command" in capsys.readouterr().err
+
+
+def test_output_of_another_run(student, tmp_path, capsys):
+    path = tmp_path / "out"
+    arguments = ["--model", student, "--prompt", "Hi", "--max-new-tokens", "2"]
+    assert main([*arguments, "--output", str(path)]) == 0
+    before = path.read_bytes()
+    assert main([*arguments, "--output", str(path), "--seed", "1"]) == 2
+    assert "is the output of another run: options was" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    capsys.readouterr()
+    changed = tmp_path / "changed"
+    model = d2f.load(student)
+    model.backbone.lm_head.weight.data[-1] += 1
+    save_model(model, changed, dtype=torch.float32)
+    path.write_bytes(before.replace(student.encode(), str(changed).encode()))
+    assert main(["--model", str(changed), *arguments[2:], "--output", str(path)]) == 2
+    assert "another run: weights was" in capsys.readouterr().err
+    path.write_bytes(before + before.splitlines(keepends=True)[1])
+    assert main([*arguments, "--output", str(path)]) == 2
+    assert "line 3 is not a result of this run, or its second one" in capsys.readouterr().err
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tau-add", "1.5"], "tau_add must lie in [0, 1], got 1.5"),
+        (["--tau-conf", "nan"], "tau_conf must lie in [0, 1]"),
+        (["--block-size", "0"], "block_size must be a whole number of at least 1, got 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens must be a whole number of at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["--decoder", "static", "--tau-add", "0.1"], "decoder static has no option tau_add; it"),
+        (["--decoder", "autoregressive", "--tau-add", "0"], "autoregressive has no option tau_add"),
+        (["--steps", "4", "--tau-add", "0.1"], "no decoder has all of the options"),
+        (["--steps", "4"], "the decoder d2f has no option steps; it has"),
+        (["--decoder", "static", "--steps", "7", "--block-size", "4"], "steps must be a multiple"),
+        (["--decoder", "autoregressive"], "autoregressive needs a causal model"),
+        (["--prompt", ""], "--prompt is empty: expected at least one token"),
+        (["--prompt", "<|mask|>"], "contains the mask id 1 at position 1"),
+        (["--prompt", "a " * 300], "--prompt has 3"),
+        (["--prompt", "Hi", "--max-new-tokens", "9999"], "the model's context is 256"),
+        (["--prompt", "Hi", "--problems", "3"], "--problems is for held-out problems"),
+        (["--prompt", "\ud800"], "--prompt is not Unicode text"),
+        (["--tasks", "story,chess"], "--tasks must be some of story,countdown,sudoku"),
+        (["--problems", "0"], "--problems must be at least 1, got 0"),
+        (["--raw"], "--raw needs --prompt or --prompts-file"),
+        (["--no-merge"], "--no-merge needs --adapter"),
+        (["--dtype", "int4"], "dtype must be one of"),
+        (["--device", "abacus"], "--device abacus: no such device here"),
+        (["--device", "cuda:99"], "--device cuda:99: no such device here"),
+        (["--adapter", "no/such/folder"], "no/such/folder"),
+        (["--trace", "no/such/trace"], "does not exist"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_bad_arguments(student, tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    assert main(["--model", student, "--output", str(out), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and message in captured.err
+    assert not captured.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "./no/such", "/no/such", "a/b/c"])
+def test_missing_model(name, capsys):
+    assert main(["--model", name]) == 2
+    assert f"error: --model {name}: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tau_ad: 0.1", "unknown key tau_ad; expected some of decoder, "),
+        ("tau_add: 0.1\ndecoder: static", "the decoder static has no option tau_add; it has"),
+        ("tau_add: high", "tau_add must lie in [0, 1], got 'high'"),
+        ("max_new_tokens: [1]", "max_new_tokens must be a whole number"),
+        ("early_exit: 3", "early_exit must be true or false, got 3"),
+        ("stop: 3", "stop must be non-empty strings, got 3"),
+        ("decoder: beam", "decoder must be one of d2f, static, autoregressive, got 'beam'"),
+        ("decoder: [d2f]", "decoder must be one of d2f, static, autoregressive"),
+        ("- 1", "expected a mapping of keys, got list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_bad_config(student, tmp_path, capsys, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert main(["--model", student, "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ("[]", "line 2: expected an object with one of prompt, messages, ids"),
+        ('{"prompt": "a", "ids": [5]}', "line 2: expected an object with one of"),
+        ('{"prompt": "a", "tau": 1}', "line 2: unknown key 'tau'"),
+        ('{"prompt": 3}', "line 2: prompt must be text"),
+        ('{"prompt": ""}', "line 2: prompt is empty"),
+        ('{"messages": [{"role": "user"}]}', "line 2: messages must be a list of objects"),
+        ('{"messages": [{"role": "judge", "content": "a"}]}', "line 2: the chat template refused"),
+        ('{"ids": [1.5]}', "line 2: ids must be a list of whole numbers"),
+        ('{"ids": [5, 1]}', "line 2 contains the mask id 1 at position 1"),
+        ('{"ids": [99999]}', "line 2: ids must lie in"),
+        ('{"prompt": "a", "id": 1}', "line 2: the id 1 is that of"),
+        ('{"prompt": "a", "id": null}', "line 2: id must be text or a whole number"),
+    ],
+)
+def test_bad_prompts_file(student, tmp_path, capsys, line, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    assert main(["--model", student, "--prompts-file", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff"])
+def test_prompts_file_without_lines(tmp_path, capsys, content):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    assert main(["--prompts-file", str(path)]) == 2
+    assert "expected at least one line" in (err := capsys.readouterr().err) or "UTF-8" in err
+
+
+def test_options_that_name_one_file(student, tmp_path, capsys):
+    path = str(tmp_path / "f")
+    assert main(["--model", student, "--output", path, "--trace", path]) == 2
+    assert "--output and --trace are the same file" in capsys.readouterr().err
+
+
+def test_nan_logits_stop_the_run(broken, tmp_path, capsys):
+    """A prompt without token 5 is decoded, one with it is not."""
+    path = prompts_file(tmp_path / "p", {"ids": [7, 8], "id": "good"}, {"ids": [5], "id": "bad"})
+    out = tmp_path / "out"
+    options = ["--model", broken, "--max-new-tokens", "1", "--output", str(out)]
+    assert main([*options, "--prompts-file", path]) == 1
+    captured = capsys.readouterr()
+    assert "NaN or infinite logits at forward 2 (" in captured.err
+    assert "line 2 at its forward 1); no token was taken from it" in captured.err
+    assert [line["id"] for line in lines_of(out)[1:]] == ["good"]
+    assert "good" in captured.out and "bad" not in captured.out
+    out.unlink()
+    path = prompts_file(tmp_path / "p", {"ids": [5], "id": "bad"})
+    assert main([*options, "--prompts-file", path]) == 1
+    assert "forward 1 of the warm-up" in capsys.readouterr().err
+    assert not out.exists()
