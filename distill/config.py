@@ -62,6 +62,7 @@ class Noise(Section):
     min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
     max_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # of the uniform samples
     block_sizes: tuple[Positive, ...] = (8, 16, 32)  # of block-wise decoding
+    causal_share: Ratio = 0.0  # masked_diffusion: samples read as next-token prediction
     far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded
 
 

@@ -61,9 +61,14 @@ class Objective(nn.Module):
         place = np.arange(len(sample.response))
         return np.where(place < sample.answer, 1.0, self.config.data.tail_weight)
 
+    def is_causal(self, sample: Sample) -> bool:
+        """Whether a sample is read as next-token prediction: nothing hidden, causal spans."""
+        return False
+
     def sample_spans(self, sample: Sample) -> Tensor:
         """Spans ``[len(sample), 1, 2]`` that the trained model sees."""
-        return spans.bidirectional(len(sample))
+        causal = self.is_causal(sample)
+        return spans.causal(len(sample)) if causal else spans.bidirectional(len(sample))
 
     def share(self, sample: Sample, masked: np.ndarray) -> float:
         """What a sample adds to the step's normaliser."""
@@ -100,7 +105,7 @@ class Objective(nn.Module):
             places = start + np.flatnonzero(masked)
             reads.append(places)
             weights.append(weight[masked])
-            if self.model.is_diffusion:
+            if not self.is_causal(sample):
                 assert self.model.mask_id is not None
                 flat[torch.from_numpy(places)] = self.model.mask_id
         targets = torch.from_numpy(np.concatenate(reads)) if reads else torch.zeros(0).long()
@@ -136,11 +141,11 @@ class NextToken(Objective):
 
     tail = False
 
+    def is_causal(self, sample: Sample) -> bool:
+        return True
+
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         return np.ones(len(sample.response)), np.ones(len(sample.response))
-
-    def sample_spans(self, sample: Sample) -> Tensor:
-        return spans.causal(len(sample))
 
 
 class MaskedDiffusion(Objective):
@@ -149,10 +154,19 @@ class MaskedDiffusion(Objective):
     A share of the samples follows the states of block-wise decoding instead of one ratio: the
     answer's blocks on the left revealed, one block partly masked, all on its right masked. Its
     block counts for all of them (weight: their number / ratio), what is on its right little.
+    Another share stays next-token prediction under causal spans, so that a model that starts from
+    autoregressive weights does not forget what they can do; for shifted families only.
     """
+
+    def is_causal(self, sample: Sample) -> bool:
+        draw = np.random.default_rng([self.config.seed, 5, sample.index]).random()
+        return bool(draw < self.config.noise.causal_share)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, length = self.config.noise, len(sample.response)
+        if self.is_causal(sample):
+            read = (np.arange(length) < sample.answer).astype(float)
+            return read, read
         rng = self.rng(sample)
         even = noise.even_draw(self.config.seed, sample.index)
         if rng.random() < settings.uniform_share:

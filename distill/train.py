@@ -69,6 +69,11 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
         raise InputError(f"objective next_token trains the family causal, got {model.family}")
     if config.objective != "next_token" and not model.is_diffusion:
         raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+    if config.noise.causal_share > 0 and model.logit_shift != 1:
+        raise InputError(
+            "noise.causal_share needs a family whose row p-1 predicts position p, "
+            f"got {model.family}"
+        )
     if config.objective == "d2f":
         model.backbone.requires_grad_(False)
         lora = config.lora

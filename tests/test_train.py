@@ -182,6 +182,24 @@ def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
         assert drawn[tail] == pytest.approx(weight[tail] * 0.1)
 
 
+def test_causal_samples_are_next_token_prediction(tmp_path):
+    """Nothing hidden, causal spans, the answer with its first end token read; only where row p-1
+    predicts position p."""
+    model = fresh_model("dream")
+    made, rows = batch_of(
+        "masked_diffusion", model, settings(tmp_path, noise={"causal_share": 1.0})
+    )
+    batch = made.batch(rows, slice(0, 1))
+    samples = [placed.sample for placed in rows[0]]
+    assert batch.input_ids[0, : len(samples[0])].tolist() == samples[0].prompt + samples[0].response
+    targets = [token for s in samples for token in s.response[: s.answer]]
+    assert batch.targets.tolist() == targets
+    assert torch.equal(batch.spans[0, : len(samples[0])], d2f.spans.causal(len(samples[0])))
+    assert batch.weight.unique().numel() == 1
+    with pytest.raises(InputError, match="causal_share needs a family"):
+        train(settings(tmp_path / "llada", noise={"causal_share": 0.5}))
+
+
 def test_packed_samples_do_not_see_each_other(tmp_path):
     """The gradient of one sample's loss with respect to another's tokens is exactly zero."""
     model = fresh_model("llada")
