@@ -17,7 +17,13 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
+from transformers import (
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
 
 from d2f import attention
 from d2f.contract import Contract
@@ -173,6 +179,8 @@ def _load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
     folder = Path(place)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
+    if _is_generic(folder):
+        return PreTrainedTokenizerFast.from_pretrained(place)
     try:
         return AutoTokenizer.from_pretrained(place)
     except (KeyError, ValueError, OSError):
@@ -180,6 +188,16 @@ def _load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
         if (folder / "vocab.json").is_file():
             return Qwen2Tokenizer.from_pretrained(place)
         raise
+
+
+def _is_generic(folder: Path) -> bool:
+    """Whether tokenizer.json is all there is to the tokenizer. AutoTokenizer would go by the
+    model's type instead and cut text as that model's own tokenizer does."""
+    settings = folder / "tokenizer_config.json"
+    if not (folder / "tokenizer.json").is_file() or not settings.is_file():
+        return False
+    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    return kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def _derive_contract(

@@ -91,13 +91,23 @@ def environment(model: DiffusionModel) -> dict[str, Any]:
     cuda = model.device.type == "cuda"
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
+        "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def processor() -> str:
+    """The CPU's name."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for entry in information.read_text().splitlines():
+            if entry.startswith("model name"):
+                return entry.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _parser() -> argparse.ArgumentParser:

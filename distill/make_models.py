@@ -64,7 +64,7 @@ def measure(name: str, problems: int) -> list[dict[str, Any]]:
     reports: list[dict[str, Any]] = []
     for label, arguments in MEASUREMENTS[name]:
         path = Path("runs") / name / f"evaluation-{len(reports)}.json"
-        command = ["-m", "decode.evaluate", "--model", str(MODELS / name), *arguments]
+        command = ["-m", "decode.evaluate", "--model", name, *arguments]
         command += ["--problems", str(problems), "--json", str(path)]
         subprocess.run([sys.executable, *command], check=True)
         reports.append(json.loads(path.read_text()) | {"label": label})
@@ -76,7 +76,7 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
     run = Path("runs") / name
     config = yaml.safe_load((run / "config.yaml").read_text())
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    began = reports[0]["environment"]
+    device = reports[0]["environment"]["device"]
     contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
     shape = json.loads((MODELS / name / "config.json").read_text())
     lines = [
@@ -96,7 +96,7 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         f"seed {config['seed']}, {log[-1]['samples']:,} samples |",
         f"| steps | {log[-1]['step']:,} of {config['data']['rows']} packed rows of "
         f"{config['data']['row_length']} tokens |",
-        f"| time | {hours(log):.2f} hours, {began['device']}, {began['threads']} threads |",
+        f"| time | {hours(log):.2f} hours on {os.cpu_count()} cores, {device}, beside other work |",
         f"| weights stored in | {shape['dtype']} |",
         "",
         "Measured on held-out problems (never trained on: the splits are disjoint by the hash of "
@@ -132,7 +132,8 @@ def results_table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in NAMES:
-        for report in json.loads((MODELS / name / EVALUATION).read_text(encoding="utf-8")):
+        path = MODELS / name / EVALUATION
+        for report in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
             for row in report["rows"]:
                 lines.append(
                     f"| `{name}` | {report['label']} | {row['task']} | {row['right']} "

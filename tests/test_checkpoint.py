@@ -4,11 +4,13 @@ import pytest
 import torch
 from golden_facts import difference, official, run
 from safetensors.torch import load_file
+from tiny import random_model
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 import d2f.attention
 from d2f import spans as sp
 from d2f.checkpoint import load
+from d2f.export import save_model
 
 FAMILIES = ["llada", "dream"]
 MASKS = ["bidirectional", "block_causal_8"]
@@ -133,3 +135,12 @@ def test_fp32_rope_matters_for_llada_and_dream_is_plain_qwen2(golden):
     with torch.inference_mode():
         causal = difference(ours.forward(ids, sp.causal(40)), plain(ids).logits)
     assert causal <= torch.finfo(torch.bfloat16).eps * plain(ids).logits.abs().max()
+
+
+@pytest.mark.parametrize("family", ["causal", "llada", "dream"])
+def test_a_saved_tokenizer_cuts_text_as_before(tmp_path, family):
+    """AutoTokenizer goes by the model's type: a Qwen2 model would get Qwen2's own splitting."""
+    model = random_model(family)
+    save_model(model, tmp_path, dtype=torch.float32)
+    text = "Use 3, 5 and 27 to make 22."
+    assert load(tmp_path).tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
