@@ -65,8 +65,13 @@ def test_a_make_target_of_the_readme_runs_a_command_that_exists(command, tmp_pat
     """`make run` is run; the others would run this test again, or train for hours, so the module
     that they start is asked for its help."""
     target = command.split()[1]
+    free = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     recipe = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", target], cwd=ROOT, capture_output=True, text=True
+        ["make", "-n", "-o", ".venv/.installed", target],
+        cwd=ROOT,
+        env=free,
+        capture_output=True,
+        text=True,
     )
     assert recipe.returncode == 0, recipe.stderr
     words = recipe.stdout.strip().splitlines()[-1].split()
