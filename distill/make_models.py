@@ -31,8 +31,8 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "tiny-d2f": [("d2f, tau_conf 0.9", []), ("d2f, tau_conf 0.97", ["--tau-conf", "0.97"])],
 }
-# glibc gives large buffers back to the kernel after each operation and faults them in again;
-# kept instead, a training step on a CPU took about two thirds of the time.
+# glibc gives large buffers back to the kernel after each operation and faults them in again, which
+# slows training on a CPU; so they are kept.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
