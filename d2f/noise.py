@@ -1,7 +1,7 @@
 """Mask noise: which ratio each response token is masked with, and the draw itself.
 
-Every draw takes a numpy Generator made by `sample_rng` from (seed, sample index), so neither the
-number of processes nor a resume changes it. Ratios are float64 ``[response]``.
+Every draw takes a numpy Generator made by `sample_rng` from seed, sample index and stream, so that
+neither the number of processes nor a resume changes it. Ratios are float64 ``[response]``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ Ratios = NDArray[np.float64]
 GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
 
-def sample_rng(seed: int, index: int) -> np.random.Generator:
-    """The generator of one sample's noise."""
-    return np.random.default_rng([seed, index])
+# What a sample draws; each has a stream of its own, so that none shifts another.
+CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL = range(6)
+
+
+def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:
+    """The generator of one of a sample's draws."""
+    return np.random.default_rng([seed, stream, index])
 
 
 def even_draw(seed: int, index: int) -> float:

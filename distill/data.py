@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from d2f import noise
 from d2f.errors import InputError
 from d2f.tasks import TASKS, make_problem
 from d2f.tasks.registry import RESPONSE_LENGTH
@@ -77,7 +78,7 @@ class Stream:
         response = [*self.tokenizer(answer, add_special_tokens=False)["input_ids"], self.end_id]
         kept = len(response)
         if self.tail:
-            rng = np.random.default_rng([self.seed, 1, index])
+            rng = noise.sample_rng(self.seed, index, noise.TAIL)
             if rng.random() < self.data.padded_share:
                 extra = max(0, full - kept)
             else:
@@ -92,14 +93,14 @@ class Stream:
         return sample
 
     def _from_tasks(self, index: int) -> tuple[str, str, int]:
-        rng = np.random.default_rng([self.seed, 0, index])
+        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
         name = self._names[int(rng.choice(len(self._names), p=self._shares))]
         problem = make_problem(name, "train", index, self.seed)
         return problem.question, problem.answer, RESPONSE_LENGTH[name]
 
     def _from_file(self, index: int) -> tuple[str, str, int]:
         epoch, place = divmod(index, len(self._lines))
-        order = np.random.default_rng([self.seed, 2, epoch]).permutation(len(self._lines))
+        order = noise.sample_rng(self.seed, epoch, noise.ORDER).permutation(len(self._lines))
         prompt, response = self._lines[int(order[place])]
         return prompt, response, 0
 

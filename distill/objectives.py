@@ -78,12 +78,12 @@ class Objective(nn.Module):
         """(masked, loss weight) of a sample's response: from (seed, sample index) and nothing
         else."""
         ratios, weight = self.state(sample)
-        rng = np.random.default_rng([self.config.seed, 4, sample.index])
+        rng = noise.sample_rng(self.config.seed, sample.index, noise.MASK)
         return noise.draw_mask(ratios, rng), weight * self.importance(sample)
 
     def rng(self, sample: Sample) -> np.random.Generator:
         """The generator of a sample's ratios."""
-        return np.random.default_rng([self.config.seed, 3, sample.index])
+        return noise.sample_rng(self.config.seed, sample.index, noise.RATIOS)
 
     def batch(self, rows: Rows, mine: slice) -> Batch:
         """This process's rows of a step; the loss is normalised over all of them."""
@@ -159,7 +159,7 @@ class MaskedDiffusion(Objective):
     """
 
     def is_causal(self, sample: Sample) -> bool:
-        draw = np.random.default_rng([self.config.seed, 5, sample.index]).random()
+        draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
         return bool(draw < self.config.noise.causal_share)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:

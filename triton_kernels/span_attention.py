@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from torch import Tensor
 
 
@@ -50,7 +51,7 @@ def masked_attention(
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
     if heads != kv_heads:
-        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+        k, v = (repeat(x, "b h s d -> b (h g) s d", g=heads // kv_heads) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
     return torch.where(mask.any(dim=-1)[:, None, :, None], out, 0.0)
 
