@@ -74,7 +74,7 @@ def load(
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where))
-    tokenizer = _load_tokenizer(place)
+    tokenizer = load_tokenizer(place)
     if contract is None or contract.family != chosen.name:
         contract = _derive_contract(chosen, raw, backbone.config, tokenizer)
     _check_ids(place, contract, backbone.config.vocab_size)
@@ -174,7 +174,7 @@ def _check_ids(place: str, contract: Contract, vocabulary: int) -> None:
                 )
 
 
-def _load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer, None where it has none."""
     folder = Path(place)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):

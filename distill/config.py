@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from d2f.errors import InputError
+from d2f.configuration import Section, check, override, read_mapping
 
 Positive = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ModelShape(Section):
@@ -131,51 +127,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises InputError that names each key, what was expected and what came.
     """
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
-    for key, value in _pairs(overrides):
-        _put(values, key, yaml.safe_load(value))
+    values = read_mapping(path)
+    override(values, overrides)
     return parse_config(values, str(path))
 
 
 def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
     """A checked configuration. Raises InputError."""
-    try:
-        return TrainConfig.model_validate_json(_json(values))
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        ]
-        raise InputError(f"{source}: " + "; ".join(lines)) from error
-
-
-def _json(values: dict[str, Any]) -> str:
-    import json
-
-    return json.dumps(values)
-
-
-def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    if len(overrides) % 2 or any(not key.startswith("--") for key in overrides[::2]):
-        raise InputError(f"overrides must be pairs --key value, got {' '.join(overrides)!r}")
-    return [
-        (key[2:].replace("-", "_"), value)
-        for key, value in zip(overrides[::2], overrides[1::2], strict=True)
-    ]
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise InputError(f"--{key}: {section} is not a section")
-        values = inner
-    values[last] = value
+    return check(TrainConfig, values, source)

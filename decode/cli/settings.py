@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders import D2F, DECODERS, Autoregressive, Decoder
@@ -68,7 +66,7 @@ class DecoderSettings:
 
 def read_settings(options: argparse.Namespace) -> DecoderSettings:
     """The decoder settings of a command line. Raises InputError."""
-    values = _read_yaml(options.config) if options.config is not None else {}
+    values = read_mapping(options.config) if options.config is not None else {}
     known = list(dict.fromkeys(name for d in DECODERS.values() for name in option_names(d)))
     unknown = [str(key) for key in values if key not in ("decoder", *known)]
     if unknown:
@@ -85,15 +83,3 @@ def read_settings(options: argparse.Namespace) -> DecoderSettings:
     values.pop("decoder", None)
     given = values | {key: value for key, value in vars(options).items() if key in known}
     return DecoderSettings(name, given)
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
-    return values

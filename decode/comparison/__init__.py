@@ -1,0 +1,1 @@
+"""The parts of `python -m decode.compare`: entries, their measurement, the report."""

@@ -1,0 +1,162 @@
+"""What a comparison runs: prompts, rules, and the entries that are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from d2f.configuration import Section, check, override, read_mapping
+from d2f.errors import InputError
+from d2f.tasks.registry import TASKS
+
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Entry(Section):
+    """What all kinds of entries have. name: as in the table. color: of its lines in the figures
+    is given by its place."""
+
+    name: Annotated[str, Field(min_length=1)]
+    model: str  # folder, hub name or bundled name
+
+
+class Ours(Entry):
+    """A decoder of this project. config: a YAML of decoder options, as `decode.pipeline --config`
+    takes; ``{task}`` in its name is replaced. options: over that file."""
+
+    kind: Literal["ours"]
+    adapter: str | None = None
+    family: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    config: str | None = None
+    decoder: str | None = None
+    options: dict[str, Any] = {}
+    batch_size: Positive | None = None  # most requests in a forward; default: the concurrency
+    threads: Positive | None = None
+
+
+class Transformers(Entry):
+    """`generate` of transformers, greedy, in batches of the concurrency, as published figures use
+    it: no request enters before the whole batch is done."""
+
+    kind: Literal["transformers"]
+    dtype: str | None = None
+    device: str | None = None
+    threads: Positive | None = None
+
+
+class Served(Entry):
+    """What the two served kinds have. stream: tokens are sent as they are made; without it there
+    is less work for the server and no latency to the first token."""
+
+    stream: bool = True
+    prompt_as: Literal["ids", "text"] = "ids"
+    body: dict[str, Any] = {}  # more fields of each request, e.g. {stop_token_ids: [2]}
+
+
+class Vllm(Served):
+    """`vllm serve MODEL`, started and stopped by the command."""
+
+    kind: Literal["vllm"]
+    python: str | None = None  # of vLLM's environment; default: vllm_python of the configuration
+    dtype: str = "auto"
+    prefix_caching: bool = False  # prompts come again in each repetition; a cache would skip them
+    args: list[str] = []  # more of the command line
+    env: dict[str, str] = {}
+    startup_seconds: Seconds = 600.0
+
+
+class Endpoint(Served):
+    """An OpenAI-compatible completions endpoint that is already there, e.g. http://host:8000/v1.
+    model: the name it serves. tokenizer: of that model, for the prompts."""
+
+    kind: Literal["endpoint"]
+    url: str
+    tokenizer: str
+    api_key_env: str | None = None  # the environment variable that holds the key
+
+
+AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
+
+
+class Limits(Section):
+    """Seconds after which a served request has failed."""
+
+    connect: Seconds = 10.0
+    silence: Seconds = 60.0  # without a byte
+    request: Seconds = 600.0
+
+
+class CompareConfig(Section):
+    """One comparison. Greedy throughout."""
+
+    output: str
+    entries: Annotated[list[AnyEntry], Field(min_length=1)]
+    baseline: str | None = None  # the entry that ratios are taken against; default: the first
+    tasks: list[str] = []
+    prompts_file: str | None = None  # or prompts of your own, as decode.pipeline takes them
+    split: Literal["tuning", "heldout"] = "heldout"
+    seed: Whole = 0  # of the problems
+    problems: Positive = 64  # a task, timed
+    accuracy_problems: Whole = 500  # a task, judged, in a pass of their own; 0: only the timed ones
+    max_new_tokens: Positive | None = None  # default: the task's; 256 for prompts
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    concurrency: Annotated[list[Positive], Field(min_length=1)] = [1]
+    repetitions: Positive = 3
+    warmup: Positive = 4  # requests before each concurrency, not counted
+    tokenizer: str | None = None  # that counts visible tokens; default: the baseline's
+    vllm_python: str = ".venv-vllm/bin/python"
+    retries: Whole = 2
+    limits: Limits = Limits()
+    figures: bool = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompareConfig:
+        names = [entry.name for entry in self.entries]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two entries have one name among {', '.join(names)}")
+        if self.baseline is not None and self.baseline not in names:
+            raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
+        if bool(self.tasks) == (self.prompts_file is not None):
+            raise ValueError("exactly one of tasks and prompts_file must be given")
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks must be some of {', '.join(TASKS)}, each once")
+        if sorted(set(self.concurrency)) != self.concurrency:
+            raise ValueError("concurrency must rise, each once")
+        return self
+
+    @property
+    def reference(self) -> AnyEntry:
+        """The entry that the others are compared with."""
+        named = [entry for entry in self.entries if entry.name == self.baseline]
+        return (named or self.entries)[0]
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
+    """The configuration in a YAML file with ``--key value`` overrides. Raises InputError."""
+    values = read_mapping(path)
+    override(values, overrides)
+    config = check(CompareConfig, values, str(path))
+    for entry in config.entries:
+        if isinstance(entry, Ours):
+            for task in config.tasks:
+                options_file(entry, task)
+    return config
+
+
+def options_file(entry: Ours, task: str | None) -> str | None:
+    """The YAML of decoder options of an entry for a task. Raises InputError where it is not
+    there."""
+    if entry.config is None:
+        return None
+    path = entry.config.replace("{task}", task or "")
+    if not Path(path).is_file():
+        raise InputError(f"entry {entry.name}: config: expected a YAML file, there is no {path}")
+    return path
