@@ -61,6 +61,8 @@ setup(
         "pydantic>=2.10",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "httpx>=0.28",
+        "psutil>=6.0",
         "tqdm>=4.67",
         "wandb>=0.25",
     ],
@@ -77,6 +79,7 @@ setup(
             "mypy>=2.4,<2.5",
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
+            "matplotlib>=3.9",
         ],
     },
 )

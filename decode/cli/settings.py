@@ -67,19 +67,30 @@ class DecoderSettings:
 def read_settings(options: argparse.Namespace) -> DecoderSettings:
     """The decoder settings of a command line. Raises InputError."""
     values = read_mapping(options.config) if options.config is not None else {}
-    known = list(dict.fromkeys(name for d in DECODERS.values() for name in option_names(d)))
+    name, given = split(values, options.config)
+    known = _known_options()
+    given |= {key: value for key, value in vars(options).items() if key in known}
+    return DecoderSettings(options.decoder or name, given)
+
+
+def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any]]:
+    """The decoder's name, None where none is named, and the options in a mapping of both.
+
+    Raises InputError, naming where, for a key that no decoder has.
+    """
+    known = _known_options()
     unknown = [str(key) for key in values if key not in ("decoder", *known)]
     if unknown:
         raise InputError(
-            f"{options.config}: unknown key {', '.join(unknown)}; expected some of "
+            f"{where}: unknown key {', '.join(unknown)}; expected some of "
             f"{', '.join(('decoder', *known))}"
         )
-    if "decoder" in values and values["decoder"] not in list(DECODERS):
-        raise InputError(
-            f"{options.config}: decoder must be one of {', '.join(DECODERS)}, "
-            f"got {values['decoder']!r}"
-        )
-    name = options.decoder or values.pop("decoder", None)
-    values.pop("decoder", None)
-    given = values | {key: value for key, value in vars(options).items() if key in known}
-    return DecoderSettings(name, given)
+    name = values.get("decoder")
+    if "decoder" in values and name not in list(DECODERS):
+        raise InputError(f"{where}: decoder must be one of {', '.join(DECODERS)}, got {name!r}")
+    return name, {key: value for key, value in values.items() if key != "decoder"}
+
+
+def _known_options() -> list[str]:
+    """The options of all decoders, each once."""
+    return list(dict.fromkeys(name for d in DECODERS.values() for name in option_names(d)))

@@ -18,8 +18,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Entry(Section):
-    """What all kinds of entries have. name: as in the table. color: of its lines in the figures
-    is given by its place."""
+    """What all kinds of entries have. name: as in the table."""
 
     name: Annotated[str, Field(min_length=1)]
     model: str  # folder, hub name or bundled name
@@ -36,7 +35,7 @@ class Ours(Entry):
     device: str | None = None
     config: str | None = None
     decoder: str | None = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     batch_size: Positive | None = None  # most requests in a forward; default: the concurrency
     threads: Positive | None = None
 
@@ -57,7 +56,9 @@ class Served(Entry):
 
     stream: bool = True
     prompt_as: Literal["ids", "text"] = "ids"
-    body: dict[str, Any] = {}  # more fields of each request, e.g. {stop_token_ids: [2]}
+    body: dict[str, Any] = Field(
+        default_factory=dict
+    )  # more fields of each request, e.g. {stop_token_ids: [2]}
 
 
 class Vllm(Served):
@@ -67,8 +68,8 @@ class Vllm(Served):
     python: str | None = None  # of vLLM's environment; default: vllm_python of the configuration
     dtype: str = "auto"
     prefix_caching: bool = False  # prompts come again in each repetition; a cache would skip them
-    args: list[str] = []  # more of the command line
-    env: dict[str, str] = {}
+    args: tuple[str, ...] = ()  # more of the command line
+    env: dict[str, str] = Field(default_factory=dict)
     startup_seconds: Seconds = 600.0
 
 
@@ -97,17 +98,17 @@ class CompareConfig(Section):
     """One comparison. Greedy throughout."""
 
     output: str
-    entries: Annotated[list[AnyEntry], Field(min_length=1)]
+    entries: Annotated[tuple[AnyEntry, ...], Field(min_length=1)]
     baseline: str | None = None  # the entry that ratios are taken against; default: the first
-    tasks: list[str] = []
+    tasks: tuple[str, ...] = ()
     prompts_file: str | None = None  # or prompts of your own, as decode.pipeline takes them
     split: Literal["tuning", "heldout"] = "heldout"
     seed: Whole = 0  # of the problems
     problems: Positive = 64  # a task, timed
     accuracy_problems: Whole = 500  # a task, judged, in a pass of their own; 0: only the timed ones
     max_new_tokens: Positive | None = None  # default: the task's; 256 for prompts
-    stop: list[Annotated[str, Field(min_length=1)]] = []
-    concurrency: Annotated[list[Positive], Field(min_length=1)] = [1]
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
     repetitions: Positive = 3
     warmup: Positive = 4  # requests before each concurrency, not counted
     tokenizer: str | None = None  # that counts visible tokens; default: the baseline's
@@ -128,12 +129,12 @@ class CompareConfig(Section):
         unknown = [task for task in self.tasks if task not in TASKS]
         if unknown or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks must be some of {', '.join(TASKS)}, each once")
-        if sorted(set(self.concurrency)) != self.concurrency:
+        if sorted(set(self.concurrency)) != list(self.concurrency):
             raise ValueError("concurrency must rise, each once")
         return self
 
     @property
-    def reference(self) -> AnyEntry:
+    def reference(self) -> Ours | Transformers | Vllm | Endpoint:
         """The entry that the others are compared with."""
         named = [entry for entry in self.entries if entry.name == self.baseline]
         return (named or self.entries)[0]

@@ -48,7 +48,7 @@ class Workload:
 
 def make_workloads(config: CompareConfig) -> list[Workload]:
     """One a task, or the prompts file's. Raises InputError."""
-    stop = tuple(config.stop)
+    stop = config.stop
     if config.prompts_file is not None:
         items = _read(config.prompts_file)
         length = config.max_new_tokens or OWN_LENGTH

@@ -1,0 +1,166 @@
+"""python -m decode.compare --config configs/compare-tiny.yaml [--key value ...]
+
+Compares decoders of this project with an autoregressive model served by vLLM (or any
+OpenAI-compatible endpoint) and with transformers' generate: the same prompts, the same stopping
+rules, the same checker, greedy. Prints a table and writes report.json (every raw measurement),
+report.md and figures into the configuration's `output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d2f.errors import InputError
+
+if TYPE_CHECKING:
+    from decode.comparison.config import CompareConfig
+    from decode.comparison.report import Report
+
+BAD_INPUT, INTERRUPTED = 2, 130
+_EPILOG = """\
+Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of an
+entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf 0.95.
+
+exit status: 0 done; 2 bad input, or an entry that failed; 130 interrupted. What was measured until
+then is in the report.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m decode.compare",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="YAML file, see configs/compare-tiny.yaml")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, overrides = parser.parse_known_args(given)
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # servers are stopped then, too
+            signal.signal(number, _interrupt)
+        from decode.comparison.config import read_config
+
+        config = read_config(options.config, overrides)
+        run(config, f"python -m decode.compare {shlex.join(given)}")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is in the report", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def run(config: CompareConfig, command: str) -> Report:
+    """Measure what the configuration says, write the report, return it.
+
+    Raises InputError for bad input before any work, and where an entry failed; the report then
+    holds what was measured until then, as it does after an interrupt.
+    """
+    from decode.comparison.config import Endpoint
+    from decode.comparison.contestants import Contestant, check_entries, make_ready
+    from decode.comparison.display import Display
+    from decode.comparison.figures import check_figures, draw
+    from decode.comparison.measure import measure, plan
+    from decode.comparison.prompts import tokenizer_of
+    from decode.comparison.records import Ledger
+    from decode.comparison.report import Report
+    from decode.comparison.workload import make_workloads
+
+    reference = config.reference
+    named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
+    if config.figures:
+        check_figures()
+    workloads = make_workloads(config)
+    tokenizer = tokenizer_of(config.tokenizer or named)
+    check_entries(config)
+    folder = _folder(config.output)
+    about = _about(config, command, config.tokenizer or named)
+    ledger = Ledger(folder / "measurements.jsonl")
+    display = Display(reference.name)
+    contestants: list[Contestant] = []
+    try:
+        with ExitStack() as stack:
+            for entry in config.entries:
+                display.starting(entry)
+                contestant = make_ready(entry, config, workloads, folder / "logs", stack)
+                contestants.append(contestant)
+                about["entries"][entry.name] |= contestant.facts
+            runs = plan(config, contestants, workloads)
+            with display.progress(len(runs)):
+                measure(runs, tokenizer, ledger, display.show)
+    except BaseException as error:
+        about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
+        raise
+    finally:
+        report = Report(about, ledger.records)
+        if ledger.records:
+            report.save(folder)
+            if config.figures:
+                draw(report, folder)
+    ledger.path.unlink()  # all of it is in report.json
+    display.report(report, folder)
+    return report
+
+
+def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any]:
+    """What the report says beside the measurements."""
+    import os
+    import platform
+
+    import numpy
+    import torch
+    import transformers
+
+    from d2f import __version__
+    from decode.evaluate import processor
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+        "device": (f"{gpu}, " if gpu else "") + f"{processor()}, {os.cpu_count()} cores",
+        "versions": {
+            "d2f-toolkit": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": numpy.__version__,
+            "Python": platform.python_version(),
+        },
+        "baseline": config.reference.name,
+        "tokenizer": tokenizer,
+        "config": config.model_dump(mode="json"),
+        "entries": {e.name: {"kind": e.kind, "model": e.model} for e in config.entries},
+        "cut_short": None,
+    }
+
+
+def _folder(output: str) -> Path:
+    """The folder of the results. Raises InputError where it cannot be one, or holds a report."""
+    folder = Path(output)
+    if (folder / "report.json").exists():
+        raise InputError(f"{folder} holds a report: expected another --output, or none there")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output: {folder} cannot be made: {error.strerror}") from error
+    return folder
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""An entry made ready: its worker or server is up, its prompts are encoded."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from d2f.errors import InputError
+from decode.comparison import memory
+from decode.comparison.answers import Run
+from decode.comparison.config import AnyEntry, CompareConfig, Endpoint, Ours, Transformers, Vllm
+from decode.comparison.prompts import encode_all, tokenizer_of
+from decode.comparison.served import Client, check_endpoint
+from decode.comparison.server import VllmServer, check_python
+from decode.comparison.worker import Worker
+from decode.comparison.workload import Workload
+
+
+class Contestant(Protocol):
+    """What is measured. facts: what the report says of it."""
+
+    facts: dict[str, Any]
+
+    @property
+    def entry(self) -> AnyEntry: ...
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """The first `count` prompts of a workload at a concurrency. Raises InputError where the
+        entry itself has failed, not where a request has."""
+
+
+class ServedContestant:
+    """A server of ours or an endpoint. Prompts are sent as the token ids, or the text, that the
+    model's own tokenizer and chat template give."""
+
+    def __init__(
+        self,
+        entry: Vllm | Endpoint,
+        client: Client,
+        tokenizer: Any,
+        workloads: list[Workload],
+        server: VllmServer | None,
+    ):
+        self.entry = entry
+        self.client = client
+        self.server = server
+        self.prompts: dict[str, list[Any]] = {}
+        self.lengths: dict[str, list[int]] = {}
+        for workload in workloads:
+            ids = encode_all(tokenizer, workload, entry.name)
+            as_text = entry.prompt_as == "text"
+            self.prompts[workload.name] = [tokenizer.decode(i) for i in ids] if as_text else ids
+            self.lengths[workload.name] = [len(i) for i in ids]
+        self.facts: dict[str, Any] = {"url": client.url, "stream": entry.stream}
+        if server is not None:
+            self.facts |= {
+                "command": server.command,
+                "environment": server.entry.env,
+                "vllm": server.version(),
+                "startup_seconds": round(server.startup_seconds, 1),
+            }
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        pids = memory.tree(self.server.pid) if self.server is not None else []
+        memory.reset_peak(pids)
+        run = self.client.run(
+            self.prompts[workload.name][:count],
+            concurrency,
+            max_new_tokens=workload.max_new_tokens,
+            stop=workload.stop,
+        )
+        if self.server is not None:
+            self.server.check()
+            run.peak_bytes = memory.peak_bytes(pids)
+            if not any("specul" in argument for argument in self.server.command):
+                self._count_forwards(run, self.lengths[workload.name])
+        return run
+
+    def _count_forwards(self, run: Run, lengths: list[int]) -> None:
+        """Without speculation each token that the server counts took one forward."""
+        for answer in run.answers:
+            if answer.own_tokens:
+                answer.forwards = answer.own_tokens
+                answer.rows = lengths[answer.item] + answer.own_tokens - 1
+
+
+def check_entries(config: CompareConfig) -> None:
+    """Raise InputError for an entry that cannot be started, before any is."""
+    for entry in config.entries:
+        if isinstance(entry, Vllm):
+            check_python(entry, entry.python or config.vllm_python)
+        if isinstance(entry, Endpoint):
+            check_endpoint(entry.url.rstrip("/"), entry.model, headers(entry), config.limits)
+
+
+def make_ready(
+    entry: AnyEntry,
+    config: CompareConfig,
+    workloads: list[Workload],
+    logs: Path,
+    stack: ExitStack,
+) -> Contestant:
+    """Start what an entry needs; `stack` stops it. Raises InputError."""
+    if isinstance(entry, Ours | Transformers):
+        return stack.enter_context(Worker(entry, workloads))
+    server = None
+    if isinstance(entry, Vllm):
+        tokenizer = tokenizer_of(entry.model)
+        python = entry.python or config.vllm_python
+        log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
+        server = stack.enter_context(VllmServer(entry, python, log))
+        url, served_name = server.url, entry.name
+    else:
+        tokenizer = tokenizer_of(entry.tokenizer)
+        url, served_name = entry.url.rstrip("/"), entry.model
+    client = Client(entry, url, served_name, config.limits, config.retries, headers(entry))
+    return ServedContestant(entry, client, tokenizer, workloads, server)
+
+
+def headers(entry: Vllm | Endpoint) -> dict[str, str]:
+    """The authorization that an entry asks for. Raises InputError."""
+    if not isinstance(entry, Endpoint) or entry.api_key_env is None:
+        return {}
+    key = os.environ.get(entry.api_key_env)
+    if not key:
+        raise InputError(f"entry {entry.name}: the variable {entry.api_key_env} holds no key")
+    return {"authorization": f"Bearer {key}"}

@@ -1,0 +1,72 @@
+"""The order of the runs: warm-up apart, repetitions interleaved between the entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode.comparison.config import CompareConfig
+from decode.comparison.contestants import Contestant
+from decode.comparison.records import Ledger, Record, judge
+from decode.comparison.workload import Workload
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run to come. timed False: a warm-up, which leaves no record, or the judging pass."""
+
+    workload: Workload
+    contestant: Contestant
+    concurrency: int
+    count: int
+    repetition: int | None
+    warmup: bool = False
+
+
+def plan(
+    config: CompareConfig, contestants: Sequence[Contestant], workloads: Sequence[Workload]
+) -> list[Planned]:
+    """Every run in order: for each workload and concurrency a warm-up of each entry, then A B A B;
+    at last a pass over all problems that only judges, at the highest concurrency."""
+    runs = []
+    for workload in workloads:
+        for concurrency in config.concurrency:
+            warm = min(len(workload.items), max(config.warmup, concurrency))
+            runs += [Planned(workload, c, concurrency, warm, None, True) for c in contestants]
+            for repetition in range(config.repetitions):
+                runs += [
+                    Planned(workload, c, concurrency, workload.timed, repetition)
+                    for c in contestants
+                ]
+        if len(workload.items) > workload.timed:
+            runs += [
+                Planned(workload, c, config.concurrency[-1], len(workload.items), None)
+                for c in contestants
+            ]
+    return runs
+
+
+def measure(
+    runs: Sequence[Planned],
+    tokenizer: Any,
+    ledger: Ledger,
+    show: Callable[[Planned, Record | None], None],
+) -> None:
+    """Do the runs; show is called before each with None and after each with its record."""
+    for planned in runs:
+        show(planned, None)
+        entry = planned.contestant.entry.name
+        run = planned.contestant.run(planned.workload, planned.count, planned.concurrency)
+        if planned.warmup:
+            continue
+        record = judge(
+            run,
+            planned.workload,
+            tokenizer,
+            entry=entry,
+            concurrency=planned.concurrency,
+            repetition=planned.repetition,
+        )
+        ledger.add(record)
+        show(planned, record)

@@ -1,0 +1,113 @@
+"""An entry of this project: a model and a decoder in the engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+import d2f
+from d2f.configuration import read_mapping
+from decode.cli.settings import DecoderSettings, split
+from decode.comparison.answers import Answer, Run
+from decode.comparison.config import Ours, options_file
+from decode.comparison.workload import Workload
+from decode.decoders import Decoder
+from decode.engine import Engine
+from decode.prompts import check, encode
+from decode.request import Request
+
+
+class OursRunner:
+    """Loads the model, merges its adapter, encodes the prompts. Raises InputError.
+
+    facts: what the report says of the entry.
+    """
+
+    def __init__(self, entry: Ours, workloads: list[Workload]):
+        import torch
+
+        if entry.threads is not None:
+            torch.set_num_threads(entry.threads)
+        self.entry = entry
+        self.model = d2f.load(
+            entry.model,
+            adapter=entry.adapter,
+            family=entry.family,
+            dtype=entry.dtype,
+            device=entry.device,
+        )
+        self.model.merge_adapter()
+        self.decoders: dict[str, Decoder] = {}
+        self.prompts: dict[str, list[list[int]]] = {}
+        for workload in workloads:
+            decoder = self._decoder(workload)
+            decoder.check(self.model.contract)
+            ids = [encode(self.model, item.prompt, item.id) for item in workload.items]
+            for item, prompt in zip(workload.items, ids, strict=True):
+                check(self.model, prompt, decoder, f"entry {entry.name}: {item.id}")
+            self.decoders[workload.name] = decoder
+            self.prompts[workload.name] = ids
+        cuda = self.model.device.type == "cuda"
+        self.facts: dict[str, Any] = {
+            "device": torch.cuda.get_device_name(self.model.device) if cuda else "cpu",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "threads": None if cuda else torch.get_num_threads(),
+            "decoder": {
+                name: {"decoder": d.name, **asdict(d)} for name, d in self.decoders.items()
+            },
+        }
+
+    def run(self, name: str, count: int, concurrency: int) -> Run:
+        """The first `count` prompts of a workload, at most `concurrency` submitted at any time."""
+        decoder, prompts = self.decoders[name], self.prompts[name][:count]
+        batch = min(self.entry.batch_size or concurrency, concurrency)
+        contract, tokenizer = self.model.contract, self.model.tokenizer
+        sizes = sorted((decoder.begin(ids, contract).slots for ids in prompts), reverse=True)
+        engine = Engine(self.model, batch_size=batch, slots=sum(sizes[:batch]))
+        answers = [Answer(i) for i in range(len(prompts))]
+        waiting, running = deque(answers), dict[int, Request]()
+        began = time.perf_counter()
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                answer = waiting.popleft()
+                answer.submitted = time.perf_counter() - began
+                request = Request(answer.item, prompts[answer.item], decoder, contract, tokenizer)
+                running[answer.item] = request
+                engine.submit(request)
+            events = engine.advance()
+            now = time.perf_counter() - began
+            for event in events:
+                answer, request = answers[event.request], running[event.request]
+                if answer.first is None:
+                    self._first(answer, request, event.forward, now)
+                if event.result is not None:
+                    result = event.result
+                    answer.finished, answer.text = now, result.text or ""
+                    answer.first = answer.first if answer.first is not None else now
+                    answer.forwards = result.forwards
+                    answer.rows = sum(rows for rows, _ in result.calls)
+                    answer.own_tokens = len(result.tokens) + (result.finish_reason == "end")
+                    del running[event.request]
+        return Run(answers, time.perf_counter() - began, calls=engine.forwards)
+
+    def _first(self, answer: Answer, request: Request, forward: int, now: float) -> None:
+        """Note the first forward, and the first token that no later one can change or precede."""
+        settled = request.session.settled
+        if forward == 1:
+            answer.prefill = now
+            ends = [i for i, t in enumerate(settled) if t in self.model.end_ids]
+            answer.first_tokens = ends[0] if ends else len(settled)
+        if settled:
+            answer.first = now
+
+    def _decoder(self, workload: Workload) -> Decoder:
+        path = options_file(self.entry, workload.task)
+        values = read_mapping(path) if path is not None else {}
+        values |= self.entry.options
+        if self.entry.decoder is not None:
+            values["decoder"] = self.entry.decoder
+        name, given = split(values, path or "options")
+        given |= {"stop": workload.stop}
+        return DecoderSettings(name, given).decoder(self.model, workload.max_new_tokens)

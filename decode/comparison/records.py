@@ -1,0 +1,141 @@
+"""Raw measurements: one record a run, kept on disk as they come and whole in report.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.comparison.answers import Run
+from decode.comparison.prompts import count_tokens
+from decode.comparison.workload import Workload, visible
+
+COLUMNS = (
+    "item", "submitted", "prefill", "first", "finished", "first_tokens", "tokens", "own_tokens",
+    "forwards", "rows", "attempts", "right", "text", "error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer as it counts. tokens: visible ones, by the common tokenizer, 0 where the request
+    failed; right: None where nothing judges. The others are as in `Answer`."""
+
+    item: int
+    submitted: float
+    prefill: float | None
+    first: float | None
+    finished: float | None
+    first_tokens: int
+    tokens: int
+    own_tokens: int | None
+    forwards: int | None
+    rows: int | None
+    attempts: int
+    right: bool | None
+    text: str
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one entry. repetition: from 0; None for the pass that only judges."""
+
+    entry: str
+    workload: str
+    concurrency: int
+    repetition: int | None
+    seconds: float
+    calls: int | None
+    peak_bytes: int | None
+    answers: list[Judged]
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
+
+
+def judge(
+    run: Run,
+    workload: Workload,
+    tokenizer: Any,
+    *,
+    entry: str,
+    concurrency: int,
+    repetition: int | None,
+) -> Record:
+    """Count and judge the answers of a run; a failed request has no tokens and is wrong."""
+    texts = ["" if a.error else visible(a.text, workload.stop) for a in run.answers]
+    answers = []
+    for answer, text, tokens in zip(
+        run.answers, texts, count_tokens(tokenizer, texts), strict=True
+    ):
+        right = workload.items[answer.item].right(text)
+        answers.append(
+            Judged(
+                item=answer.item,
+                submitted=answer.submitted,
+                prefill=answer.prefill,
+                first=answer.first,
+                finished=answer.finished,
+                first_tokens=min(answer.first_tokens, tokens),
+                tokens=tokens,
+                own_tokens=answer.own_tokens,
+                forwards=answer.forwards,
+                rows=answer.rows,
+                attempts=answer.attempts,
+                right=False if answer.error and right is not None else right,
+                text=text,
+                error=answer.error,
+            )
+        )
+    return Record(
+        entry, workload.name, concurrency, repetition, run.seconds, run.calls, run.peak_bytes,
+        answers,
+    )  # fmt: skip
+
+
+class Ledger:
+    """The records of a comparison, each written to `path` as it comes, so that none is lost."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.records: list[Record] = []
+        path.write_text("", encoding="utf-8")
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(as_json([record])) + "\n")
+
+
+def as_json(records: list[Record]) -> dict[str, Any]:
+    """Records as plain values: answers are rows under common columns, equal texts are kept once."""
+    texts: dict[str, int] = {}
+    runs = []
+    for record in records:
+        rows = []
+        for answer in record.answers:
+            values = dict(vars(answer))
+            values["text"] = texts.setdefault(answer.text, len(texts))
+            rows.append([_short(values[column]) for column in COLUMNS])
+        runs.append({**vars(record), "seconds": _short(record.seconds), "answers": rows})
+    return {"columns": list(COLUMNS), "texts": list(texts), "runs": runs}
+
+
+def from_json(values: dict[str, Any]) -> list[Record]:
+    """The records that `as_json` wrote."""
+    records = []
+    for run in values["runs"]:
+        answers = []
+        for row in run["answers"]:
+            fields = dict(zip(values["columns"], row, strict=True))
+            answers.append(Judged(**fields | {"text": values["texts"][fields["text"]]}))
+        records.append(Record(**run | {"answers": answers}))
+    return records
+
+
+def _short(value: Any) -> Any:
+    """Times to the microsecond."""
+    return round(value, 6) if isinstance(value, float) else value

@@ -1,0 +1,216 @@
+"""report.json with all that was measured, report.md for reading; both made from the records."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.comparison.records import Record, as_json, from_json
+from decode.comparison.statistics import Accuracy, Row, accuracies, faster_at, rows
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    beside = path.with_name(path.name + ".writing")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+class Report:
+    """A comparison's records with what they were measured on.
+
+    about: date, command, versions, device, configuration, the facts of each entry, and whether it
+    was cut short.
+    """
+
+    def __init__(self, about: dict[str, Any], records: Sequence[Record]):
+        self.about = about
+        self.records = list(records)
+        self.baseline: str = about["baseline"]
+        self.rows = rows(self.records)
+        self.accuracies = accuracies(self.records, self.baseline)
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(values["about"], from_json(values["measurements"]))
+
+    def save(self, folder: Path) -> None:
+        """Write report.json and report.md."""
+        values = {"about": self.about, "measurements": as_json(self.records)}
+        write_beside(folder / "report.json", json.dumps(values) + "\n")
+        write_beside(folder / "report.md", self.markdown())
+
+    @property
+    def workloads(self) -> list[str]:
+        return list(dict.fromkeys(row.workload for row in self.rows))
+
+    def speedup(self, row: Row) -> float | None:
+        """Throughput over the baseline's at the same concurrency."""
+        for other in self.rows:
+            same = (other.workload, other.concurrency) == (row.workload, row.concurrency)
+            if same and other.entry == self.baseline and other.throughput:
+                return row.throughput / other.throughput
+        return None
+
+    def accuracy(self, entry: str, workload: str) -> Accuracy | None:
+        for found in self.accuracies:
+            if (found.entry, found.workload) == (entry, workload):
+                return found
+        return None
+
+    def markdown(self) -> str:
+        """The report for reading."""
+        about = self.about
+        lines = [f"# Comparison of {about['date']}", ""]
+        if about["cut_short"]:
+            lines += [f"**Cut short:** {about['cut_short']}. What follows was measured before.", ""]
+        lines += [f"On {about['device']}, with", "", "```", about["command"], "```", ""]
+        for workload in self.workloads:
+            lines += [f"## {workload}", "", *self.verdict(workload), ""]
+            lines += [*self._accuracy_table(workload), *self._table(workload, SPEED), ""]
+            lines += [*self._table(workload, WORK), ""]
+        lines += ["## What was counted", "", *COUNTED, "", "## Entries", ""]
+        for name, facts in about["entries"].items():
+            lines += [f"- **{name}**: " + _facts(facts)]
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        lines += ["", f"Versions: {versions}. Raw measurements: report.json.", ""]
+        return "\n".join(lines)
+
+    def verdict(self, workload: str) -> list[str]:
+        """Who won where, in sentences."""
+        own = [row for row in self.rows if row.workload == workload]
+        lines = []
+        for concurrency in dict.fromkeys(row.concurrency for row in own):
+            best = max((r for r in own if r.concurrency == concurrency), key=lambda r: r.throughput)
+            lines.append(
+                f"- At concurrency {concurrency} **{best.entry}** is fastest: "
+                f"{best.throughput:,.0f} visible tokens/s{self._against(best)}."
+            )
+        counts = sorted({row.concurrency for row in own})
+        for entry in dict.fromkeys(row.entry for row in own):
+            if entry != self.baseline:
+                wins = faster_at(self.rows, workload, self.baseline, entry)
+                won = self._won(entry, wins, counts)
+                lines.append(f"- {won}{self._points(entry, workload)}.")
+        return lines
+
+    def _won(self, entry: str, wins: list[int], counts: list[int]) -> str:
+        """Where the baseline is faster than an entry, and where the two cross."""
+        if not wins:
+            return f"{self.baseline} is not faster than {entry} at any concurrency measured"
+        if wins == counts:
+            return f"{self.baseline} is faster than {entry} at every concurrency measured"
+        if wins == counts[-len(wins) :]:
+            before = counts[-len(wins) - 1]
+            return (
+                f"{self.baseline} overtakes {entry} between concurrency {before} and {wins[0]}, "
+                "and stays ahead"
+            )
+        return f"{self.baseline} is faster than {entry} at concurrency {', '.join(map(str, wins))}"
+
+    def _against(self, row: Row) -> str:
+        ratio = self.speedup(row)
+        if ratio is None or row.entry == self.baseline:
+            return ""
+        return f", {ratio:.2f} times {self.baseline}"
+
+    def _points(self, entry: str, workload: str) -> str:
+        found = self.accuracy(entry, workload)
+        if found is None or self.accuracy(self.baseline, workload) is None:
+            return ""
+        return (
+            f"; the accuracy of {entry} is {found.difference:+.1f} points of it "
+            f"(95 % {found.difference_low:+.1f} to {found.difference_high:+.1f})"
+        )
+
+    def _accuracy_table(self, workload: str) -> list[str]:
+        own = [a for a in self.accuracies if a.workload == workload]
+        if not own:
+            return []
+        lines = [
+            f"| entry | right | accuracy | 95 % | points of {self.baseline} | answers equal to "
+            f"{self.baseline}'s | unstable answers |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for a in own:
+            points = "" if a.entry == self.baseline else f"{a.difference:+.1f}"
+            same = "" if a.entry == self.baseline else f"{a.same} of {a.problems}"
+            lines.append(
+                f"| {a.entry} | {a.right} of {a.problems} | {a.right / a.problems:.1%} "
+                f"| {a.low:.1%} to {a.high:.1%} | {points} | {same} | {a.unstable} |"
+            )
+        return [*lines, ""]
+
+    def _table(self, workload: str, columns: Sequence[Column]) -> list[str]:
+        lines = ["| " + " | ".join(name for name, _ in columns) + " |"]
+        lines.append("|---" * len(columns) + "|")
+        for row in self.rows:
+            if row.workload == workload:
+                cells = [value(row) for _, value in columns]
+                lines.append("| " + " | ".join(cells) + " |")
+        return lines
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _milliseconds(middle: float | None, high: float | None) -> str:
+    if middle is None:
+        return "-"
+    return f"{1e3 * middle:,.1f} / {1e3 * (high or 0):,.1f}"
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{key} `{' '.join(map(str, value)) if isinstance(value, list) else value}`"
+        for key, value in facts.items()
+        if value not in (None, {}, [])
+    )
+
+
+SPEED: list[Column] = [
+    ("concurrency", lambda r: str(r.concurrency)),
+    ("entry", lambda r: r.entry),
+    ("tokens/s", lambda r: _number(r.throughput)),
+    ("slowest to fastest run", lambda r: f"{r.throughput_low:,.0f} to {r.throughput_high:,.0f}"),
+    ("tokens/s a request", lambda r: _number(r.request_throughput)),
+    ("first token, ms (median / 95 %)", lambda r: _milliseconds(r.first, r.first_95)),
+    ("whole answer, ms (median / 95 %)", lambda r: _milliseconds(r.finished, r.finished_95)),
+    ("prefill, ms", lambda r: _number(None if r.prefill is None else 1e3 * r.prefill, 1)),
+    ("tokens/s after prefill", lambda r: _number(r.decode_throughput)),
+]
+WORK: list[Column] = [
+    ("concurrency", lambda r: str(r.concurrency)),
+    ("entry", lambda r: r.entry),
+    ("tokens a request", lambda r: _number(r.tokens, 1)),
+    ("forwards a request", lambda r: _number(r.forwards, 1)),
+    ("tokens a forward", lambda r: _number(r.tokens_per_forward, 2)),
+    ("rows a forward", lambda r: _number(r.rows_per_forward, 1)),
+    ("tokens a model call", lambda r: _number(r.tokens_per_call, 2)),
+    ("peak memory, MiB", lambda r: _number(r.peak_bytes and r.peak_bytes / 2**20)),
+    ("failed", lambda r: f"{r.failed} of {r.requests * r.repetitions}"),
+    ("retried", lambda r: str(r.retried)),
+]
+COUNTED = [
+    "- Tokens are visible ones: the answer's text before the first end token or stop string, "
+    "counted by one tokenizer for all entries. Tokens/s is their sum over the wall time of a whole "
+    "run, from the first request to the last answer, with `concurrency` requests in flight; the "
+    "median of the repetitions, which alternate between the entries. Warm-ups are not in it.",
+    "- Every entry had the same prompts through its own tokenizer and chat template, the same "
+    "longest answer, the same stop strings, and decodes greedily.",
+    "- Prefill ends with the first forward that a request was in (streamed: its first piece). The "
+    "first token is the first that a reader could be shown: nothing before it is undecided.",
+    "- A forward is a call of the model that a request was in; rows are what was fed for it. For a "
+    "server, one forward a token that it counts, and no rows for padding.",
+    "- Peak memory is resident memory of the entry's processes on a CPU (pages that two of them "
+    "share count twice), allocated memory on a GPU.",
+    "- Accuracy: all problems, once, at the highest concurrency, with Wilson's interval; a failed "
+    "request is wrong. Unstable answers were not the same text in every run.",
+]

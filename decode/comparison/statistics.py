@@ -1,0 +1,202 @@
+"""From records to the rows of the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.comparison.records import Judged, Record
+from decode.evaluate import wilson
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry at one concurrency of one workload; times in seconds, None where unknown.
+
+    throughput: visible tokens a second of the whole run, the median repetition; throughput_low and
+    throughput_high: the slowest and fastest. request_throughput: of one request, the median.
+    first, finished: from submission to the first token that could be shown and to the end;
+    prefill: to the end of the first forward; decode_throughput: visible tokens a second after
+    that, of one request. tokens, forwards: mean a request; calls_tokens: visible tokens a call of
+    the model, whichever requests share it. peak_bytes: most over the runs. failed, retried: of the
+    timed requests. unstable: prompts whose text was not the same in every run of this entry.
+    """
+
+    entry: str
+    workload: str
+    concurrency: int
+    repetitions: int
+    requests: int
+    throughput: float
+    throughput_low: float
+    throughput_high: float
+    request_throughput: float | None
+    first: float | None
+    first_95: float | None
+    finished: float | None
+    finished_95: float | None
+    prefill: float | None
+    decode_throughput: float | None
+    tokens: float
+    forwards: float | None
+    tokens_per_forward: float | None
+    rows_per_forward: float | None
+    tokens_per_call: float | None
+    peak_bytes: int | None
+    failed: int
+    retried: int
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How right an entry is on a workload; low, high: 95 % (Wilson). difference, its low and high:
+    against the baseline on the same problems, in points (paired, normal approximation). same:
+    answers that are the baseline's, word for word."""
+
+    entry: str
+    workload: str
+    right: int
+    problems: int
+    low: float
+    high: float
+    difference: float
+    difference_low: float
+    difference_high: float
+    same: int
+    unstable: int
+
+
+def rows(records: Sequence[Record]) -> list[Row]:
+    """A row for each workload, concurrency and entry, in the order of the records."""
+    keys = dict.fromkeys(
+        (r.workload, r.concurrency, r.entry) for r in records if r.repetition is not None
+    )
+    timed = [r for r in records if r.repetition is not None]
+    return [_row([r for r in timed if (r.workload, r.concurrency, r.entry) == key]) for key in keys]
+
+
+def _row(runs: list[Record]) -> Row:
+    answers = [a for run in runs for a in run.answers]
+    good = [a for a in answers if a.error is None]
+    speeds = [run.tokens / run.seconds for run in runs]
+    firsts = [a.first - a.submitted for a in good if a.first is not None]
+    ends = [a.finished - a.submitted for a in good if a.finished is not None]
+    prefills = [a.prefill - a.submitted for a in good if a.prefill is not None]
+    calls = [run.calls for run in runs if run.calls is not None]
+    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    fed = [a for a in good if a.forwards]
+    forwards = sum(a.forwards or 0 for a in fed)
+    return Row(
+        entry=runs[0].entry,
+        workload=runs[0].workload,
+        concurrency=runs[0].concurrency,
+        repetitions=len(runs),
+        requests=len(runs[0].answers),
+        throughput=float(np.median(speeds)),
+        throughput_low=min(speeds),
+        throughput_high=max(speeds),
+        request_throughput=_median([_speed(a) for a in good]),
+        first=_median(firsts),
+        first_95=_percentile(firsts),
+        finished=_median(ends),
+        finished_95=_percentile(ends),
+        prefill=_median(prefills),
+        decode_throughput=_median([_decode_speed(a) for a in good]),
+        tokens=sum(a.tokens for a in good) / max(1, len(good)),
+        forwards=forwards / len(fed) if fed else None,
+        tokens_per_forward=sum(a.tokens for a in fed) / forwards if fed else None,
+        rows_per_forward=sum(a.rows or 0 for a in fed) / forwards if fed else None,
+        tokens_per_call=sum(r.tokens for r in runs) / sum(calls) if calls else None,
+        peak_bytes=max(peaks) if peaks else None,
+        failed=sum(a.error is not None for a in answers),
+        retried=sum(a.attempts > 1 for a in answers),
+    )
+
+
+def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
+    """One for each entry and workload that has a judge, from the run with most problems."""
+    keys = list(dict.fromkeys((r.workload, r.entry) for r in records))
+    judged = {key: _most([r for r in records if (r.workload, r.entry) == key]) for key in keys}
+    found = []
+    for workload, entry in keys:
+        answers = judged[workload, entry]
+        if any(a.right is None for a in answers):
+            continue
+        theirs = {a.item: a for a in judged.get((workload, baseline), [])}
+        right = sum(bool(a.right) for a in answers)
+        low, high = wilson(right, len(answers))
+        both = [(a, theirs[a.item]) for a in answers if a.item in theirs]
+        difference, margin = _paired([(bool(a.right), bool(b.right)) for a, b in both])
+        found.append(
+            Accuracy(
+                entry=entry,
+                workload=workload,
+                right=right,
+                problems=len(answers),
+                low=low,
+                high=high,
+                difference=100 * difference,
+                difference_low=100 * (difference - margin),
+                difference_high=100 * (difference + margin),
+                same=sum(a.text == b.text for a, b in both),
+                unstable=_unstable(
+                    [r for r in records if (r.workload, r.entry) == (workload, entry)]
+                ),
+            )
+        )
+    return found
+
+
+def faster_at(table: Sequence[Row], workload: str, one: str, other: str) -> list[int]:
+    """The concurrencies at which `one` is faster than `other`."""
+    speed = {(r.entry, r.concurrency): r.throughput for r in table if r.workload == workload}
+    counts = sorted({c for e, c in speed if e == one} & {c for e, c in speed if e == other})
+    return [c for c in counts if speed[one, c] > speed[other, c]]
+
+
+def _most(runs: list[Record]) -> list[Judged]:
+    return max(runs, key=lambda run: len(run.answers)).answers
+
+
+def _unstable(runs: list[Record]) -> int:
+    texts: dict[int, set[str]] = {}
+    for run in runs:
+        for answer in run.answers:
+            if answer.error is None:
+                texts.setdefault(answer.item, set()).add(answer.text)
+    return sum(len(found) > 1 for found in texts.values())
+
+
+def _paired(pairs: list[tuple[bool, bool]]) -> tuple[float, float]:
+    """Difference of two shares on the same problems and half of its 95 % interval."""
+    n = len(pairs)
+    if not n:
+        return 0.0, 0.0
+    gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    difference = (gained - lost) / n
+    variance = (gained + lost) / n - difference**2
+    return difference, 1.959964 * math.sqrt(max(0.0, variance) / n)
+
+
+def _speed(answer: Judged) -> float | None:
+    if answer.finished is None or not answer.tokens:
+        return None
+    return answer.tokens / max(1e-9, answer.finished - answer.submitted)
+
+
+def _decode_speed(answer: Judged) -> float | None:
+    if answer.finished is None or answer.prefill is None or answer.finished <= answer.prefill:
+        return None
+    return (answer.tokens - answer.first_tokens) / (answer.finished - answer.prefill)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _percentile(values: Sequence[float]) -> float | None:
+    return float(np.percentile(values, 95)) if values else None

@@ -1,0 +1,122 @@
+"""A process of its own for each local entry: its memory is its own, and one that is not being
+measured holds no thread of another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from d2f.errors import InputError
+from decode.comparison import memory
+from decode.comparison.answers import Run
+from decode.comparison.config import Ours, Transformers
+from decode.comparison.workload import Workload
+
+STOP_SECONDS = 10.0
+
+
+class WorkerError(InputError):
+    """An entry whose process failed; says what it said."""
+
+
+class Worker:
+    """The parent's end: starts the process, waits until the model is loaded, asks for runs."""
+
+    def __init__(self, entry: Ours | Transformers, workloads: list[Workload]):
+        self.entry = entry
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, entry, workloads), daemon=True)
+        self._process.start()
+        other.close()
+        self.facts: dict[str, Any] = {}
+
+    def __enter__(self) -> Worker:
+        try:
+            self.facts = self._receive()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """One run in the process. Raises WorkerError."""
+        self._connection.send((workload.name, count, concurrency))
+        run: Run = self._receive()
+        return run
+
+    def stop(self) -> None:
+        self._connection.close()
+        self._process.join(STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _receive(self) -> Any:
+        try:
+            kind, value = self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(STOP_SECONDS)
+            raise WorkerError(
+                f"entry {self.entry.name}: its process ended with status "
+                f"{self._process.exitcode} (-9: killed, often for memory)"
+            ) from error
+        if kind == "input error":
+            raise InputError(value)
+        if kind == "error":
+            raise WorkerError(f"entry {self.entry.name} failed:\n{value}")
+        return value
+
+
+def _serve(connection: Connection, entry: Ours | Transformers, workloads: list[Workload]) -> None:
+    """The process: load, then answer requests for runs until the other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    try:
+        import torch
+        import transformers
+
+        transformers.logging.disable_progress_bar()
+        runner = _runner(entry, workloads)
+        connection.send(("done", runner.facts))
+        while True:
+            try:
+                name, count, concurrency = connection.recv()
+            except EOFError:
+                return
+            cuda = torch.cuda.is_available() and runner.facts["device"] != "cpu"
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                memory.reset_peak([os.getpid()])
+            run = runner.run(name, count, concurrency)
+            run.peak_bytes = (
+                torch.cuda.max_memory_allocated() if cuda else memory.peak_bytes([os.getpid()])
+            )
+            connection.send(("done", run))
+    except InputError as error:
+        connection.send(("input error", f"entry {entry.name}: {error}"))
+    except Exception:  # whatever it is, the parent shows it
+        connection.send(("error", traceback.format_exc()))
+
+
+def _runner(entry: Ours | Transformers, workloads: list[Workload]) -> Any:
+    if isinstance(entry, Ours):
+        from decode.comparison.ours import OursRunner
+
+        return OursRunner(entry, workloads)
+    from decode.comparison.hf import TransformersRunner
+
+    return TransformersRunner(entry, workloads)
