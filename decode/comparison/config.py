@@ -62,9 +62,11 @@ class Served(Entry):
 
 
 class Vllm(Served):
-    """`vllm serve MODEL`, started and stopped by the command."""
+    """`vllm serve MODEL`, started and stopped by the command. shares: an earlier entry of this
+    kind whose server it uses, so that one server is measured in two ways."""
 
     kind: Literal["vllm"]
+    shares: str | None = None
     python: str | None = None  # of vLLM's environment; default: vllm_python of the configuration
     dtype: str = "auto"
     prefix_caching: bool = False  # prompts come again in each repetition; a cache would skip them
@@ -122,6 +124,14 @@ class CompareConfig(Section):
         names = [entry.name for entry in self.entries]
         if len(set(names)) < len(names):
             raise ValueError(f"two entries have one name among {', '.join(names)}")
+        for i, entry in enumerate(self.entries):
+            if isinstance(entry, Vllm) and entry.shares is not None:
+                servers = [e.name for e in self.entries[:i] if isinstance(e, Vllm) and not e.shares]
+                if entry.shares not in servers:
+                    raise ValueError(
+                        f"{entry.name}: shares must name an earlier entry of kind vllm with a "
+                        f"server of its own, got {entry.shares!r}"
+                    )
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
         if bool(self.tasks) == (self.prompts_file is not None):

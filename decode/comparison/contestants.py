@@ -100,18 +100,23 @@ def make_ready(
     config: CompareConfig,
     workloads: list[Workload],
     logs: Path,
+    servers: dict[str, VllmServer],
     stack: ExitStack,
 ) -> Contestant:
-    """Start what an entry needs; `stack` stops it. Raises InputError."""
+    """Start what an entry needs; `stack` stops it. servers: those started so far, by entry; a new
+    one is put there. Raises InputError."""
     if isinstance(entry, Ours | Transformers):
         return stack.enter_context(Worker(entry, workloads))
     server = None
     if isinstance(entry, Vllm):
         tokenizer = tokenizer_of(entry.model)
-        python = entry.python or config.vllm_python
-        log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
-        server = stack.enter_context(VllmServer(entry, python, log))
-        url, served_name = server.url, entry.name
+        owner = entry.shares or entry.name
+        if owner not in servers:
+            python = entry.python or config.vllm_python
+            log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
+            servers[owner] = stack.enter_context(VllmServer(entry, python, log))
+        server = servers[owner]
+        url, served_name = server.url, owner
     else:
         tokenizer = tokenizer_of(entry.tokenizer)
         url, served_name = entry.url.rstrip("/"), entry.model

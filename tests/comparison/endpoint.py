@@ -1,0 +1,100 @@
+"""A completions endpoint for the tests that answers, or misbehaves, as it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Behaviour = Callable[["Handler", dict[str, Any], int], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Requests are given to the server's behaviour with their body and running number."""
+
+    def do_GET(self) -> None:
+        self.send(200, json.dumps({"data": [{"id": "served"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        server: Any = self.server
+        with server.lock:
+            number = len(server.bodies)
+            server.bodies.append(body)
+            server.running += 1
+            server.most = max(server.most, server.running)
+        try:
+            server.behaviour(self, body, number)
+        finally:
+            with server.lock:
+                server.running -= 1
+
+    def send(self, status: int, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def begin_stream(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+
+    def piece(self, text: str, reason: str | None = None) -> None:
+        choice = {"index": 0, "text": text, "finish_reason": reason}
+        self.line("data: " + json.dumps({"choices": [choice]}))
+
+    def line(self, line: str) -> None:
+        self.wfile.write(line.encode() + b"\n\n")
+        self.wfile.flush()
+
+    def finish_stream(self, tokens: int) -> None:
+        self.line("data: " + json.dumps({"choices": [], "usage": {"completion_tokens": tokens}}))
+        self.line("data: [DONE]")
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def answering(text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2", pause: float = 0.0):
+    """A behaviour that answers every request well, word by word if it is asked to stream."""
+
+    def behave(handler: Handler, body: dict[str, Any], number: int) -> None:
+        whole = text(body)
+        time.sleep(pause)
+        if not body.get("stream"):
+            usage = {"completion_tokens": len(whole.split()) + 1}
+            choice = {"index": 0, "text": whole, "finish_reason": "stop"}
+            handler.send(200, json.dumps({"choices": [choice], "usage": usage}))
+            return
+        handler.begin_stream()
+        for i, word in enumerate(whole.split(" ")):
+            handler.piece(" " * (i > 0) + word)
+        handler.piece("", "stop")
+        handler.finish_stream(len(whole.split()) + 1)
+
+    return behave
+
+
+@contextmanager
+def endpoint(behaviour: Behaviour) -> Iterator[Any]:
+    """A running endpoint. Its attributes: url, bodies of the requests so far, and `most`, the
+    largest number of requests that were in it together."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.behaviour, server.lock = behaviour, threading.Lock()
+    server.bodies, server.running, server.most = [], 0, 0
+    server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,191 @@
+"""The client of served entries: what it sends, and that every fault is retried or reported."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from d2f.errors import InputError
+from decode.comparison.config import Endpoint, Limits
+from decode.comparison.served import Client, check_endpoint
+from tests.comparison.endpoint import answering, endpoint
+
+QUICK = Limits(connect=2.0, silence=0.3, request=1.0)
+
+
+def ask(url, prompts, concurrency=1, *, stream=True, retries=2, limits=QUICK, stop=(), **more):
+    entry = Endpoint(
+        name="e", kind="endpoint", model="served", url=url, tokenizer="t", stream=stream, **more
+    )
+    client = Client(entry, url, "served", limits, retries)
+    return client.run(prompts, concurrency, max_new_tokens=7, stop=stop)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_is_the_text_with_its_counts_and_times(stream):
+    with endpoint(answering(lambda body: f"w{body['prompt'][0]} end")) as server:
+        run = ask(server.url, [[1], [2], [3]], stream=stream)
+    assert [a.text for a in run.answers] == ["w1 end", "w2 end", "w3 end"]
+    assert [a.own_tokens for a in run.answers] == [3, 3, 3]
+    assert all(a.error is None and a.attempts == 1 for a in run.answers)
+    for answer in run.answers:
+        if stream:
+            assert answer.submitted <= answer.prefill <= answer.first <= answer.finished
+        else:  # when the first token was there cannot be known
+            assert answer.prefill is None and answer.first is None
+        assert answer.finished <= run.seconds
+
+
+def test_a_request_says_the_rules():
+    with endpoint(answering()) as server:
+        ask(server.url, [[5, 6]], stop=("x",), body={"stop_token_ids": [2]})
+    assert server.bodies == [
+        {
+            "model": "served",
+            "prompt": [5, 6],
+            "temperature": 0.0,
+            "max_tokens": 7,
+            "stop": ["x"],
+            "stop_token_ids": [2],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_no_more_requests_in_flight_than_asked_for(concurrency):
+    with endpoint(answering(pause=0.02)) as server:
+        ask(server.url, [[i] for i in range(9)], concurrency)
+    assert server.most == concurrency
+
+
+def hang(handler, body, number):
+    time.sleep(0.8)
+
+
+def drop_at_once(handler, body, number):
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def drop_after_a_piece(handler, body, number):
+    handler.begin_stream()
+    handler.piece("w1")
+
+
+def stop_in_the_middle(handler, body, number):
+    handler.begin_stream()
+    handler.piece("w1")
+    time.sleep(0.8)
+
+
+def end_without_done(handler, body, number):
+    handler.begin_stream()
+    handler.piece("w1", "stop")
+
+
+def send_broken_json(handler, body, number):
+    handler.begin_stream()
+    handler.line('data: {"choices": [')
+
+
+def send_something_else(handler, body, number):
+    handler.begin_stream()
+    handler.line("<html>")
+
+
+def send_no_choices(handler, body, number):
+    handler.begin_stream()
+    handler.line('data: {"other": 1}')
+
+
+def send_an_error(handler, body, number):
+    handler.begin_stream()
+    handler.line('data: {"error": {"message": "out of memory"}}')
+
+
+def fail(handler, body, number):
+    handler.send(500, "it broke")
+
+
+FAULTS = {
+    hang: "ReadTimeout",
+    drop_at_once: "RemoteProtocolError|ReadError",
+    drop_after_a_piece: "cut short|RemoteProtocolError|ReadError",
+    stop_in_the_middle: "ReadTimeout",
+    end_without_done: "cut short",
+    send_broken_json: "malformed JSON",
+    send_something_else: "expected a data line",
+    send_no_choices: "expected choices",
+    send_an_error: "out of memory",
+    fail: "HTTP 500: it broke",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_retried(fault):
+    good = answering()
+
+    def behave(handler, body, number):
+        (fault if number == 0 else good)(handler, body, number)
+
+    with endpoint(behave) as server:
+        answer = ask(server.url, [[1]]).answers[0]
+    assert (answer.error, answer.attempts, answer.text) == (None, 2, "w1 w2")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_that_stays_is_reported_for_its_request_alone(fault):
+    good = answering()
+
+    def behave(handler, body, number):
+        (fault if body["prompt"] == [1] else good)(handler, body, number)
+
+    with endpoint(behave) as server:
+        run = ask(server.url, [[0], [1], [2]], 2, retries=1)
+    bad = run.answers[1]
+    import re
+
+    assert re.search(FAULTS[fault], bad.error), bad.error
+    assert (bad.attempts, bad.finished) == (2, None)
+    assert [a.text for a in run.answers if a is not bad] == ["w1 w2", "w1 w2"]
+
+
+def test_an_answer_that_never_ends_is_given_up():
+    def trickle(handler, body, number):
+        handler.begin_stream()
+        for _ in range(30):
+            handler.piece("w")
+            time.sleep(0.05)
+
+    with endpoint(trickle) as server:
+        answer = ask(server.url, [[1]], retries=0).answers[0]
+    assert answer.error == "no answer within 1 s"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_refused_request_is_not_sent_again(stream):
+    def refuse(handler, body, number):
+        handler.send(400, json.dumps({"message": "too long"}))
+
+    with endpoint(refuse) as server:
+        answer = ask(server.url, [[1]], stream=stream).answers[0]
+    assert answer.attempts == 1 and "HTTP 400" in answer.error and "too long" in answer.error
+
+
+def test_nothing_listens():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{s.getsockname()[1]}/v1"
+    answer = ask(url, [[1]], retries=1).answers[0]
+    assert answer.attempts == 2 and "ConnectError" in answer.error
+    with pytest.raises(InputError, match="no endpoint answers there"):
+        check_endpoint(url, "served", {}, QUICK)
+
+
+def test_an_endpoint_that_serves_another_model():
+    with endpoint(answering()) as server:
+        check_endpoint(server.url, "served", {}, QUICK)
+        with pytest.raises(InputError, match="serves served, not 'other'"):
+            check_endpoint(server.url, "other", {}, QUICK)

@@ -1,0 +1,88 @@
+"""The server that the command starts: waited for, stopped with all its processes, its log quoted."""
+
+import time
+
+import psutil
+import pytest
+
+from d2f.errors import InputError
+from decode.comparison.config import Vllm
+from decode.comparison.server import ServerError, VllmServer, check_python
+
+
+def entry(mode="good", **more):
+    return Vllm(name="served", kind="vllm", model="tiny-ar", env={"FAKE": mode}, **more)
+
+
+def pids(log):
+    line = next(line for line in log.read_text().splitlines() if line.startswith("pids"))
+    return [int(pid) for pid in line.split()[1:]]
+
+
+def gone(log, within=5.0):
+    """Whether no process of the server is left."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        alive = [p for p in pids(log) if psutil.pid_exists(p)]
+        alive = [p for p in alive if psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        if not alive:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_healthy_inside_and_gone_outside(fake_python, tmp_path):
+    log = tmp_path / "logs" / "served.log"
+    with VllmServer(entry(), fake_python, log) as server:
+        assert server.version() == "0.0-fake"
+        server.check()
+        assert all(psutil.pid_exists(pid) for pid in pids(log))
+    assert gone(log)
+    with pytest.raises(ServerError, match="ended with status"):
+        server.check()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_it_is_stopped_when_the_work_ends_badly(fake_python, tmp_path, error):
+    log = tmp_path / "served.log"
+    with pytest.raises(error):
+        with VllmServer(entry(), fake_python, log):
+            raise error
+    assert gone(log)
+
+
+def test_one_that_dies_is_an_error_that_quotes_its_log(fake_python, tmp_path):
+    log = tmp_path / "served.log"
+    with pytest.raises(ServerError, match=r"(?s)status 3.*ValueError: no such model") as caught:
+        with VllmServer(entry("dies at start"), fake_python, log):
+            raise AssertionError("it never was healthy")
+    assert str(log) in str(caught.value)
+    assert gone(log)
+
+
+def test_one_that_never_becomes_healthy(fake_python, tmp_path):
+    log = tmp_path / "served.log"
+    with pytest.raises(ServerError, match=r"(?s)not healthy after 0.6 s.*pids"):
+        with VllmServer(entry("never healthy", startup_seconds=0.6), fake_python, log):
+            raise AssertionError("it never was healthy")
+    assert gone(log)
+
+
+def test_the_command_is_that_of_vllm_serve(fake_python, tmp_path):
+    given = entry(dtype="float32", args=("--max-model-len", "256"))
+    command = VllmServer(given, fake_python, tmp_path / "log").command
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[command.index("--model") + 1].endswith("tiny-ar")
+    assert command[command.index("--dtype") + 1] == "float32"
+    assert "--no-enable-prefix-caching" in command
+    assert command[-2:] == ["--max-model-len", "256"]
+
+
+def test_a_python_that_is_not_there_or_has_no_vllm(tmp_path):
+    with pytest.raises(InputError, match="make vllm"):
+        check_python(entry(), str(tmp_path / "none"))
+    without = tmp_path / "python"
+    without.write_text("#!/bin/sh\nexit 1\n")
+    without.chmod(0o755)
+    with pytest.raises(InputError, match="has no vLLM"):
+        check_python(entry(), str(without))

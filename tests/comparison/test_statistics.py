@@ -1,0 +1,128 @@
+"""From answers to the table: each figure against a plain computation of it."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode.comparison.answers import Answer, Run
+from decode.comparison.records import Judged, Record, as_json, from_json, judge
+from decode.comparison.statistics import accuracies, faster_at, rows
+from decode.comparison.workload import Item, Workload, visible
+
+
+def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="x", **more):
+    values = {
+        "prefill": 0.5, "first": 0.5, "first_tokens": 1, "own_tokens": tokens + 1,
+        "forwards": 5, "rows": 50, "attempts": 1, "error": None,
+    } | more  # fmt: skip
+    return Judged(
+        item=item, tokens=tokens, submitted=submitted, finished=finished, right=right, text=text,
+        **values,
+    )  # fmt: skip
+
+
+def record(entry="a", answers=(), *, repetition=0, seconds=4.0, concurrency=1, calls=None):
+    return Record(entry, "story", concurrency, repetition, seconds, calls, None, list(answers))
+
+
+def test_a_row_is_what_it_says():
+    fast = record(answers=[judged(tokens=12), judged(1, finished=4.0)], seconds=2.0, calls=4)
+    slow = record(
+        answers=[judged(), judged(1, error="HTTP 500", tokens=0, finished=None, attempts=3)],
+        repetition=1, seconds=5.0, calls=6,
+    )  # fmt: skip
+    (row,) = rows([fast, slow])
+    assert (row.throughput_low, row.throughput_high) == (2.0, 11.0)
+    assert row.throughput == 6.5
+    assert row.finished == 2.0 and row.first == 0.5
+    assert row.finished_95 == pytest.approx(np.percentile([2.0, 4.0, 2.0], 95))
+    assert row.request_throughput == 5.0  # of 6, 2.5 and 5
+    assert row.decode_throughput == 6.0  # of 11/1.5, 9/3.5 and 9/1.5
+    assert row.tokens_per_forward == pytest.approx(32 / 15)
+    assert row.rows_per_forward == 10
+    assert row.tokens_per_call == 3.2
+    assert (row.failed, row.retried, row.requests, row.repetitions) == (1, 1, 2, 2)
+
+
+def test_the_judging_pass_is_not_timed():
+    timed = record(answers=[judged()])
+    wide = record(answers=[judged(), judged(1, right=False)], repetition=None, seconds=0.1)
+    (row,) = rows([timed, wide])
+    assert row.throughput == 2.5 and row.repetitions == 1
+    (found,) = accuracies([timed, wide], "a")
+    assert (found.right, found.problems) == (1, 2)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
+def test_the_difference_to_the_baseline_is_paired(pairs):
+    mine = record("a", [judged(i, right=r) for i, (r, _) in enumerate(pairs)])
+    base = record("b", [judged(i, right=r) for i, (_, r) in enumerate(pairs)])
+    found = {a.entry: a for a in accuracies([mine, base], "b")}
+    steps = 100 * np.array([a - b for a, b in np.array(pairs, dtype=float)])
+    assert found["a"].difference == pytest.approx(steps.mean())
+    half = 1.959964 * steps.std() / np.sqrt(len(pairs))
+    assert found["a"].difference_high - found["a"].difference == pytest.approx(half, abs=1e-9)
+    assert (found["b"].difference, found["b"].same) == (0.0, len(pairs))
+
+
+def test_an_answer_that_changes_between_runs_is_counted():
+    runs = [record(answers=[judged(text=t), judged(1, text="same")], repetition=i)
+            for i, t in enumerate(["x", "y", "x"])]  # fmt: skip
+    (found,) = accuracies(runs, "a")
+    assert found.unstable == 1
+
+
+def test_where_one_is_faster():
+    speeds = {1: (5, 1), 2: (5, 4), 4: (5, 6), 8: (5, 9)}
+    records = [
+        record(entry, [judged(tokens=tokens)], seconds=1.0, concurrency=concurrency)
+        for concurrency, pair in speeds.items()
+        for entry, tokens in zip("ab", pair, strict=True)
+    ]
+    assert faster_at(rows(records), "story", "b", "a") == [4, 8]
+    assert faster_at(rows(records), "story", "a", "b") == [1, 2]
+
+
+class Words:
+    """A tokenizer of words."""
+
+    def __call__(self, texts, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [text.split() for text in texts]}
+
+
+def test_what_is_hidden_or_failed_is_never_counted():
+    work = Workload("prompts", [Item(str(i), [1]) for i in range(3)], 3, 9, ("STOP",))
+    run = Run(
+        [
+            Answer(0, text="one two STOP three", finished=1.0, first_tokens=1, own_tokens=4),
+            Answer(1, text="one two", error="HTTP 500"),
+            Answer(2, text="", finished=1.0, first_tokens=1),
+        ],
+        2.0,
+    )
+    kept = judge(run, work, Words(), entry="e", concurrency=1, repetition=0)
+    assert [a.tokens for a in kept.answers] == [2, 0, 0]
+    assert [a.first_tokens for a in kept.answers] == [1, 0, 0]
+    assert [a.text for a in kept.answers] == ["one two ", "", ""]
+    assert all(a.right is None for a in kept.answers)
+    assert kept.tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"), [((), "a b c"), (("c", "b"), "a "), (("z",), "a b c"), (("a",), "")]
+)
+def test_text_is_cut_at_the_first_stop_string(stop, shown):
+    assert visible("a b c", stop) == shown
+
+
+@given(st.lists(st.text(max_size=3), min_size=1, max_size=5))
+def test_records_come_back_from_json_as_they_were(texts):
+    records = [
+        record(answers=[judged(i, text=t, error=None if i else "e") for i, t in enumerate(texts)]),
+        record("b", [judged(text=texts[0], prefill=None)], repetition=None),
+    ]
+    assert from_json(json.loads(json.dumps(as_json(records)))) == records
