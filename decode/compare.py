@@ -13,8 +13,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # servers are stopped then, too
-            signal.signal(number, _interrupt)
         from decode.comparison.config import read_config
 
         config = read_config(options.config, overrides)
-        run(config, f"python -m decode.compare {shlex.join(given)}")
+        with _interruptible():
+            run(config, f"python -m decode.compare {shlex.join(given)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -160,8 +159,20 @@ def _folder(output: str) -> Path:
     return folder
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a termination be an interrupt: servers are stopped and what was measured is kept."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,13 @@ def test_answers_are_those_of_decode_generate(finished):
 def test_the_report_says_what_a_reader_needs(finished):
     report, folder, printed = finished
     text = (folder / "report.md").read_text()
-    for part in ("## story", "What was counted", "tokens/s", "python -m decode.compare", "0.0-fake"):
+    for part in (
+        "## story",
+        "What was counted",
+        "tokens/s",
+        "python -m decode.compare",
+        "0.0-fake",
+    ):
         assert part in text
     for name in ("throughput.png", "throughput.svg", "frontier.png", "frontier.svg"):
         assert (folder / name).stat().st_size > 1000
@@ -220,7 +226,8 @@ def test_a_bad_configuration_is_refused(tmp_path, values, said):
 def test_flags_reach_every_key(tmp_path):
     path = write(tmp_path / "c.yaml", changed())
     flags = [
-        "--concurrency", "[1, 4]", "--entries.D2F.options.tau_conf", "0.5", "--entries.0.model", "m",
+        "--concurrency", "[1, 4]", "--entries.D2F.options.tau_conf", "0.5",
+        "--entries.0.model", "m",
         "--limits.silence", "3.5", "--vllm-python", "py",
     ]  # fmt: skip
     config = read_config(path, flags)

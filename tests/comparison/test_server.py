@@ -1,4 +1,4 @@
-"""The server that the command starts: waited for, stopped with all its processes, its log quoted."""
+"""The server that the command starts: waited for, stopped with all it started, its log quoted."""
 
 import time
 
