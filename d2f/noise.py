@@ -58,15 +58,20 @@ def decoding_ratios(length: int, start: int, end: int, ratio: float) -> Ratios:
 
 
 def pipeline_ratios(
-    length: int, block_size: int, low: float, high: float, rng: np.random.Generator
+    length: int,
+    block_size: int,
+    low: float,
+    high: float,
+    rng: np.random.Generator,
+    most_active: int | None = None,
 ) -> Ratios:
     """The states of pipelined decoding, which the published training never visits: blocks on the
-    left revealed, then monotone ratios in [low, high] over a few blocks, then freshly appended
-    blocks (1)."""
+    left revealed, then monotone ratios in [low, high] over a few blocks, at most most_active, then
+    freshly appended blocks (1)."""
     check_bounds(low, high)
     blocks = -(-length // block_size)
     first = int(rng.integers(blocks))
-    active = int(rng.integers(1, blocks - first + 1))
+    active = int(rng.integers(1, min(blocks - first, most_active or blocks) + 1))
     ratios = np.ones(blocks)
     ratios[:first] = 0.0
     ratios[first : first + active] = np.sort(rng.uniform(low, high, active))

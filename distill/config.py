@@ -59,7 +59,9 @@ class Noise(Section):
     max_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # of the uniform samples
     block_sizes: tuple[Positive, ...] = (8, 16, 32)  # of block-wise decoding
     causal_share: Ratio = 0.0  # masked_diffusion: samples read as next-token prediction
-    far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded
+    far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded; d2f:
+    # on the right of the first appended block of a pipeline state
+    most_active: Positive | None = None  # d2f: partly masked blocks of a pipeline state; default all
 
 
 class Lora(Section):

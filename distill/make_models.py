@@ -37,10 +37,15 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def train(name: str) -> None:
-    """Run the training of configs/NAME.yaml, unless its result is there."""
+    """Run the training of configs/NAME.yaml, unless its result is there; first the one whose
+    result it starts from, where that is not a shipped model."""
     config = HERE.parent / "configs" / f"{name}.yaml"
-    if (Path(yaml.safe_load(config.read_text())["output"]) / "model" / "config.json").is_file():
+    values = yaml.safe_load(config.read_text())
+    if (Path(values["output"]) / "model" / "config.json").is_file():
         return
+    start = Path(values.get("init") or "")
+    if start.parts[:1] == ("runs",):
+        train(start.parts[1])
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
     script = [str(HERE / "train.py"), "--config", str(config), "--tracker", "none"]
     subprocess.run([sys.executable, *launch, *script], check=True, env=KEEP_MEMORY | os.environ)

@@ -190,9 +190,13 @@ class D2F(Objective):
         rng, length = self.rng(sample), len(sample.response)
         if rng.random() < settings.monotone_share:
             ratios = noise.monotone_ratios(length, size, settings.low, settings.high, rng)
-        else:
-            ratios = noise.pipeline_ratios(length, size, settings.min_ratio, 1.0, rng)
-        return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
+            return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
+        low, most = settings.min_ratio, settings.most_active
+        ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
+        fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
+        far = np.arange(length) >= fresh + size
+        weight = 1 / np.where(ratios > 0, ratios, 1.0)
+        return ratios, np.where(far, settings.far_weight, weight)
 
     def share(self, sample: Sample, masked: np.ndarray) -> float:
         return float(self.importance(sample)[masked].sum())

@@ -59,6 +59,13 @@ def test_pipeline_ratios_are_revealed_then_active_then_fresh_blocks(length, size
     assert blocks.min() < 1.0 or high == 1.0, "at least one block is active"
 
 
+@given(lengths, sizes, seeds, st.integers(1, 4))
+def test_a_pipeline_has_no_more_active_blocks_than_allowed(length, size, seed, most):
+    rng = noise.sample_rng(seed, 0)
+    blocks = by_block(noise.pipeline_ratios(length, size, 0.3, 0.7, rng, most), size)
+    assert 1 <= ((blocks > 0) & (blocks < 1)).sum() <= most
+
+
 def test_the_pipelined_schedule_reaches_every_block():
     """No block is left out of the pipelined schedule."""
     draws = [noise.sample_rng(0, i) for i in range(200)]
