@@ -77,6 +77,7 @@ setup(
             "mypy>=2.4,<2.5",
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
+            "matplotlib>=3.9",  # the extra plot: the figures are tested
         ],
     },
 )
