@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from decode.comparison.report import Report, write_beside
+from decode.cli.output import write_beside
+from decode.comparison.report import Report
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "compare-tiny"

@@ -67,10 +67,10 @@ def run(config: CompareConfig, command: str) -> Report:
     Raises InputError for bad input before any work, and where an entry failed; the report then
     holds what was measured until then, as it does after an interrupt.
     """
+    from decode.cli.extras import require_matplotlib
     from decode.comparison.config import Endpoint
     from decode.comparison.contestants import Contestant, check_entries, make_ready
     from decode.comparison.display import Display
-    from decode.comparison.figures import check_figures, draw
     from decode.comparison.measure import measure, plan
     from decode.comparison.prompts import tokenizer_of
     from decode.comparison.records import Ledger
@@ -81,7 +81,7 @@ def run(config: CompareConfig, command: str) -> Report:
     reference = config.reference
     named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
     if config.figures:
-        check_figures()
+        require_matplotlib("--figures false")
     workloads = make_workloads(config)
     tokenizer = tokenizer_of(config.tokenizer or named)
     check_entries(config)
@@ -109,6 +109,8 @@ def run(config: CompareConfig, command: str) -> Report:
         if ledger.records:
             report.save(folder)
             if config.figures:
+                from decode.comparison.figures import draw
+
                 draw(report, folder)
     ledger.path.unlink()  # all of it is in report.json
     display.report(report, folder)

@@ -13,6 +13,8 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ from d2f.errors import InputError
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
+    from d2f.tasks import Problem
     from decode.decoders import Decoder
+    from decode.result import Result
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -34,6 +38,31 @@ def wilson(right: int, count: int) -> tuple[float, float]:
         * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     )
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Problems that were decoded together: a result and a verdict each, and the wall seconds of
+    the decoding, prompts included."""
+
+    results: list[Result]
+    right: list[bool]
+    seconds: float
+
+
+def decode_and_judge(
+    model: DiffusionModel, decoder: Decoder, problems: Sequence[Problem], *, batch_size: int
+) -> Judged:
+    """Decode the problems' questions and check the responses; only the decoding is timed."""
+    from d2f.tasks import check
+    from decode import generate
+
+    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    began = time.perf_counter()
+    results = generate(model, prompts, decoder, batch_size=batch_size)
+    seconds = time.perf_counter() - began
+    right = [check(p, r.text or "") for p, r in zip(problems, results, strict=True)]
+    return Judged(results, right, seconds)
 
 
 def evaluate(
@@ -51,17 +80,11 @@ def evaluate(
     `seconds` is the wall time of the whole batch run, prompts included; `forwards` adds the calls
     that each request was in, so tokens_per_forward is that of a request alone.
     """
-    from d2f.tasks import check, make_problems
-    from decode import generate
+    from d2f.tasks import make_problems
 
     problems = make_problems(task, split, count, seed)
-    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
-    began = time.perf_counter()
-    results = generate(model, prompts, decoder, batch_size=batch_size)
-    seconds = time.perf_counter() - began
-    right = sum(
-        check(problem, result.text or "") for problem, result in zip(problems, results, strict=True)
-    )
+    judged = decode_and_judge(model, decoder, problems, batch_size=batch_size)
+    results, right = judged.results, sum(judged.right)
     tokens = sum(len(result.tokens) for result in results)
     forwards = sum(result.forwards for result in results)
     low, high = wilson(right, count)
@@ -79,7 +102,7 @@ def evaluate(
         "rows_per_forward": sum(rows for r in results for rows, _ in r.calls) / forwards,
         "unfinished": sum(result.finish_reason == "length" for result in results),
         "batch_size": batch_size,
-        "seconds": seconds,
+        "seconds": judged.seconds,
     }
 
 

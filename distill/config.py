@@ -61,7 +61,9 @@ class Noise(Section):
     causal_share: Ratio = 0.0  # masked_diffusion: samples read as next-token prediction
     far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded; d2f:
     # on the right of the first appended block of a pipeline state
-    most_active: Positive | None = None  # d2f: partly masked blocks of a pipeline state; default all
+    most_active: Positive | None = (
+        None  # d2f: partly masked blocks of a pipeline state; default all
+    )
 
 
 class Lora(Section):

@@ -28,7 +28,7 @@ with nothing written; 130 interrupted, the output lines written so far stay.
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a bad command line as an InputError."""
 
     def error(self, message: str) -> NoReturn:
@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m decode.pipeline",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -58,28 +58,19 @@ class Output:
                 f"{self.path} exists and is not an output of this command; nothing was written"
             ) from error
         here = self.header["run"]
-        different = [
-            f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key)
-        ]
-        if different:
-            raise InputError(
-                f"{self.path} is the output of another run: {'; '.join(different)}; nothing was "
-                "written, give another --output"
-            )
+        refuse_another_run(self.path, there, here)
 
     def __enter__(self) -> Output:
         if self.torn or not self.path.exists() or not self.path.stat().st_size:
             lines = [self.header, *(record.to_json() for record in self.records)]
-            write_beside(self.path, "".join(map(_line, lines)))
+            write_beside(self.path, "".join(map(json_line, lines)))
         self._file = self.path.open("a", encoding="utf-8")
         return self
 
     def write(self, record: Record) -> None:
         """Append a result and flush it."""
         assert self._file is not None
-        self._file.write(_line(record.to_json()))
+        self._file.write(json_line(record.to_json()))
         self._file.flush()
 
     def __exit__(
@@ -92,8 +83,23 @@ class Output:
             self._file.close()
 
 
-def _line(values: dict[str, Any]) -> str:
+def json_line(values: dict[str, Any]) -> str:
+    """A line of JSONL."""
     return json.dumps(values) + "\n"
+
+
+def refuse_another_run(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise InputError, naming the differences, unless the file's run is this one."""
+    different = [
+        f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if different:
+        raise InputError(
+            f"{path} is the output of another run: {'; '.join(different)}; nothing was "
+            "written, give another --output"
+        )
 
 
 def check_place(path: Path, option: str) -> None:

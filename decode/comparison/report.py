@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from decode.cli.output import write_beside
 from decode.comparison.records import Record, as_json, from_json
 from decode.comparison.statistics import Accuracy, Row, accuracies, faster_at, rows
 
 Column = tuple[str, Callable[[Row], str]]
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 class Report:

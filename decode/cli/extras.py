@@ -1,0 +1,16 @@
+"""What a command needs beyond the package's own requirements."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from d2f.errors import InputError
+
+
+def require_matplotlib(otherwise: str) -> None:
+    """Raise InputError if no figure can be drawn here. otherwise: the option that draws none."""
+    if find_spec("matplotlib") is None:
+        raise InputError(
+            "figures need matplotlib, which is not installed: "
+            f"pip install 'd2f-toolkit[plot]', or give {otherwise}"
+        )

@@ -1,0 +1,237 @@
+"""Figures of accuracy against speed: PNG and SVG, the same bytes for the same points.
+
+Needs matplotlib (the extra `plot`). No pyplot: nothing here depends on a display or on what else
+a process draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.path import Path
+from matplotlib.transforms import Bbox
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+"""Okabe and Ito's, told apart by people who see fewer colours."""
+FAINT = "#9a9a9a"
+MARKERS = "osDv^Pp"
+PANEL_INCHES = (7.2, 5.0)
+DPI = 150
+LABEL_SIZE = 8
+LABEL_OFFSETS = [
+    (sign * dx, dy)  # pixels, the near ones first
+    for distance in (24, 40, 60, 90, 130)
+    for sign in (1, -1)
+    for dx, dy in ((distance, distance), (distance, -distance), (distance, 0))
+]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting. tokens_per_second: visible tokens. accuracy, low, high: shares, with the 95 %
+    interval. slowest, fastest: range of the tokens per second over repetitions. label: written
+    beside it. chosen: marked."""
+
+    tokens_per_second: float
+    accuracy: float
+    low: float
+    high: float
+    label: str = ""
+    slowest: float | None = None
+    fastest: float | None = None
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one kind. line: joined, fastest last. light: small, in the colour of the series
+    before. faint: grey and without error bars."""
+
+    name: str
+    points: Sequence[Point]
+    line: bool = False
+    light: bool = False
+    faint: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. bound: an accuracy to mark with a line, a share, and what it is."""
+
+    title: str
+    series: Sequence[Series]
+    bound: tuple[float, str] | None = None
+
+
+def frontier(panels: Sequence[Panel], caption: str) -> Figure:
+    """Accuracy against tokens per second, a panel a task. caption: what was measured, on what."""
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * len(panels), height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    pairs = list(zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True))
+    for axes, panel in pairs:
+        _draw(axes, panel)
+    figure.supxlabel(caption, fontsize=8, color="#444444")
+    figure.draw_without_rendering()  # settles the layout, labels are placed in it
+    for axes, panel in pairs:
+        _place_labels(axes, panel)
+    return figure
+
+
+def save(figure: Figure, stem: FilePath) -> list[FilePath]:
+    """Write stem.png and stem.svg, each whole or not at all; the paths."""
+    written = []
+    fixed = {"svg.hashsalt": "d2f-toolkit", "svg.fonttype": "path"}
+    for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+        path = stem.with_name(stem.name + suffix)
+        beside = path.with_name(path.name + ".writing")
+        with matplotlib.rc_context(fixed):
+            figure.savefig(beside, format=suffix[1:], dpi=DPI, metadata=metadata)
+        beside.replace(path)
+        written.append(path)
+    return written
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    number = -1
+    for series in panel.series:
+        number += not (series.light or series.faint)
+        if series.points:
+            _draw_series(axes, series, max(number, 0))
+    if panel.bound is not None:
+        value, what = panel.bound
+        axes.axhline(100 * value, color="#444444", linewidth=1, linestyle=(0, (5, 3)), label=what)
+    axes.set_title(panel.title, fontsize=11)
+    axes.set_xlabel("speed, visible tokens per second")
+    axes.set_ylabel("accuracy, % of problems right")
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.15, y=0.12)
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+
+
+def _draw_series(axes: Axes, series: Series, number: int) -> None:
+    points = sorted(series.points, key=lambda p: p.tokens_per_second)
+    x = [p.tokens_per_second for p in points]
+    y = [100 * p.accuracy for p in points]
+    up = [100 * max(0.0, p.high - p.accuracy) for p in points]  # 0 up to rounding at 100 %
+    down = [100 * max(0.0, p.accuracy - p.low) for p in points]
+    left = [p.tokens_per_second - (p.slowest or p.tokens_per_second) for p in points]
+    right = [(p.fastest or p.tokens_per_second) - p.tokens_per_second for p in points]
+    small = series.light or series.faint
+    axes.errorbar(
+        x,
+        y,
+        yerr=None if series.faint else [down, up],
+        xerr=[left, right] if any(left + right) else None,
+        fmt="o" if small else MARKERS[number % len(MARKERS)],
+        markersize=4 if small else 6,
+        color=FAINT if series.faint else COLORS[number % len(COLORS)],
+        elinewidth=0.7 if small else 1.1,
+        capsize=0 if small else 2.5,
+        alpha=0.5 if small else 1.0,
+        linestyle="-" if series.line else "none",
+        linewidth=1.2,
+        label=series.name,
+        zorder=2 if small else 3,
+    )
+    chosen = [p for p in points if p.chosen]
+    if chosen:
+        axes.plot(
+            [p.tokens_per_second for p in chosen],
+            [100 * p.accuracy for p in chosen],
+            linestyle="none",
+            marker="o",
+            markersize=14,
+            markerfacecolor="none",
+            markeredgecolor="#c00000",
+            markeredgewidth=1.8,
+            label="chosen",
+            zorder=4,
+        )
+
+
+def _place_labels(axes: Axes, panel: Panel) -> None:
+    """Each label where it and the line to its point cover no point, error bar or other label, as
+    near its point as that can be."""
+    inside, taken = axes.get_window_extent(), _boxes(axes, panel)
+    labels: list[Bbox] = []
+    lines: list[Path] = []
+    for point in (p for series in panel.series for p in series.points if p.label):
+        x, y = _pixels(axes, point)
+        width, height = _size(axes, point.label)
+        best: tuple[float, Bbox, Path] | None = None
+        for dx, dy in LABEL_OFFSETS:
+            left = x + dx - (width if dx < 0 else 0)
+            place = Bbox.from_bounds(left, y + dy - height / 2, width, height)
+            line = Path([(x, y), (min(max(x, place.x0), place.x1), y + dy)])
+            cost = (
+                sum(place.padded(2).overlaps(box) for box in taken + labels)
+                + sum(line.intersects_bbox(box, filled=False) for box in labels)
+                + sum(other.intersects_bbox(place, filled=False) for other in lines)
+                + 5 * (not _within(place, inside))
+            )
+            if best is None or cost < best[0]:
+                best = (cost, place, line)
+        assert best is not None
+        _, place, line = best
+        labels.append(place)
+        lines.append(line)
+        axes.annotate(
+            point.label,
+            (point.tokens_per_second, 100 * point.accuracy),
+            xytext=((place.x0 - x) * 72 / DPI, (place.y0 - y) * 72 / DPI),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=LABEL_SIZE,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#8a8a8a",
+                "linewidth": 0.6,
+                "shrinkB": 5,
+                "relpos": (0 if place.x0 > x else 1, 0.5),
+            },
+            zorder=5,
+        )
+
+
+def _boxes(axes: Axes, panel: Panel) -> list[Bbox]:
+    """What labels must not cover, in pixels: points that are not faint, and their error bars."""
+    boxes = []
+    for point in (p for series in panel.series if not series.faint for p in series.points):
+        x, y = _pixels(axes, point)
+        around = 22 if point.chosen else 10
+        boxes.append(Bbox([[x - around, y - around], [x + around, y + around]]))
+        for share in (point.low, point.high):
+            end = _pixels(axes, replace(point, accuracy=share))[1]
+            boxes.append(Bbox([[x - 6, min(y, end)], [x + 6, max(y, end)]]))
+    return boxes
+
+
+def _pixels(axes: Axes, point: Point) -> tuple[float, float]:
+    x, y = axes.transData.transform((point.tokens_per_second, 100 * point.accuracy))
+    return float(x), float(y)
+
+
+def _size(axes: Axes, label: str) -> tuple[float, float]:
+    """Width and height of a label, in pixels."""
+    text = axes.text(0, 0, label, fontsize=LABEL_SIZE)
+    box = text.get_window_extent()
+    text.remove()
+    return box.width, box.height
+
+
+def _within(inner: Bbox, outer: Bbox) -> bool:
+    return (
+        outer.x0 <= inner.x0
+        and inner.x1 <= outer.x1
+        and outer.y0 <= inner.y0
+        and inner.y1 <= outer.y1
+    )

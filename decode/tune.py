@@ -1,0 +1,254 @@
+"""python -m decode.tune --task story --output runs/tune
+
+Searches a decoder's settings for a model on the tuning split of a task, chooses the fastest one
+that is accurate enough, measures it on held-out problems, and writes it as YAML for
+`python -m decode.pipeline --config`. docs/tuning.md says how; the parts are in decode/tuning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d2f.errors import InputError, NonFiniteLogitsError
+from decode.cli.extras import require_matplotlib
+from decode.tuning.options import parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from d2f.model import DiffusionModel
+    from decode.tuning.bench import Bench
+    from decode.tuning.display import Silent
+    from decode.tuning.evidence import Evidence
+    from decode.tuning.outcome import Final, Outcome
+    from decode.tuning.report import Report
+    from decode.tuning.settings import Tuning
+    from decode.tuning.space import Setting, Space
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def tune(
+    model: DiffusionModel,
+    tuning: Tuning,
+    output: str | Path,
+    *,
+    name: str | None = None,
+    adapter: str | None = None,
+    weights: str | None = None,
+    figures: bool = True,
+    display: Silent | None = None,
+) -> Report:
+    """Search, choose, measure on held-out problems and write the folder `output`.
+
+    What is in its ledger is not measured again. name, adapter: of the model, for files and
+    reports; by default where it was loaded from. weights: their hash, by default that of the model
+    as it is. figures: draw the frontier, which needs matplotlib. The speeds are of this machine,
+    in visible tokens per second. Raises InputError before any decoding, NonFiniteLogitsError.
+    """
+    from decode.cli.model import weights_hash
+    from decode.evaluate import environment
+    from decode.tuning.bench import Bench, check_prompts, make_all_problems
+    from decode.tuning.display import Silent
+    from decode.tuning.ledger import Ledger
+    from decode.tuning.report import Report
+
+    if figures:
+        require_matplotlib("--no-figures")
+    display = display or Silent()
+    space = tuning.space().fitted(model.contract)
+    counts = {"tuning": tuning.problems, "heldout": tuning.heldout}
+    problems = make_all_problems(tuning.tasks, counts, tuning.seed)
+    check_prompts(model, space, problems)
+    run = describe(model, tuning, space, weights or weights_hash(model))
+    folder = prepare(output)
+    ledger = Ledger(folder / "measurements.jsonl", run)
+    if ledger.torn:
+        display.say(f"notice: {ledger.path}: its last line was cut short and is measured again")
+    if ledger.done:
+        display.say(f"notice: {len(ledger.done)} measurements are already in {ledger.path}")
+    with display:
+        bench = Bench(
+            model,
+            space,
+            problems,
+            ledger,
+            batch_size=tuning.batch_size,
+            on_done=display.done,
+        )
+        outcomes = [tune_task(bench, tuning, task, display) for task in tuning.tasks]
+    report = Report(
+        name or model.path or model.family,
+        adapter,
+        space,
+        run,
+        environment(model),
+        outcomes,
+        folder,
+        tuning.repetitions,
+    )
+    report.write(figures=figures)
+    return report
+
+
+def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outcome:
+    """One task: the search on its tuning problems, the choice, the final measurement."""
+    from decode.tuning.choose import choose
+    from decode.tuning.ledger import job
+    from decode.tuning.outcome import Outcome
+    from decode.tuning.search import make_plan, run_search
+
+    settings = bench.space.settings
+
+    def measure(setting: Setting, first: int, stop: int) -> Evidence | None:
+        wanted = job(task, "tuning", setting, first, stop)
+        if wanted not in bench.ledger.done and bench.ledger.spent(task) >= tuning.budget_per_task:
+            return None
+        return bench.evidence(wanted)
+
+    def on_rung(alive: int, first: int, stop: int) -> None:
+        what = f"{task}, {alive} settings on tuning problems {first + 1} to {stop}"
+        display.begin(what, alive * (stop - first))
+
+    plan = make_plan(
+        tuning.search,
+        len(settings),
+        tuning.problems,
+        eta=tuning.eta,
+        batch_size=tuning.batch_size,
+    )
+    goal = tuning.goal
+    found = run_search(settings, measure, plan, goal, seed=tuning.seed, on_rung=on_rung)
+    choice = choose(goal, found.comparable())
+    chosen, reference = (
+        settings[found.compared[i]] for i in (choice.chosen, choice.reference)
+    )  # fmt: skip
+    finals = measure_heldout(bench, tuning, task, chosen, reference, display)
+    return Outcome(task, goal, settings, found, choice, finals)
+
+
+def measure_heldout(
+    bench: Bench,
+    tuning: Tuning,
+    task: str,
+    chosen: Setting,
+    reference: Setting,
+    display: Silent,
+) -> list[Final]:
+    """The chosen, the most accurate and the default setting on the held-out problems, in turn."""
+    from decode.tuning.evidence import joined
+    from decode.tuning.ledger import job
+    from decode.tuning.outcome import Final
+    from decode.tuning.report import finals_of
+    from decode.tuning.search import passes, smallest_pass
+
+    defaults = bench.space.defaults(bench.model.contract)
+    wanted = finals_of(chosen, reference, defaults)
+    parts = passes(0, tuning.heldout, smallest_pass(tuning.batch_size))
+    total = len(wanted) * tuning.repetitions * tuning.heldout
+    display.begin(f"{task}, {len(wanted)} settings on held-out problems", total)
+    measured: dict[tuple[int, int], list[Evidence]] = {}
+    for repetition in range(tuning.repetitions):
+        for first, stop in parts:
+            for i, (_, setting) in enumerate(wanted):
+                evidence = bench.evidence(job(task, "heldout", setting, first, stop, repetition))
+                measured.setdefault((i, repetition), []).append(evidence)
+    return [
+        Final(roles, setting, [joined(measured[i, r]) for r in range(tuning.repetitions)])
+        for i, (roles, setting) in enumerate(wanted)
+    ]
+
+
+def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) -> dict[str, Any]:
+    """What decides a run's measurements. The goal, the budget and the final measurement's size
+    are not in it: they may change over one ledger."""
+    from d2f import __version__
+    from decode.evaluate import environment
+
+    around = environment(model)
+    return {
+        "version": __version__,
+        "weights": weights,
+        "family": model.family,
+        **{key: around[key] for key in ("device", "threads", "dtype", "torch")},
+        "decoder": space.decoder,
+        "grid": {name: list(values) for name, values in space.grid.items()},
+        "tasks": list(tuning.tasks),
+        "search": tuning.search,
+        "problems": tuning.problems,
+        "eta": tuning.eta,
+        "batch_size": tuning.batch_size,
+        "seed": tuning.seed,
+    }
+
+
+def prepare(output: str | Path) -> Path:
+    """The folder, made if it is missing. Raises InputError if it cannot be written."""
+    folder = Path(os.path.realpath(output))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: no folder can be there: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--output {output}: the folder cannot be written")
+    return folder
+
+
+def run(options: argparse.Namespace, console: Console | None = None) -> None:
+    """Tune as the options say, and show the result. Raises InputError before any work."""
+    from rich.console import Console
+
+    from decode.cli.model import check_options, load
+    from decode.tuning.choose import Goal
+    from decode.tuning.display import Live, Plain
+    from decode.tuning.settings import Tuning
+    from decode.tuning.summary import show
+
+    console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
+    names = ("tasks", "decoder", "lists", "search", "problems", "eta", "budget", "batch_size")
+    tuning = Tuning(
+        **{name: getattr(options, name) for name in (*names, "heldout", "repetitions", "seed")},
+        goal=Goal(options.within, options.min_accuracy),
+    )
+    check_options(options)
+    model, weights = load(options)
+    live = console.is_terminal and not console.is_dumb_terminal
+    report = tune(
+        model,
+        tuning,
+        options.output,
+        name=options.model,
+        adapter=options.adapter,
+        weights=weights,
+        figures=options.figures,
+        display=Live(console) if live else Plain(console),
+    )
+    show(report, console)
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+    """Run the command; its exit status. console: where to show it, by default standard output."""
+    try:
+        run(parse(arguments), console)
+    except NonFiniteLogitsError as error:
+        return _say(f"error: {error}", FAILED)
+    except InputError as error:
+        return _say(f"error: {error}", BAD_INPUT)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on where it stopped", INTERRUPTED)
+    return 0
+
+
+def _say(message: str, status: int) -> int:
+    """A message on standard error; the exit status given."""
+    print(message, file=sys.stderr, flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of `python -m decode.tune`: the settings, their measurement, the search, the choice."""

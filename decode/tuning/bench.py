@@ -1,0 +1,96 @@
+"""Measuring: one job's problems decoded and judged, unless the ledger has it already."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from d2f.tasks import Problem, make_problems
+from decode.evaluate import Judged, decode_and_judge
+from decode.prompts import check, encode
+from decode.tuning.evidence import Evidence
+from decode.tuning.ledger import Job, Ledger, Measurement
+from decode.tuning.space import Space
+
+Problems = dict[tuple[str, str], list[Problem]]
+"""By task and split."""
+
+
+class Bench:
+    """Does jobs on a model, each once: what is in the ledger is not measured again.
+
+    on_done: told of each job done, measured or found. A setting decodes one problem untimed before
+    its first job in this process.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        space: Space,
+        problems: Problems,
+        ledger: Ledger,
+        *,
+        batch_size: int,
+        on_done: Callable[[Measurement], None],
+    ):
+        self.model, self.space, self.problems, self.ledger = model, space, problems, ledger
+        self.batch_size = batch_size
+        self.on_done = on_done
+        self.warm: set[tuple[object, ...]] = set()
+
+    def evidence(self, job: Job) -> Evidence:
+        """What the job gives. Raises NonFiniteLogitsError."""
+        if job not in self.ledger.done:
+            measurement = self._measure(job)
+            self.ledger.write(measurement)
+        self.on_done(self.ledger.done[job])
+        return self.ledger.done[job].evidence
+
+    def _measure(self, job: Job) -> Measurement:
+        began = time.perf_counter()
+        decoder = self.space.build(dict(job.setting), job.task)
+        problems = self.problems[job.task, job.split][job.first : job.stop]
+        if (job.task, job.setting) not in self.warm:
+            decode_and_judge(self.model, decoder, problems[:1], batch_size=self.batch_size)
+            self.warm.add((job.task, job.setting))
+        judged = decode_and_judge(self.model, decoder, problems, batch_size=self.batch_size)
+        return Measurement(job, to_evidence(judged), time.perf_counter() - began)
+
+
+def to_evidence(judged: Judged) -> Evidence:
+    """Judged problems by themselves; each has the share of the seconds that its own time has."""
+    results = judged.results
+    own = np.array([result.seconds for result in results])
+    return Evidence(
+        np.array(judged.right, dtype=bool),
+        np.array([len(result.tokens) for result in results], dtype=np.int64),
+        np.array([result.forwards for result in results], dtype=np.int64),
+        own * (judged.seconds / own.sum()),
+    )
+
+
+def make_all_problems(tasks: Sequence[str], counts: Mapping[str, int], seed: int) -> Problems:
+    """The first problems of each task, so many of each split. Raises InputError for more than a
+    split has."""
+    problems: Problems = {}
+    for task in tasks:
+        for split, count in counts.items():
+            try:
+                problems[task, split] = make_problems(task, split, count, seed)
+            except ValueError as error:
+                raise InputError(f"{task}, split {split}: {error}") from error
+    return problems
+
+
+def check_prompts(model: DiffusionModel, space: Space, problems: Problems) -> None:
+    """Raise InputError unless the model can take every problem with the task's response length."""
+    for (task, split), some in problems.items():
+        decoder = space.build(space.settings[0], task)
+        for number, problem in enumerate(some, 1):
+            where = f"{task} {number} of the {split} split"
+            ids = encode(model, [{"role": "user", "content": problem.question}], where)
+            check(model, ids, decoder, where)

@@ -1,0 +1,130 @@
+"""The frontier of accuracy against speed, and the choice on it.
+
+A goal is a bound on the accuracy; the choice is the fastest setting that reaches it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from d2f.errors import InputError
+from decode.tuning.evidence import Evidence
+
+Z95 = 1.959964
+TOUCH = 1e-9  # accuracies are shares of small counts: what is closer than this is equal
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How accurate a setting must be: at least min_accuracy (a share), or where that is None at
+    most `within` percentage points below the best of the settings. Raises InputError."""
+
+    within: float = 1.0
+    min_accuracy: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.within) and 0 <= self.within <= 100):
+            raise InputError(f"within must lie in [0, 100] percentage points, got {self.within}")
+        if self.min_accuracy is not None and not 0 <= self.min_accuracy <= 1:
+            raise InputError(f"min_accuracy must lie in [0, 1], got {self.min_accuracy}")
+
+    def bound(self, best: float) -> float:
+        """The accuracy to reach where the best has `best`."""
+        return best - self.within / 100 if self.min_accuracy is None else self.min_accuracy
+
+    @property
+    def text(self) -> str:
+        if self.min_accuracy is not None:
+            return f"the fastest setting with an accuracy of at least {self.min_accuracy:.1%}"
+        points = f"{self.within:g} percentage point{'' if self.within == 1 else 's'}"
+        return f"the fastest setting within {points} of the most accurate one"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """chosen, reference: places in the list that was chosen from; the reference is the most
+    accurate. bound: the accuracy to reach. reached: whether anything does; if not, the chosen one
+    is the most accurate."""
+
+    chosen: int
+    reference: int
+    bound: float
+    reached: bool
+
+
+def most_accurate(evidence: Sequence[Evidence]) -> int:
+    """The place of the most accurate setting, of equally accurate ones the slowest: the careful
+    one, and so the better reference where problems are few."""
+    return max(
+        range(len(evidence)), key=lambda i: (evidence[i].accuracy, -evidence[i].tokens_per_second)
+    )
+
+
+def choose(goal: Goal, evidence: Sequence[Evidence]) -> Choice:
+    """The choice among settings measured on the same problems. evidence: at least one."""
+    reference = most_accurate(evidence)
+    bound = goal.bound(evidence[reference].accuracy)
+    allowed = [i for i, e in enumerate(evidence) if e.accuracy >= bound - TOUCH]
+    if not allowed:
+        best = evidence[reference].accuracy
+        allowed = [i for i, e in enumerate(evidence) if e.accuracy >= best - TOUCH]
+    chosen = max(allowed, key=lambda i: (evidence[i].tokens_per_second, evidence[i].accuracy))
+    reached = evidence[chosen].accuracy >= bound - TOUCH
+    return Choice(chosen, reference, bound, reached)
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The places of the (speed, accuracy) points that no other one dominates, fastest first: none
+    is at least as fast and as accurate and better in one of the two. Of equal points the first."""
+    order = sorted(range(len(points)), key=lambda i: (-points[i][0], -points[i][1], i))
+    front: list[int] = []
+    for i in order:
+        if not front or points[i][1] > points[front[-1]][1]:
+            front.append(i)
+    return front
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a choice holds up on other problems.
+
+    margin: accuracy above the bound, a share (negative: below). low, high: its 95 % interval.
+    """
+
+    margin: float
+    low: float
+    high: float
+
+    @property
+    def holds(self) -> bool:
+        return self.margin >= -TOUCH
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval lies on one side of the bound."""
+        return self.low >= 0 or self.high < 0
+
+
+def verdict(goal: Goal, chosen: Evidence, reference: Evidence) -> Verdict:
+    """The chosen setting against the goal, both measured on the same problems. With a bound below
+    the reference the interval is that of the paired difference."""
+    if goal.min_accuracy is not None:
+        low, high = chosen.interval
+        least = goal.min_accuracy
+        return Verdict(chosen.accuracy - least, low - least, high - least)
+    points = goal.within / 100
+    low, high = paired_interval(chosen, reference)
+    return Verdict(chosen.accuracy - reference.accuracy + points, low + points, high + points)
+
+
+def paired_interval(a: Evidence, b: Evidence) -> tuple[float, float]:
+    """95 % interval of the accuracy of a minus that of b, on the same problems: Wald's after half
+    a problem is added to each of the four outcomes (Agresti and Min 2005)."""
+    gained = float((a.right & ~b.right).sum()) + 0.5
+    lost = float((~a.right & b.right).sum()) + 0.5
+    count = a.problems + 2
+    middle = (gained - lost) / count
+    half = Z95 * math.sqrt((gained + lost) / count - middle * middle) / math.sqrt(count)
+    return max(-1.0, middle - half), min(1.0, middle + half)

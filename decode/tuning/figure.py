@@ -1,0 +1,88 @@
+"""The frontier of a tuning run as a figure, a panel a task."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from decode.figures import Panel, Point, Series, frontier, save
+from decode.tuning.evidence import Evidence
+from decode.tuning.outcome import Final, Outcome
+from decode.tuning.space import Setting
+
+if TYPE_CHECKING:
+    from decode.tuning.report import Report
+
+SHORT = {"block_size": "block", "tau_add": "add", "tau_act": "act", "tau_conf": "conf"}
+
+
+def draw(report: Report) -> None:
+    """Write frontier.png and frontier.svg."""
+    run, environment = report.run, report.environment
+    names = ", ".join(f"{SHORT[n]} {n}" for n in report.space.varying if n in SHORT)
+    caption = (
+        f"{report.model}, decoder {run['decoder']}, batch {run['batch_size']}, "
+        f"{environment['dtype']}, {environment['device']}, {environment['threads']} threads, "
+        f"{environment['date']}. Bars: 95 % Wilson intervals."
+    )
+    if names:
+        caption += f"\nLabels: {names}."
+    panels = [panel(outcome, report.space.varying) for outcome in report.outcomes]
+    save(frontier(panels, caption), report.folder / "frontier")
+
+
+def panel(outcome: Outcome, varying: list[str]) -> Panel:
+    """A task's frontier, the settings below it, and the final measurements."""
+    found = outcome.found
+    common = dict(zip(found.compared, found.comparable(), strict=True))
+    chosen = found.compared[outcome.choice.chosen]
+    front = outcome.front
+    on_front = [
+        point(
+            common[i],
+            label=short(outcome.settings[i], varying),
+            chosen=i == chosen,
+        )
+        for i in front
+    ]
+    below = [point(e, chosen=i == chosen) for i, e in common.items() if i not in front]
+    dropped = [point(e) for i, e in enumerate(found.evidence) if e is not None and i not in common]
+    finals = [final_point(final) for final in outcome.finals]
+    problems = outcome.finals[0].evidence.problems
+    return Panel(
+        title=outcome.task,
+        series=[
+            Series(f"frontier, {found.problems} tuning problems", on_front, line=True),
+            Series("other settings, the same problems", below, light=True),
+            Series("dropped on fewer problems (no bars)", dropped, faint=True),
+            Series(f"{problems} held-out problems", finals),
+        ],
+        bound=(outcome.choice.bound, "accuracy to reach on tuning problems"),
+    )
+
+
+def point(evidence: Evidence, label: str = "", chosen: bool = False) -> Point:
+    """Measured problems as a point."""
+    low, high = evidence.interval
+    return Point(
+        evidence.tokens_per_second, evidence.accuracy, low, high, label=label, chosen=chosen
+    )
+
+
+def final_point(final: Final) -> Point:
+    """A held-out measurement, with the range of its repetitions."""
+    low, high = final.evidence.interval
+    return Point(
+        median(final.speeds),
+        final.evidence.accuracy,
+        low,
+        high,
+        label="held-out: " + ", ".join(role.removesuffix(" in the search") for role in final.roles),
+        slowest=min(final.speeds),
+        fastest=max(final.speeds),
+    )
+
+
+def short(setting: Setting, varying: list[str]) -> str:
+    """The values by which a setting is told apart."""
+    return ", ".join(f"{SHORT.get(name, name)} {setting[name]:g}" for name in varying)

@@ -1,0 +1,74 @@
+"""Who goes on to the next rung of successive halving.
+
+On a small rung accuracies are noise for the most part, so a setting is not judged by its measured
+accuracy but by how probably it still matters. What was measured is drawn again `DRAWS` times
+(Bayesian bootstrap, Rubin 1981: each problem gets a random weight, the same for all settings, since
+they decoded the same problems). To each setting half a right and half a wrong problem are added
+with weights of their own, which makes the spread of its accuracy that of Jeffreys' interval, also
+where all or none were right. In each draw the choice is made as at the end. A setting matters if it
+is the choice, or the most accurate one, which the bound depends on: without it a later rung would
+take too low a bound for reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from decode.tuning.choose import Goal, choose
+from decode.tuning.evidence import Evidence
+
+DRAWS = 2000
+LEAST_CHANCE = 0.02  # a setting with this chance goes on whatever its rank
+
+Chances = npt.NDArray[np.float64]
+
+
+def chances(goal: Goal, evidence: Sequence[Evidence], seed: int) -> tuple[Chances, Chances]:
+    """Of each setting, the share of draws in which it is the choice, and in which it is the most
+    accurate, [settings] each. evidence: of the same problems."""
+    rng = np.random.default_rng(seed)
+    settings, problems = len(evidence), evidence[0].problems
+    weights = rng.standard_gamma(1.0, (DRAWS, problems))
+    also_right, also_wrong = rng.standard_gamma(0.5, (2, DRAWS, settings))
+    right = weights @ np.stack([e.right for e in evidence], 1) + also_right  # [draws, settings]
+    accuracy = right / (weights.sum(1, keepdims=True) + also_right + also_wrong)
+    tokens = weights @ np.stack([e.tokens for e in evidence], 1)
+    speed = tokens / (weights @ np.stack([e.seconds for e in evidence], 1))
+    best = accuracy.max(1, keepdims=True)
+    bound = best - goal.within / 100 if goal.min_accuracy is None else goal.min_accuracy
+    allowed = (accuracy >= bound) | (accuracy == best)
+    chosen = np.where(allowed, speed, -1.0).argmax(1)
+    return (
+        np.bincount(chosen, minlength=settings) / DRAWS,
+        np.bincount(accuracy.argmax(1), minlength=settings) / DRAWS,
+    )
+
+
+def keep(goal: Goal, evidence: Sequence[Evidence], *, eta: int, seed: int) -> list[int]:
+    """The places of the settings that go on, in their order.
+
+    Those are the top 1/eta, and beyond them each that is still the choice or, where the bound
+    depends on it, the most accurate in `LEAST_CHANCE` of the draws. The order: what would be chosen
+    now, the most accurate now, then by the sum of the two chances; of equal chance first what
+    reaches the bound, then by speed.
+    """
+    now = choose(goal, evidence)
+    is_choice, is_best = chances(goal, evidence, seed)
+    if goal.min_accuracy is not None:
+        is_best = np.zeros_like(is_best)
+
+    def rank(i: int) -> tuple[float, ...]:
+        return (
+            0 if i == now.chosen else 1 if i == now.reference else 2,
+            -is_choice[i] - is_best[i],
+            evidence[i].accuracy < now.bound,
+            -evidence[i].tokens_per_second,
+        )
+
+    order = sorted(range(len(evidence)), key=rank)
+    quota = -(-len(evidence) // eta)
+    matters = np.maximum(is_choice, is_best) >= LEAST_CHANCE
+    return sorted({*order[:quota], *np.flatnonzero(matters).tolist(), now.chosen, now.reference})

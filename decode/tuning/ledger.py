@@ -1,0 +1,133 @@
+"""The ledger: a JSONL file of every measurement, so that a run that was cut short goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from d2f.errors import InputError
+from decode.cli.output import check_place, json_line, refuse_another_run, write_beside
+from decode.tuning.evidence import Evidence
+from decode.tuning.space import Setting
+
+
+@dataclass(frozen=True)
+class Job:
+    """Problems ``[first, stop)`` of a split to decode with a setting, as (option, value) pairs.
+    repetition: the same again, for its timing."""
+
+    task: str
+    split: Literal["tuning", "heldout"]
+    setting: tuple[tuple[str, int | float], ...]
+    first: int
+    stop: int
+    repetition: int = 0
+
+
+def job(task: str, split: Literal["tuning", "heldout"], setting: Setting, *place: int) -> Job:
+    """The job of a setting. place: first, stop and, if not 0, the repetition."""
+    return Job(task, split, tuple(sorted(setting.items())), *place)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A job done. wall: seconds that it took with everything around the decoding."""
+
+    job: Job
+    evidence: Evidence
+    wall: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the ledger; lists have a value a problem."""
+        return {
+            **asdict(self.job),
+            "setting": dict(self.job.setting),
+            "wall": self.wall,
+            "right": self.evidence.right.astype(int).tolist(),
+            "tokens": self.evidence.tokens.tolist(),
+            "forwards": self.evidence.forwards.tolist(),
+            "seconds": self.evidence.seconds.tolist(),
+        }
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Measurement:
+        """The measurement of a line. Raises ValueError, KeyError or TypeError."""
+        place = [values[name] for name in ("first", "stop", "repetition")]
+        done = job(values["task"], values["split"], values["setting"], *place)
+        evidence = Evidence(
+            np.array(values["right"], dtype=bool),
+            np.array(values["tokens"], dtype=np.int64),
+            np.array(values["forwards"], dtype=np.int64),
+            np.array(values["seconds"], dtype=np.float64),
+        )
+        lengths = {len(values[name]) for name in ("right", "tokens", "forwards", "seconds")}
+        if lengths != {done.stop - done.first}:
+            raise ValueError("not a value a problem")
+        return Measurement(done, evidence, float(values["wall"]))
+
+
+class Ledger:
+    """The measurements in the file at `path` of the run described by `run`.
+
+    Opening reads what is there and changes nothing; `torn` says that a half-written last line was
+    left out, it is dropped with the next write. Raises InputError if the file cannot be used or
+    holds another run.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self.path = Path(os.path.realpath(path))
+        check_place(self.path, "--output")
+        self.header = {"run": json.loads(json.dumps(run))}
+        self.done: dict[Job, Measurement] = {}
+        self.torn = False
+        self._whole = False  # the file is there and ends with a line
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if data:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        first, *lines = data.split(b"\n")
+        try:
+            there = dict(json.loads(first)["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{self.path} exists and is not a ledger of this command; nothing was written"
+            ) from error
+        refuse_another_run(self.path, there, self.header["run"])
+        self.torn = not lines or bool(lines.pop())
+        for number, line in enumerate(lines, 2):
+            try:
+                measurement = Measurement.from_json(json.loads(line))
+                if measurement.job in self.done:
+                    raise ValueError("measured twice")
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"{self.path}, line {number} is not a measurement of this run, or its second "
+                    "one"
+                ) from error
+            self.done[measurement.job] = measurement
+        self._whole = not self.torn
+
+    def spent(self, task: str) -> float:
+        """Seconds that the search of a task has measured, over all runs."""
+        return sum(m.wall for j, m in self.done.items() if (j.task, j.split) == (task, "tuning"))
+
+    def write(self, measurement: Measurement) -> None:
+        """Add a measurement, on disk before this returns."""
+        if not self._whole:
+            lines = [self.header, *(m.to_json() for m in self.done.values())]
+            write_beside(self.path, "".join(map(json_line, lines)))
+            self._whole = True
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json_line(measurement.to_json()))
+            file.flush()
+            os.fsync(file.fileno())
+        self.done[measurement.job] = measurement

@@ -1,0 +1,210 @@
+"""What came out for a task: the search, the choice, and the final measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from decode.tuning.choose import Choice, Goal, Verdict, frontier, paired_interval, verdict
+from decode.tuning.evidence import Evidence
+from decode.tuning.search import Found
+from decode.tuning.space import Setting, named
+
+ROLES = ("chosen", "most accurate in the search", "defaults")
+
+
+@dataclass(frozen=True)
+class Final:
+    """One setting on the held-out problems. roles: some of `ROLES`. repetitions: the same problems
+    again; accuracy is that of the first, speed is over all."""
+
+    roles: list[str]
+    setting: Setting
+    repetitions: list[Evidence]
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.repetitions[0]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Visible tokens per second of each repetition."""
+        return [e.tokens_per_second for e in self.repetitions]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A task's result. settings: all that were searched. finals: chosen, most accurate, defaults,
+    each once."""
+
+    task: str
+    goal: Goal
+    settings: Sequence[Setting]
+    found: Found
+    choice: Choice
+    finals: list[Final]
+
+    @property
+    def chosen(self) -> Setting:
+        return self.settings[self.found.compared[self.choice.chosen]]
+
+    @property
+    def front(self) -> list[int]:
+        """The places in `settings` of those that no other compared one dominates."""
+        points = [(e.tokens_per_second, e.accuracy) for e in self.found.comparable()]
+        return [self.found.compared[i] for i in frontier(points)]
+
+    def final(self, role: str) -> Final:
+        """The final measurement of the setting with that role."""
+        return next(final for final in self.finals if role in final.roles)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the chosen setting reaches the goal on the held-out problems."""
+        chosen, reference = self.final(ROLES[0]).evidence, self.final(ROLES[1]).evidence
+        return verdict(self.goal, chosen, reference)
+
+    @property
+    def verdict_text(self) -> str:
+        """The same as a sentence."""
+        v = self.verdict
+        held = "holds up" if v.holds else "does not hold up"
+        sure = "" if v.certain else "; these problems do not settle it at 95 %"
+        return (
+            f"On held-out problems the choice {held}: its accuracy is {100 * abs(v.margin):.1f} "
+            f"points {'above' if v.margin >= 0 else 'below'} the bound (95 % "
+            f"{100 * v.low:+.1f} to {100 * v.high:+.1f}){sure}."
+        )
+
+    @property
+    def against_defaults(self) -> str:
+        """The chosen setting against the decoder's defaults, on the held-out problems."""
+        chosen, defaults = self.final(ROLES[0]), self.final(ROLES[2])
+        if chosen is defaults:
+            return "These are the decoder's defaults."
+        low, high = paired_interval(chosen.evidence, defaults.evidence)
+        more = chosen.evidence.accuracy - defaults.evidence.accuracy
+        speed = median(chosen.speeds) / median(defaults.speeds)
+        return (
+            f"Against the decoder's defaults it is {speed:.2f} times as fast, its accuracy "
+            f"differs by {100 * more:+.1f} points (95 % "
+            f"{100 * low:+.1f} to {100 * high:+.1f})."
+        )
+
+    @property
+    def search_text(self) -> list[str]:
+        """How the search went, as sentences."""
+        found = self.found
+        lines = [
+            f"{cut.settings} settings decoded {cut.problems} problems, {cut.kept} went on."
+            for cut in found.cuts
+        ]
+        lines.append(
+            f"The choice is among {len(found.compared)} settings on the first {found.problems} "
+            "tuning problems."
+        )
+        if found.spent:
+            missing = sum(evidence is None for evidence in found.evidence)
+            more = f"; {missing} settings were not measured at all" if missing else ""
+            lines.append(f"The budget ended the search before its last rung was done{more}.")
+        if not self.choice.reached:
+            lines.append(
+                f"No setting reached the bound of {self.choice.bound:.1%}: the most accurate one "
+                "was chosen."
+            )
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything that was measured, in sums, and what was made of it."""
+        common = dict(zip(self.found.compared, self.found.comparable(), strict=True))
+        front = set(self.front)
+        candidates = [
+            {
+                "setting": dict(setting),
+                "compared": i in common,
+                "frontier": i in front,
+                **(numbers(common.get(i, evidence)) if evidence is not None else {}),
+            }
+            for i, (setting, evidence) in enumerate(
+                zip(self.settings, self.found.evidence, strict=True)
+            )
+        ]
+        v = self.verdict
+        return {
+            "task": self.task,
+            "goal": self.goal.text,
+            "bound": self.choice.bound,
+            "bound_reached": self.choice.reached,
+            "chosen": dict(self.chosen),
+            "search": {
+                "cuts": [vars(cut) for cut in self.found.cuts],
+                "compared_problems": self.found.problems,
+                "budget_spent": self.found.spent,
+                "text": self.search_text,
+            },
+            "settings": candidates,
+            "heldout": [
+                {
+                    "roles": final.roles,
+                    "setting": dict(final.setting),
+                    **numbers(final.evidence),
+                    "tokens_per_second": median(final.speeds),
+                    "tokens_per_second_of_repetitions": final.speeds,
+                }
+                for final in self.finals
+            ],
+            "verdict": {
+                "holds": v.holds,
+                "certain": v.certain,
+                "margin": v.margin,
+                "margin_low": v.low,
+                "margin_high": v.high,
+                "text": self.verdict_text,
+            },
+            "against_defaults": self.against_defaults,
+        }
+
+
+def numbers(evidence: Evidence) -> dict[str, Any]:
+    """Sums and rates of what was measured."""
+    low, high = evidence.interval
+    return {
+        "problems": evidence.problems,
+        "right": evidence.count_right,
+        "accuracy": evidence.accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "visible_tokens": int(evidence.tokens.sum()),
+        "forwards": int(evidence.forwards.sum()),
+        "tokens_per_forward": evidence.tokens_per_forward,
+        "tokens_per_second": evidence.tokens_per_second,
+        "seconds_per_problem": evidence.seconds_per_problem,
+    }
+
+
+def final_row(final: Final) -> list[str]:
+    """A held-out measurement for a table with `FINAL_COLUMNS`."""
+    evidence, speeds = final.evidence, final.speeds
+    low, high = evidence.interval
+    return [
+        ", ".join(final.roles),
+        named(final.setting) or "defaults",
+        f"{evidence.count_right} of {evidence.problems}",
+        f"{evidence.accuracy:.1%} ({low:.1%} to {high:.1%})",
+        f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",
+        f"{evidence.tokens_per_forward:.2f}",
+        f"{evidence.forwards_per_problem:.1f}",
+    ]
+
+
+FINAL_COLUMNS = (
+    "held-out",
+    "setting",
+    "right",
+    "accuracy (95 %)",
+    "tokens/s, median (range)",
+    "tokens a forward",
+    "forwards a problem",
+)

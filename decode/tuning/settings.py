@@ -1,0 +1,67 @@
+"""What a tuning run does, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from d2f.errors import InputError
+from d2f.tasks.registry import TASKS
+from decode.decoders.base import whole
+from decode.tuning.choose import Goal
+from decode.tuning.search import SEARCHES
+from decode.tuning.space import Space, make_space
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One run of tuning. Raises InputError for a value that is out of range.
+
+    tasks: names of tiny tasks, each tuned on its own. decoder: its name. lists: values to search by
+    option, over the decoder's default grid. search: ``halving`` or ``grid``. problems: of the
+    tuning split, at the last rung. eta: halving keeps 1/eta. budget: seconds of measuring in the
+    search, None without limit, shared equally by the tasks. goal: what is chosen. batch_size:
+    problems decoded together. heldout: problems of the final measurement, repetitions of it. seed:
+    of the problems and of halving's draws.
+    """
+
+    tasks: Sequence[str] = TASKS
+    decoder: str = "d2f"
+    lists: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
+    search: str = "halving"
+    problems: int = 200
+    eta: int = 3
+    budget: float | None = None
+    goal: Goal = field(default_factory=Goal)
+    batch_size: int = 1
+    heldout: int = 500
+    repetitions: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise InputError(
+                f"task must be some of {','.join(TASKS)}, each once, got {','.join(self.tasks)!r}"
+            )
+        if self.search not in SEARCHES:
+            raise InputError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}")
+        for name in ("problems", "batch_size", "heldout", "repetitions"):
+            whole(name, getattr(self, name))
+        if self.eta < 2:
+            raise InputError(f"eta must be at least 2, got {self.eta}")
+        if self.seed < 0:
+            raise InputError(f"seed must be 0 or more, got {self.seed}")
+        if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
+            raise InputError(f"budget must be more than 0 seconds, got {self.budget}")
+        self.space()
+
+    def space(self) -> Space:
+        """The settings to search, for any model."""
+        return make_space(self.decoder, self.lists, self.tasks)
+
+    @property
+    def budget_per_task(self) -> float:
+        """Seconds of measuring that the search of each task has."""
+        return math.inf if self.budget is None else self.budget / len(self.tasks)

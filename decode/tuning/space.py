@@ -1,0 +1,112 @@
+"""The settings that are searched: a grid over a decoder's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.decoders import D2F, DECODERS, Decoder
+from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+
+OPTIONS = ("block_size", "tau_add", "tau_act", "tau_conf", "steps")
+DEFAULT_GRIDS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "d2f": {
+        "tau_add": (0.1, 0.5),
+        "tau_act": (0.95, 1.0),
+        "tau_conf": (0.8, 0.9, 0.95, 0.97, 0.99),
+    }
+}
+
+Setting = Mapping[str, int | float]
+"""Values of some of `OPTIONS`."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """A decoder's name and the values of each option that is searched."""
+
+    decoder: str
+    grid: Mapping[str, tuple[int | float, ...]]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Every combination, the last option changing fastest."""
+        return [
+            dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())
+        ]
+
+    @property
+    def varying(self) -> list[str]:
+        """The options with more than one value, the ones by which settings are told apart."""
+        return [name for name, values in self.grid.items() if len(values) > 1]
+
+    def build(self, setting: Setting, task: str) -> Decoder:
+        """The decoder with this setting, for responses of the task."""
+        values: dict[str, Any] = {"max_new_tokens": RESPONSE_LENGTH[task], **setting}
+        return DECODERS[self.decoder](**values)
+
+    def defaults(self, contract: Contract) -> Setting:
+        """What the decoder takes for these options where nothing is given; an option whose default
+        is None is not in it."""
+        decoder = DECODERS[self.decoder]()
+        values = {name: getattr(decoder, name) for name in OPTIONS if name in self.grid}
+        if self.decoder == D2F.name:
+            values["block_size"] = own_block_size(contract)
+        return {name: value for name, value in values.items() if value is not None}
+
+    def fitted(self, contract: Contract) -> Space:
+        """The same with the model's own block size where none is searched, for the pipeline.
+        Raises InputError for a model that the decoder cannot decode."""
+        DECODERS[self.decoder]().check(contract)
+        if self.decoder != D2F.name or "block_size" in self.grid:
+            return self
+        return Space(self.decoder, {"block_size": (own_block_size(contract),), **self.grid})
+
+
+def make_space(
+    decoder: str, lists: Mapping[str, Sequence[int | float]], tasks: Iterable[str]
+) -> Space:
+    """The settings that are asked for. lists: values by option; an option that is missing has its
+    values of `DEFAULT_GRIDS`.
+
+    Raises InputError for an unknown decoder, an option that it does not have, an empty list, a
+    value that comes twice, and a setting that the decoder refuses for a task.
+    """
+    if decoder not in DECODERS:
+        raise InputError(f"decoder must be one of {', '.join(DECODERS)}, got {decoder!r}")
+    known = [name for name in OPTIONS if name in DECODERS[decoder].__dataclass_fields__]
+    unknown = [name for name in lists if name not in known]
+    if not known or unknown:
+        raise InputError(
+            f"the decoder {decoder} has no option {', '.join(unknown) or 'that can be searched'}; "
+            f"of those that can be searched it has {', '.join(known) or 'none'}"
+        )
+    values = {**DEFAULT_GRIDS.get(decoder, {}), **lists}
+    if not values:
+        raise InputError(f"the decoder {decoder} has no default grid: give {', '.join(known)}")
+    for name, choices in values.items():
+        if not choices:
+            raise InputError(f"{name} must have at least one value, got none")
+        if len(set(choices)) < len(choices):
+            raise InputError(f"{name} must have each value once, got {list(choices)}")
+    space = Space(decoder, {name: tuple(values[name]) for name in known if name in values})
+    for task in tasks:
+        for setting in space.settings:
+            space.build(setting, task)
+    return space
+
+
+def own_block_size(contract: Contract) -> int:
+    """The block size that the pipeline takes for a model by itself."""
+    return contract.block_size or DEFAULT_BLOCK_SIZE
+
+
+def named(setting: Setting, options: Iterable[str] | None = None) -> str:
+    """A setting for reading: ``tau_conf 0.9, tau_add 0.1``. options: which of its values."""
+    chosen = [name for name in (setting if options is None else options) if name in setting]
+    return ", ".join(f"{name} {setting[name]:g}" for name in chosen)

@@ -1,0 +1,57 @@
+"""The figure of accuracy against speed."""
+
+from matplotlib.text import Annotation
+
+from decode.figures import Panel, Point, Series, frontier, save
+
+
+def panels():
+    """Eight close points with labels, others behind them, and a panel with a single point."""
+    front = [
+        Point(100 + 3 * i, 0.9 - 0.01 * i, 0.85 - 0.01 * i, 0.94 - 0.01 * i, label=f"conf 0.{i}")
+        for i in range(8)
+    ]
+    front[3] = Point(109, 0.87, 0.82, 0.91, label="conf 0.3", chosen=True)
+    behind = [Point(95 + 2 * i, 0.7, 0.6, 0.8) for i in range(9)]
+    alone = Point(50, 1.0, 0.8, 1.0 - 1e-16, label="held-out", slowest=45, fastest=60)
+    return [
+        Panel("story", [Series("front", front, line=True), Series("other", behind, light=True)]),
+        Panel("sudoku", [Series("one", [alone]), Series("none", [])], bound=(0.9, "to reach")),
+    ]
+
+
+def test_the_same_points_give_the_same_files(tmp_path):
+    for name in ("a", "b"):
+        written = save(frontier(panels(), "what was measured"), tmp_path / name)
+        assert [path.name for path in written] == [f"{name}.png", f"{name}.svg"]
+    for suffix in (".png", ".svg"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert b"<dc:date>" not in (tmp_path / "a.svg").read_bytes()
+
+
+def test_what_is_in_it():
+    figure = frontier(panels(), "what was measured")
+    left, right = figure.axes
+    assert left.get_xlabel() == "speed, visible tokens per second"
+    assert left.get_ylabel() == "accuracy, % of problems right"
+    assert figure.get_supxlabel() == "what was measured"
+    names = [text.get_text() for text in left.get_legend().get_texts()]
+    assert names == ["chosen", "front", "other"]
+    assert {text.get_text() for text in right.get_legend().get_texts()} == {"to reach", "one"}
+    assert [text.get_text() for text in right.texts] == ["held-out"]
+
+
+def test_labels_do_not_cover_each_other_and_stay_inside():
+    figure = frontier(panels(), "what was measured")
+    for axes in figure.axes:
+        inside = axes.get_window_extent()
+        boxes = []
+        for note in axes.texts:
+            assert isinstance(note, Annotation)
+            note.arrow_patch.set_visible(False)
+            note.update_positions(figure.canvas.get_renderer())
+            boxes.append(super(Annotation, note).get_window_extent())
+        for i, box in enumerate(boxes):
+            assert not any(box.overlaps(other) for other in boxes[:i])
+            assert inside.x0 - 1 <= box.x0 and box.x1 <= inside.x1 + 1

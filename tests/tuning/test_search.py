@@ -1,0 +1,156 @@
+"""Grid search and successive halving on made-up measurements."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import Model, counted, evidence
+
+from decode.tuning.choose import Goal, choose
+from decode.tuning.keep import chances, keep
+from decode.tuning.search import Plan, make_plan, passes, run_search
+
+PERIOD = 8  # of the problems' difficulties: every rung below has whole periods
+RUNGS = (24, 72, 216)
+HALVING = Plan(RUNGS, eta=3, smallest=8)
+goals = st.sampled_from([Goal(0), Goal(12.5), Goal(25), Goal(min_accuracy=0.5)])
+
+
+def noise_free(skills, speeds, **options):
+    """A setting of skill k is right on the k easiest of every `PERIOD` problems."""
+    difficulty = np.arange(RUNGS[-1]) * 3 % PERIOD
+    return Model([difficulty < skill for skill in skills], speeds, **options)
+
+
+def chosen(model, plan, goal):
+    found = run_search(model.settings, model, plan, goal)
+    return found, found.compared[choose(goal, found.comparable()).chosen]
+
+
+# What is found
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=30), goals)
+def test_without_noise_halving_finds_what_the_grid_finds(candidates, goal):
+    skills, speeds = zip(*candidates, strict=True)
+    model = noise_free(skills, speeds)
+    found, halved = chosen(model, HALVING, goal)
+    _, whole = chosen(noise_free(skills, speeds), Plan(RUNGS[-1:], 3), goal)
+    assert (skills[halved], speeds[halved]) == (skills[whole], speeds[whole])
+    assert not found.spent and found.problems == RUNGS[-1]
+
+
+def test_noise_on_a_small_rung_rarely_loses_what_matters():
+    """Twenty settings along a frontier, neighbours 1.5 points apart, 200 problems: halving does
+    less than half of the grid's work and mostly chooses what the grid does from the same answers.
+    Where it does not, its choice is as accurate as was asked for, measured against the grid."""
+    rng = np.random.default_rng(0)
+    skill, speeds = np.linspace(0.65, 0.93, 20), np.linspace(200, 100, 20)
+    plan, goal = make_plan("halving", 20, 200, eta=3, batch_size=1), Goal(2)
+    same, work = 0, []
+    for _ in range(20):
+        right = (rng.random(200) + rng.normal(0, 0.05, (20, 200))) < skill[:, None]
+        model, grid = Model(right, speeds), Model(right, speeds)
+        _, halved = chosen(model, plan, goal)
+        _, whole = chosen(grid, Plan((200,), 3), goal)
+        same += halved == whole
+        work.append(sum(stop - first for _, first, stop in model.calls) / 4000)
+        assert right[halved].mean() >= right.mean(1).max() - 0.02 - 1e-9
+    assert same >= 15
+    assert np.mean(work) < 0.5
+
+
+def test_chances():
+    sure = [counted(99, 100, 9), counted(50, 100, 10), counted(100, 100, 5)]
+    choice, best = chances(Goal(20), sure, 0)
+    assert choice.sum() == pytest.approx(1) and best.sum() == pytest.approx(1)
+    assert choice[0] > 0.99 and best[1] == 0 < best[0] < best[2]
+    few = [counted(10, 10, 9), counted(10, 10, 5)]  # ten of ten are not a hundred of a hundred
+    assert 0.5 < chances(Goal(1), few, 0)[0][0] < 0.9
+    assert (chances(Goal(1), few, 0)[0] == chances(Goal(1), few, 0)[0]).all()
+
+
+def test_settings_that_were_right_on_the_same_problems_are_compared_by_pairs():
+    """Two settings that agree on all but one problem differ less than accuracies alone say."""
+    half = np.arange(100) % 2 == 0
+    nearly = half.copy()
+    nearly[0] = False
+    alike, _ = chances(Goal(5), [evidence(nearly, 2), evidence(half, 1)], 0)
+    unlike, _ = chances(Goal(5), [evidence(np.roll(nearly, 1), 2), evidence(half, 1)], 0)
+    assert alike[0] > 0.9 > unlike[0]
+
+
+def test_who_goes_on():
+    goal = Goal(1)
+    hopeless = [counted(2, 20, 100 + i) for i in range(8)]
+    front = [counted(19, 20, 10), counted(20, 20, 9), counted(20, 20, 8)]
+    kept = keep(goal, [*hopeless, *front], eta=3, seed=0)
+    assert {8, 9, 10} <= set(kept) and len(kept) == 4  # a third of eleven
+    level = [counted(20, 20, 10 + i / 10) for i in range(6)]
+    assert len(keep(goal, level, eta=6, seed=0)) > 1  # noise could make several the choice
+    assert 0 in keep(goal, level, eta=6, seed=0)  # the reference: the slowest of the most accurate
+
+
+# What is measured
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=12),
+    st.integers(1, 80),
+    st.booleans(),
+)
+def test_the_budget_is_respected_and_nothing_is_measured_twice(candidates, most, halving):
+    skills, speeds = zip(*candidates, strict=True)
+    model = noise_free(skills, speeds, most=most)
+    plan = HALVING if halving else Plan(RUNGS[-1:], 3, smallest=8)
+    found = run_search(model.settings, model, plan, Goal(0))
+    assert len(model.calls) <= most
+    assert len(set(model.calls)) == len(model.calls)
+    for i in range(len(skills)):
+        own = [(first, stop) for j, first, stop in model.calls if j == i]
+        assert all(a[1] == b[0] for a, b in pairwise(own)) and (not own or own[0][0] == 0)
+        measured = found.evidence[i]
+        assert (measured.problems if measured else 0) == (own[-1][1] if own else 0)
+    assert found.compared and all(e.problems == found.problems for e in found.comparable())
+    finished = found.problems == RUNGS[-1] and len(model.calls) <= most
+    assert found.spent or finished
+
+
+def test_a_budget_that_ends_within_a_pass_leaves_the_problems_that_all_have_done():
+    model = noise_free([8, 6, 4], [1, 2, 3], most=5)
+    found = run_search(model.settings, model, Plan((24,), 3, smallest=8), Goal(0))
+    assert found.spent and found.problems == 8 and found.compared == [0, 1, 2]
+    assert found.evidence[0].problems == 16
+    model = noise_free([8, 6, 4], [1, 2, 3], most=2)
+    found = run_search(model.settings, model, Plan((24,), 3, smallest=8), Goal(0))
+    assert found.spent and found.compared == [0, 1] and found.evidence[2] is None
+
+
+def test_all_settings_take_turns_on_a_few_problems():
+    model = noise_free([8, 6], [1, 2])
+    run_search(model.settings, model, Plan((24,), 3, smallest=8), Goal(0))
+    assert model.calls == [(i, n, n + 8) for n in (0, 8, 16) for i in (0, 1)]
+
+
+# Plans
+
+
+def test_plans():
+    assert make_plan("grid", 20, 200, eta=3, batch_size=1).rungs == (200,)
+    assert make_plan("halving", 20, 200, eta=3, batch_size=1).rungs == (23, 67, 200)
+    assert make_plan("halving", 3, 200, eta=3, batch_size=1).rungs == (67, 200)
+    assert make_plan("halving", 1, 200, eta=3, batch_size=1).rungs == (200,)
+    assert make_plan("halving", 20, 30, eta=3, batch_size=1).rungs == (30,)
+    assert make_plan("halving", 20, 200, eta=3, batch_size=16) == Plan((67, 200), 3, 64)
+
+
+@given(st.integers(0, 50), st.integers(1, 300), st.integers(1, 60))
+def test_passes_cover_everything_once(low, length, smallest):
+    found = passes(low, low + length, smallest)
+    assert found[0][0] == low and found[-1][1] == low + length
+    assert all(a[1] == b[0] for a, b in pairwise(found))
+    assert all(stop - first >= min(smallest, length) for first, stop in found)
