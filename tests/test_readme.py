@@ -24,6 +24,7 @@ SMALLER = {
     "accelerate launch": "--steps 1 --data.rows 2 --tracker none --output {tmp}/run",
     "python -m decode.pipeline": "--problems 1",
     "python -m decode.evaluate": "--problems 2 --tasks sudoku",
+    "python -m decode.tune": "--problems 2 --heldout 1 --tau-conf 0.9 --repetitions 1 --no-figures",
 }
 
 
@@ -46,12 +47,12 @@ def in_small(command: str, tmp: Path) -> list[str]:
     for start, more in SMALLER.items():
         if command.startswith(start) and "--prompt" not in command:
             arguments += more.format(tmp=tmp).split()
+    arguments = [str(ROOT / a) if a.startswith(("distill/", "configs/")) else a for a in arguments]
     if arguments[0] == "python":
         return [sys.executable, *arguments[1:]]
     if arguments[:2] == ["accelerate", "launch"]:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-        places = [str(ROOT / a) if a.startswith(("distill/", "configs/")) else a for a in arguments]
-        return [*launch, *places[2:]]
+        return [*launch, *arguments[2:]]
     raise AssertionError(f"the README has a command that this test does not know: {command}")
 
 
@@ -67,7 +68,7 @@ def test_a_make_target_of_the_readme_runs_a_command_that_exists(command, tmp_pat
     target = command.split()[1]
     free = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     recipe = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", target],
+        ["make", "-n", "-o", ".venv/.installed", "-o", ".venv-vllm/.installed", target],
         cwd=ROOT,
         env=free,
         capture_output=True,
@@ -92,6 +93,13 @@ def test_the_table_is_what_was_measured():
     from distill.make_models import with_results
 
     assert with_results(README) == README
+
+
+def test_the_comparison_is_what_the_report_says():
+    from benchmarks.readme import RESULT, with_table
+    from decode.comparison.report import Report
+
+    assert with_table(README, Report.load(RESULT / "report.json")) == README
 
 
 def test_the_folders_that_the_readme_names_exist():

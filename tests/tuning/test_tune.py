@@ -286,7 +286,7 @@ def test_without_matplotlib(tmp_path, made_up, monkeypatch, capsys):
     monkeypatch.setattr("decode.cli.extras.find_spec", lambda name: None)
     arguments = [*SMALL, "--tau-conf", "0.9", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
-    assert "the figure needs matplotlib, which is not installed" in capsys.readouterr().err
+    assert "figures need matplotlib, which is not installed" in capsys.readouterr().err
     assert not made_up and not (tmp_path / "out").exists()
     assert main([*arguments, "--no-figures"]) == 0
     assert not list((tmp_path / "out").glob("frontier*"))

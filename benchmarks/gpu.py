@@ -1,0 +1,95 @@
+"""python -m benchmarks.gpu --output benchmarks/results/gpu.json [--vllm-python PYTHON]
+
+Runs every GPU measurement of the project on this machine's NVIDIA GPU and writes one JSON with the
+device's name: the parts of a decoding forward, and the comparison with vLLM (whose environment
+`--vllm-python` names; without one the comparison has no served entry and says so).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from d2f.configuration import read_mapping
+from decode.cli.output import write_beside
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "compare-tiny.yaml"
+
+
+def forward(model: str) -> dict[str, Any]:
+    """The report of benchmarks.forward on the GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "forward.json"
+        _run("benchmarks.forward", "--model", model, "--device", "cuda", "--json", str(path))
+        return dict(json.loads(path.read_text()))
+
+
+def compare(vllm_python: str | None) -> dict[str, Any]:
+    """The report of decode.compare with its local entries on the GPU."""
+    values = read_mapping(CONFIG)
+    entries = [e for e in values["entries"] if e["kind"] != "vllm" or vllm_python]
+    for entry in entries:
+        if entry["kind"] == "vllm":
+            entry.pop("env", None)  # it is for CPUs
+        else:
+            entry["device"] = "cuda"
+    names = [entry["name"] for entry in entries]
+    baseline = values["baseline"] if values["baseline"] in names else "autoregressive"
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "output": str(Path(folder) / "compare"),
+            "entries": json.dumps(entries),
+            "baseline": baseline,
+            "figures": "false",
+        }
+        if vllm_python:
+            given["vllm-python"] = vllm_python
+        flags = [part for key, value in given.items() for part in (f"--{key}", value)]
+        _run("decode.compare", "--config", str(CONFIG), *flags)
+        return dict(json.loads((Path(folder) / "compare" / "report.json").read_text()))
+
+
+def _run(module: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, check=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and write; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file of the results")
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
+    options = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: expected an NVIDIA GPU, torch finds none", file=sys.stderr)
+        return 2
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "served": options.vllm_python is not None,
+    }
+    for name, measurement in (
+        ("forward", lambda: {model: forward(model) for model in ("tiny-d2f", "tiny-ar")}),
+        ("compare", lambda: compare(options.vllm_python)),
+    ):
+        results[name] = measurement()
+        write_beside(options.output, json.dumps(results) + "\n")  # what is measured is kept
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
