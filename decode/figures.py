@@ -69,12 +69,16 @@ class Panel:
     bound: tuple[float, str] | None = None
 
 
-def frontier(panels: Sequence[Panel], caption: str) -> Figure:
-    """Accuracy against tokens per second, a panel a task. caption: what was measured, on what."""
+def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = None) -> Figure:
+    """Accuracy against tokens per second, a panel a task. caption: what was measured, on what.
+    columns: panels in a row, of which all rows have as many; by default there is one row."""
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * len(panels), height), dpi=DPI, layout="constrained")
+    columns = columns or len(panels)
+    rows = len(panels) // columns
+    figure = Figure(figsize=(width * columns, height * rows), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    pairs = list(zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True))
+    grid = figure.subplots(rows, columns, squeeze=False)
+    pairs = list(zip(grid.flat, panels, strict=True))
     for axes, panel in pairs:
         _draw(axes, panel)
     figure.supxlabel(caption, fontsize=8, color="#444444")
@@ -159,9 +163,14 @@ def _draw_series(axes: Axes, series: Series, number: int) -> None:
 
 
 def _place_labels(axes: Axes, panel: Panel) -> None:
-    """Each label where it and the line to its point cover no point, error bar or other label, as
-    near its point as that can be."""
+    """Each label where it and the line to its point cover no point, error bar, curve or other
+    label, as near its point as that can be."""
     inside, taken = axes.get_window_extent(), _boxes(axes, panel)
+    curves = [
+        Path(sorted(_pixels(axes, point) for point in series.points))
+        for series in panel.series
+        if series.line and series.points
+    ]
     labels: list[Bbox] = []
     lines: list[Path] = []
     for point in (p for series in panel.series for p in series.points if p.label):
@@ -175,7 +184,7 @@ def _place_labels(axes: Axes, panel: Panel) -> None:
             cost = (
                 sum(place.padded(2).overlaps(box) for box in taken + labels)
                 + sum(line.intersects_bbox(box, filled=False) for box in labels)
-                + sum(other.intersects_bbox(place, filled=False) for other in lines)
+                + sum(other.intersects_bbox(place, filled=False) for other in lines + curves)
                 + 5 * (not _within(place, inside))
             )
             if best is None or cost < best[0]:
@@ -191,6 +200,7 @@ def _place_labels(axes: Axes, panel: Panel) -> None:
             textcoords="offset points",
             va="bottom",
             fontsize=LABEL_SIZE,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
             arrowprops={
                 "arrowstyle": "-",
                 "color": "#8a8a8a",
@@ -203,8 +213,13 @@ def _place_labels(axes: Axes, panel: Panel) -> None:
 
 
 def _boxes(axes: Axes, panel: Panel) -> list[Bbox]:
-    """What labels must not cover, in pixels: points that are not faint, and their error bars."""
+    """What labels must not cover, in pixels: points that are not faint, their error bars, and the
+    bound."""
     boxes = []
+    if panel.bound is not None:
+        inside = axes.get_window_extent()
+        level = float(axes.transData.transform((0, 100 * panel.bound[0]))[1])
+        boxes.append(Bbox([[inside.x0, level - 2], [inside.x1, level + 2]]))
     for point in (p for series in panel.series if not series.faint for p in series.points):
         x, y = _pixels(axes, point)
         around = 22 if point.chosen else 10
@@ -212,6 +227,10 @@ def _boxes(axes: Axes, panel: Panel) -> list[Bbox]:
         for share in (point.low, point.high):
             end = _pixels(axes, replace(point, accuracy=share))[1]
             boxes.append(Bbox([[x - 6, min(y, end)], [x + 6, max(y, end)]]))
+        for speed in (point.slowest, point.fastest):
+            if speed is not None:
+                end = _pixels(axes, replace(point, tokens_per_second=speed))[0]
+                boxes.append(Bbox([[min(x, end), y - 6], [max(x, end), y + 6]]))
     return boxes
 
 

@@ -42,6 +42,13 @@ def test_what_is_in_it():
     assert [text.get_text() for text in right.texts] == ["held-out"]
 
 
+def test_rows():
+    figure = frontier([*panels(), *panels()], "what was measured", columns=2)
+    tops = [round(axes.get_window_extent().y1) for axes in figure.axes]
+    assert tops[0] == tops[1] > tops[2] == tops[3]
+    assert [axes.get_title() for axes in figure.axes] == ["story", "sudoku"] * 2
+
+
 def test_labels_do_not_cover_each_other_and_stay_inside():
     figure = frontier(panels(), "what was measured")
     for axes in figure.axes:

@@ -1,4 +1,4 @@
-"""The frontier of a tuning run as a figure, a panel a task."""
+"""The figure of a tuning run: a row a task, the search's frontier and the final measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from decode.figures import Panel, Point, Series, frontier, save
 from decode.tuning.evidence import Evidence
-from decode.tuning.outcome import Final, Outcome
+from decode.tuning.outcome import ROLES, Final, Outcome
 from decode.tuning.space import Setting
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ SHORT = {"block_size": "block", "tau_add": "add", "tau_act": "act", "tau_conf": 
 def draw(report: Report) -> None:
     """Write frontier.png and frontier.svg."""
     run, environment = report.run, report.environment
-    names = ", ".join(f"{SHORT[n]} {n}" for n in report.space.varying if n in SHORT)
+    names = ", ".join(f"{SHORT[n]}: {n}" for n in report.space.varying if n in SHORT)
     caption = (
         f"{report.model}, decoder {run['decoder']}, batch {run['batch_size']}, "
         f"{environment['dtype']}, {environment['device']}, {environment['threads']} threads, "
@@ -27,37 +27,50 @@ def draw(report: Report) -> None:
     )
     if names:
         caption += f"\nLabels: {names}."
-    panels = [panel(outcome, report.space.varying) for outcome in report.outcomes]
-    save(frontier(panels, caption), report.folder / "frontier")
+    panels = [
+        panel
+        for outcome in report.outcomes
+        for panel in (search_panel(outcome, report.space.varying), final_panel(outcome))
+    ]
+    save(frontier(panels, caption, columns=2), report.folder / "frontier")
 
 
-def panel(outcome: Outcome, varying: list[str]) -> Panel:
-    """A task's frontier, the settings below it, and the final measurements."""
+def search_panel(outcome: Outcome, varying: list[str]) -> Panel:
+    """The frontier of a task on its tuning problems, and the settings below it."""
     found = outcome.found
     common = dict(zip(found.compared, found.comparable(), strict=True))
     chosen = found.compared[outcome.choice.chosen]
     front = outcome.front
     on_front = [
-        point(
-            common[i],
-            label=short(outcome.settings[i], varying),
-            chosen=i == chosen,
-        )
+        point(common[i], label=short(outcome.settings[i], varying), chosen=i == chosen)
         for i in front
     ]
     below = [point(e, chosen=i == chosen) for i, e in common.items() if i not in front]
     dropped = [point(e) for i, e in enumerate(found.evidence) if e is not None and i not in common]
-    finals = [final_point(final) for final in outcome.finals]
-    problems = outcome.finals[0].evidence.problems
     return Panel(
-        title=outcome.task,
+        title=f"{outcome.task}: the search, {found.problems} tuning problems",
         series=[
-            Series(f"frontier, {found.problems} tuning problems", on_front, line=True),
+            Series("frontier", on_front, line=True),
             Series("other settings, the same problems", below, light=True),
             Series("dropped on fewer problems (no bars)", dropped, faint=True),
-            Series(f"{problems} held-out problems", finals),
         ],
-        bound=(outcome.choice.bound, "accuracy to reach on tuning problems"),
+        bound=(outcome.choice.bound, "accuracy to reach"),
+    )
+
+
+def final_panel(outcome: Outcome) -> Panel:
+    """The final measurement. It has axes of its own: its speeds were measured at another time."""
+    problems = outcome.finals[0].evidence.problems
+    bound = outcome.goal.bound(outcome.final(ROLES[1]).evidence.accuracy)
+    return Panel(
+        title=f"{outcome.task}: {problems} held-out problems",
+        series=[
+            Series(
+                f"median of {len(outcome.finals[0].repetitions)} repetitions, and their range",
+                [final_point(final) for final in outcome.finals],
+            )
+        ],
+        bound=(bound, "accuracy to reach"),
     )
 
 
@@ -70,14 +83,15 @@ def point(evidence: Evidence, label: str = "", chosen: bool = False) -> Point:
 
 
 def final_point(final: Final) -> Point:
-    """A held-out measurement, with the range of its repetitions."""
+    """A final measurement, with the range of its repetitions."""
     low, high = final.evidence.interval
     return Point(
         median(final.speeds),
         final.evidence.accuracy,
         low,
         high,
-        label="held-out: " + ", ".join(role.removesuffix(" in the search") for role in final.roles),
+        label=", ".join(final.roles),
+        chosen=ROLES[0] in final.roles,
         slowest=min(final.speeds),
         fastest=max(final.speeds),
     )

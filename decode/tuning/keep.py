@@ -50,10 +50,10 @@ def chances(goal: Goal, evidence: Sequence[Evidence], seed: int) -> tuple[Chance
 def keep(goal: Goal, evidence: Sequence[Evidence], *, eta: int, seed: int) -> list[int]:
     """The places of the settings that go on, in their order.
 
-    Those are the top 1/eta, and beyond them each that is still the choice or, where the bound
-    depends on it, the most accurate in `LEAST_CHANCE` of the draws. The order: what would be chosen
-    now, the most accurate now, then by the sum of the two chances; of equal chance first what
-    reaches the bound, then by speed.
+    Those are what would be chosen now, the most accurate now, each that is the choice or, where
+    the bound depends on it, the most accurate in at least `LEAST_CHANCE` of the draws, and the top
+    1/eta. The order: by the sum of the two chances; of equal chance first what reaches the bound,
+    then by speed.
     """
     now = choose(goal, evidence)
     is_choice, is_best = chances(goal, evidence, seed)
@@ -62,7 +62,6 @@ def keep(goal: Goal, evidence: Sequence[Evidence], *, eta: int, seed: int) -> li
 
     def rank(i: int) -> tuple[float, ...]:
         return (
-            0 if i == now.chosen else 1 if i == now.reference else 2,
             -is_choice[i] - is_best[i],
             evidence[i].accuracy < now.bound,
             -evidence[i].tokens_per_second,

@@ -83,7 +83,7 @@ def test_settings_that_were_right_on_the_same_problems_are_compared_by_pairs():
     assert alike[0] > 0.9 > unlike[0]
 
 
-def test_who_goes_on():
+def test_who_goes_on(monkeypatch):
     goal = Goal(1)
     hopeless = [counted(2, 20, 100 + i) for i in range(8)]
     front = [counted(19, 20, 10), counted(20, 20, 9), counted(20, 20, 8)]
@@ -92,6 +92,17 @@ def test_who_goes_on():
     level = [counted(20, 20, 10 + i / 10) for i in range(6)]
     assert len(keep(goal, level, eta=6, seed=0)) > 1  # noise could make several the choice
     assert 0 in keep(goal, level, eta=6, seed=0)  # the reference: the slowest of the most accurate
+
+    fast = [counted(90, 100, 50 + i) for i in range(6)]
+    careful = [counted(98, 100, 2), counted(99, 100, 1)]  # either may be the most accurate in truth
+    assert {5, 6, 7} <= set(keep(Goal(30), [*fast, *careful], eta=8, seed=0))
+    kept = keep(Goal(min_accuracy=0.5), [*fast, *careful], eta=8, seed=0)
+    assert 6 not in kept  # no bound hangs on it
+
+    lost = np.array([1.0, 0, 0]), np.array([1.0, 0, 0])  # what draws may say, now counts as well
+    monkeypatch.setattr("decode.tuning.keep.chances", lambda *arguments: lost)
+    now = [counted(5, 20, 9), counted(19, 20, 8), counted(20, 20, 7)]
+    assert keep(Goal(5), now, eta=3, seed=0) == [0, 1, 2]
 
 
 # What is measured
