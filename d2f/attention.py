@@ -19,10 +19,14 @@ NAME = "span"
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``[rows.start, rows.stop)`` of a flat batch and the slots they may see."""
+    """Rows ``[rows.start, rows.stop)`` of a flat batch and the slots they may see.
+
+    whole: every row sees all of the slots, so there is nothing to mask.
+    """
 
     rows: slice
     slots: slice
+    whole: bool = False
 
 
 class SpanPlan:
@@ -46,11 +50,13 @@ class SpanPlan:
             self._masks[-1] = span_mask(self.spans, keys)
         return self._masks[-1]
 
-    def segment_mask(self, i: int) -> Tensor:
-        """Mask ``[1, rows, slots]`` of segment i, built once a forward."""
+    def segment_mask(self, i: int) -> Tensor | None:
+        """Mask ``[1, rows, slots]`` of segment i, built once a forward; None where it is whole."""
+        assert self.segments is not None
+        part = self.segments[i]
+        if part.whole:
+            return None
         if i not in self._masks:
-            assert self.segments is not None
-            part = self.segments[i]
             first, stop = part.slots.start, part.slots.stop
             self._masks[i] = span_mask(self.spans[:, part.rows], stop - first, first)
         return self._masks[i]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from d2f.attention import Segment, SpanPlan
 from d2f.cache import SlotCache, SlotPool
@@ -32,6 +34,7 @@ class Engine:
 
     def __init__(self, model: DiffusionModel, *, batch_size: int, slots: int):
         self.model = model
+        self.device = model.device
         self.batch_size = batch_size
         self.cache: SlotCache = model.new_cache(slots)
         self.pool = SlotPool(slots)
@@ -71,17 +74,12 @@ class Engine:
             self.running.append(request)
 
     def _forward(self, fed: Sequence[tuple[Request, Step]]) -> None:
-        device = self.model.device
-        plan, read = _plan(fed, device)
         self.forwards += 1
-        self.cache.slots = _tensor([s.slots + r.base for r, s in fed], device)
         with torch.inference_mode():
+            rows = join(fed, self.device)
+            self.cache.slots = rows.slots
             logits = self.model.decode_rows(
-                _tensor([s.tokens for _, s in fed], device),
-                _tensor([s.positions for _, s in fed], device),
-                plan,
-                self.cache,
-                read,
+                rows.tokens, rows.positions, rows.plan, self.cache, rows.read
             )
             groups = [(request.sampler, len(step.read)) for request, step in fed]
             predictions = predict(logits, groups, self.forwards)
@@ -90,24 +88,50 @@ class Engine:
             request.accept(step, prediction, now)
 
 
-def _plan(
-    fed: Sequence[tuple[Request, Step]], device: torch.device
-) -> tuple[SpanPlan, torch.Tensor]:
-    """The attention of the flat batch, and which of its rows are read."""
+@dataclass(frozen=True)
+class Rows:
+    """A flat batch on the device: tokens, positions and slots int64 ``[T]``, its attention, and
+    which rows are read, int64 ``[N]``."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    plan: SpanPlan
+    read: Tensor
+
+
+def join(fed: Sequence[tuple[Request, Step]], device: torch.device) -> Rows:
+    """The steps of all requests as one flat batch, slots counted from each request's base.
+
+    Everything crosses to the device in one copy.
+    """
     width = max(step.spans.shape[1] for _, step in fed)
-    spans, segments, reads, first = [], [], [], 0
+    columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
+    segments, first = [], 0
     for request, step in fed:
-        rows = len(step.tokens)
-        spans.append(np.pad(step.spans, ((0, 0), (0, width - step.spans.shape[1]), (0, 0))))
-        spans[-1] += request.base
-        stop = request.base + int(step.spans.max())
-        segments.append(Segment(slice(first, first + rows), slice(request.base, stop)))
-        reads.append(step.read + first)
-        first += rows
-    joined = torch.from_numpy(np.concatenate(spans).astype(np.int32)).to(device)
-    return SpanPlan(joined, segments), _tensor(reads, device)
+        own = slice(first, first + len(step.tokens))
+        spans = _widened(step.spans, width) + request.base
+        parts = (step.tokens, step.positions, step.slots + request.base, spans.ravel())
+        for column, part in zip(columns, (*parts, step.read + first), strict=True):
+            column.append(part)
+        segments.append(_segment(own, step, request.base))
+        first = own.stop
+    host = np.concatenate([part for column in columns for part in column])
+    sizes = [sum(map(len, column)) for column in columns]
+    tokens, positions, slots, ranges, read = torch.from_numpy(host).to(device).split(sizes)
+    plan = SpanPlan(ranges.view(-1, width, 2).to(torch.int32), segments)
+    return Rows(tokens, positions, slots, plan, read)
 
 
-def _tensor(parts: Sequence[Ints], device: torch.device) -> torch.Tensor:
-    """One int64 tensor of all requests' rows."""
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+def _widened(spans: Ints, width: int) -> Ints:
+    """Spans ``[T, K, 2]`` as ``[T, width, 2]``, the ranges that were lacking empty."""
+    lacking = width - spans.shape[1]
+    return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
+
+
+def _segment(rows: slice, step: Step, base: int) -> Segment:
+    """The slots that the rows of one request see: from its first to the last that one sees."""
+    starts, ends = step.spans[..., 0], step.spans[..., 1]  # [T, K]
+    last = int(ends.max())
+    whole = ends.shape[1] == 1 and not starts.any() and int(ends.min()) == last
+    return Segment(rows, slice(base, base + last), whole)

@@ -62,7 +62,6 @@ def predict(logits: Tensor, groups: list[tuple[Sampler, int]], forward: int) -> 
     groups: (sampler, number of rows). Raises NonFiniteLogitsError that names the forward.
     """
     wide = logits.float()
-    total = wide.logsumexp(-1)  # [N]
     mask_ids = {sampler.mask_id for sampler, _ in groups if sampler.mask_id is not None}
     allowed = wide.clone() if mask_ids else wide
     for mask_id in mask_ids:
@@ -73,16 +72,15 @@ def predict(logits: Tensor, groups: list[tuple[Sampler, int]], forward: int) -> 
         counts = [count for _, count in groups]
         parts = zip(groups, allowed.split(counts), strict=True)
         token = torch.cat([sampler.choose(part) for (sampler, _), part in parts])
-    chosen = wide.gather(-1, token[:, None])[:, 0]
-    confidence = (chosen - total).exp()
-    table = torch.stack((token.double(), confidence.double(), total.double())).cpu().numpy()
-    if not np.isfinite(table[2]).all():
+    confidence = wide.softmax(-1).gather(-1, token[:, None])[:, 0]
+    # One transfer, and with it the only wait for the device in a forward.
+    table = torch.stack((token.double(), confidence.double())).cpu().numpy()
+    if not np.isfinite(table[1]).all():
         raise NonFiniteLogitsError(f"the model gave NaN or infinite logits at forward {forward}")
+    tokens, confidences = table[0].astype(np.int64), table[1].astype(np.float32)
     results, start = [], 0
     for _, count in groups:
         part = slice(start, start + count)
-        results.append(
-            Predictions(table[0, part].astype(np.int64), table[1, part].astype(np.float32))
-        )
+        results.append(Predictions(tokens[part], confidences[part]))
         start += count
     return results

@@ -43,16 +43,20 @@ def span_attention_reference(
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
     """`span_attention_reference` with the mask ``[B or 1, T, S]`` already built, so that the
-    layers of one forward share it."""
+    layers of one forward share it; None where every query sees every key."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
     if heads != kv_heads:
         k, v = (repeat(x, "b h s d -> b (h g) s d", g=heads // kv_heads) for x in (k, v))
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
+    if q.device.type == "cpu":  # gives 0 for a query that sees no key, of itself
+        return out
     return torch.where(mask.any(dim=-1)[:, None, :, None], out, 0.0)
 
 

@@ -144,10 +144,8 @@ class MaskedSession(Session):
 
     def view(self, start: int, end: int) -> tuple[int | None, ...]:
         """Tokens of sequence positions ``[start, end)``, None where masked."""
-        return tuple(
-            None if masked else int(token)
-            for token, masked in zip(self.x[start:end], self.masked[start:end], strict=True)
-        )
+        tokens, masked = self.x[start:end].tolist(), self.masked[start:end].tolist()
+        return tuple(None if m else token for token, m in zip(tokens, masked, strict=True))
 
 
 def whole(name: str, value: object) -> None:
