@@ -48,8 +48,8 @@ def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_sh
     if len(rows) and rows[0] < first:
         first = int(rows[0])
     fed = np.arange(first, len(ends))
-    seen = ends[first:]
-    spans = np.stack((np.zeros_like(seen), seen), axis=-1)[:, None]  # [T, 1, 2]
+    spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
+    spans[:, 0, 1] = ends[first:]
     return Step(
         tokens=x[first : len(ends)],
         positions=fed,

@@ -172,6 +172,22 @@ def test_a_plan_builds_each_mask_once_and_no_larger_than_its_segment():
     assert plan.mask(50).shape == (1, 5, 50)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_a_whole_segment_needs_no_mask(heads, kv_heads):
+    """What its rows see without one is what they see under a mask of all slots, beside a request
+    that has one."""
+    torch.manual_seed(0)
+    q = torch.randn(1, heads, 7, 8)
+    k, v = (torch.randn(1, kv_heads, 20, 8) for _ in range(2))
+    spans = torch.cat([sp.shift(sp.bidirectional(9)[:4], 2), sp.shift(sp.causal(3), 12)])
+    parts = [Segment(slice(0, 4), slice(2, 11)), Segment(slice(4, 7), slice(12, 15))]
+    want, _ = span_attention_forward(None, q, k, v, None, spans=SpanPlan(spans, parts))
+    whole = SpanPlan(spans, [Segment(slice(0, 4), slice(2, 11), whole=True), parts[1]])
+    assert whole.segment_mask(0) is None
+    out, _ = span_attention_forward(None, q, k, v, None, spans=whole)
+    assert torch.allclose(out, want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_refuses_a_forward_without_spans(llada):
     """Else transformers would run with no mask at all, silently."""
     with pytest.raises(ValueError, match="needs spans"):

@@ -128,6 +128,16 @@ def test_confidence_is_the_probability_under_the_full_softmax():
     assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
+    logits = torch.zeros(3, 5)
+    logits[:, 0], logits[1, 4] = 9.0, bad
+    with pytest.raises(NonFiniteLogitsError, match="forward 7"):
+        predict(logits, [(Sampler(Sampling(), mask_id=4), 3)], 7)
+    logits[1, 4] = -torch.inf  # a token that the model rules out is no fault
+    assert predict(logits, [(Sampler(Sampling(), mask_id=3), 3)], 7)[0].token.tolist() == [0] * 3
+
+
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
     found = predict(logits, [(Sampler(Sampling(1.0), None), 20000)], 1)[0]

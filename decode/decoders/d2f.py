@@ -56,16 +56,22 @@ class D2F(Decoder):
 
 
 class Block:
-    """Positions ``[start, end)`` of the sequence and their state."""
+    """Positions ``[start, end)`` of the sequence, how many of them are masked, their state."""
 
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
+        self.masked = end - start
         self.state: BlockState = "semi-active"
         self.full = False  # sticky: the predecessor has reached tau_act
 
     @property
     def active(self) -> bool:
         return self.state in ("semi-active", "fully active")
+
+    @property
+    def decoded(self) -> float:
+        """Share of the positions that are decoded."""
+        return 1 - self.masked / (self.end - self.start)
 
 
 class D2FSession(MaskedSession):
@@ -76,7 +82,7 @@ class D2FSession(MaskedSession):
         self.decoder = decoder
         self.size = decoder.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
         start = Block(0, len(prompt))
-        start.state = "to cache"
+        start.state, start.masked = "to cache", 0
         self.pipeline = [start]
         self.cached = 0
         self.ended = False  # an end id was revealed: no block is appended any more
@@ -116,7 +122,7 @@ class D2FSession(MaskedSession):
                 self._reveal_in(block, predictions)
         waiting = False
         for block in self.pipeline:
-            if block.active and not waiting and not self.masked[block.start : block.end].any():
+            if block.active and not waiting and not block.masked:
                 block.state = "to cache"
             waiting = waiting or block.active
         if self.decoder.early_exit and self.limit < len(self.x):
@@ -125,19 +131,15 @@ class D2FSession(MaskedSession):
     def _append(self) -> None:
         last = self.pipeline[-1]
         room = last.end < len(self.x)
-        if room and not self.ended and self._decoded(last) >= self.decoder.tau_add:
+        if room and not self.ended and last.decoded >= self.decoder.tau_add:
             self.pipeline.append(Block(last.end, min(last.end + self.size, len(self.x))))
 
     def _activate(self) -> None:
         for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
-            if self._decoded(before) >= self.decoder.tau_act:
+            if before.decoded >= self.decoder.tau_act:
                 block.full = True
                 if block.state == "semi-active":
                     block.state = "fully active"
-
-    def _decoded(self, block: Block) -> float:
-        """Share of a block's positions that are decoded."""
-        return 1 - self.masked[block.start : block.end].sum() / (block.end - block.start)
 
     def _reveal_in(self, block: Block, predictions: Predictions) -> None:
         low, high = np.searchsorted(self.wanted, (block.start, block.end))
@@ -148,6 +150,7 @@ class D2FSession(MaskedSession):
         for i in low + chosen:
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))
+            block.masked -= 1
             if token in self.contract.end_ids:
                 self.ended = True
                 self.limit = min(self.limit, position + 1)

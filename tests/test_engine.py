@@ -1,0 +1,84 @@
+"""How the engine lays the steps of several requests into one flat batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import random_model, tokenizer
+
+import decode
+from d2f.attention import Segment
+from decode import engine
+from decode.step import Step
+from triton_kernels.span_attention import span_mask
+
+CPU = torch.device("cpu")
+
+
+def step(tokens: list[int], spans: list[list[tuple[int, int]]], read: list[int]) -> Step:
+    places = np.arange(len(tokens))
+    return Step(np.array(tokens), places + 3, places, np.array(spans), np.array(read), cached=0)
+
+
+def request(base: int) -> SimpleNamespace:
+    return SimpleNamespace(base=base)
+
+
+def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
+    first = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
+    second = step([9, 10, 11], [[(0, 3)]] * 3, [0, 2])
+    rows = engine.join([(request(5), first), (request(20), second)], CPU)
+    assert rows.tokens.tolist() == [7, 8, 9, 10, 11]
+    assert rows.positions.tolist() == [3, 4, 3, 4, 5]
+    assert rows.slots.tolist() == [5, 6, 20, 21, 22]
+    assert rows.read.tolist() == [1, 2, 4]
+    assert rows.plan.spans.dtype == torch.int32
+    seen = [mask.nonzero().flatten().tolist() for mask in span_mask(rows.plan.spans, 30)[0]]
+    assert seen == [[5, 6, 8], [5, 6], [20, 21, 22], [20, 21, 22], [20, 21, 22]]
+    assert rows.plan.segments == [
+        Segment(slice(0, 2), slice(5, 9)),
+        Segment(slice(2, 5), slice(20, 23), whole=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "spans", [[[(0, 3)], [(0, 2)]], [[(1, 3)], [(1, 3)]], [[(0, 3), (0, 0)], [(0, 3), (0, 0)]]]
+)
+def test_rows_that_may_see_different_slots_keep_their_mask(spans):
+    plan = engine.join([(request(4), step([7, 8], spans, [0]))], CPU).plan
+    assert not plan.segments[0].whole
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(["llada", "dream"]),
+    st.lists(st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=9), min_size=1,
+             max_size=3),
+    st.sampled_from([0.1, 0.3, 0.9]),
+)  # fmt: skip
+def test_a_segment_is_called_whole_exactly_where_its_mask_would_hide_nothing(
+    family, prompts, tau_conf
+):
+    model = random_model(family)
+    plans = []
+
+    def keep(*arguments):
+        rows = real(*arguments)
+        plans.append(rows.plan)
+        return rows
+
+    real = engine.join
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "join", keep)
+        decode.generate(model, prompts, decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12))
+    segments = [(plan, part) for plan in plans for part in plan.segments]
+    for plan, part in segments:
+        first, stop = part.slots.start, part.slots.stop
+        mask = span_mask(plan.spans[:, part.rows], stop - first, first)
+        assert part.whole == bool(mask.all())
+    assert {part.whole for _, part in segments} >= {False}
