@@ -133,5 +133,5 @@ def _segment(rows: slice, step: Step, base: int) -> Segment:
     """The slots that the rows of one request see: from its first to the last that one sees."""
     starts, ends = step.spans[..., 0], step.spans[..., 1]  # [T, K]
     last = int(ends.max())
-    whole = ends.shape[1] == 1 and not starts.any() and int(ends.min()) == last
+    whole = not starts.any() and int(ends.min()) == last  # an empty range ends where it starts
     return Segment(rows, slice(base, base + last), whole)
