@@ -17,11 +17,13 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,6 +36,7 @@ import decode.engine
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from decode.cli.output import write_beside
 from decode.decoders import Decoder
 from decode.engine import Engine
 from decode.prompts import encode
@@ -121,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--profile", action="store_true", help="the operators instead")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     model = d2f.load(options.model, dtype=options.dtype, device=options.device)
@@ -139,10 +143,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     columns = ("forward", "cpu", *PARTS)
     print(f"{'batch':>6}{'forwards':>10}{'rows':>7}" + "".join(f"{c:>9}" for c in columns))
+    measured = {}
     for batch_size in options.batch_sizes:
-        row = measure(model, options.task, options.problems, batch_size)
+        measured[batch_size] = row = measure(model, options.task, options.problems, batch_size)
         counts = f"{batch_size:>6}{row['forwards']:>10}{row['rows']:>7.0f}"
         print(counts + "".join(f"{row[column]:>9.3f}" for column in columns), flush=True)
+    if options.json is not None:
+        write_beside(options.json, json.dumps(measured) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     "tiny-teacher": [
         ("static, one token a forward, blocks of 8", ["--decoder", "static", "--block-size", "8"])
     ],
-    "tiny-d2f": [("d2f, tau_conf 0.9", []), ("d2f, tau_conf 0.97", ["--tau-conf", "0.97"])],
+    "tiny-d2f": [("d2f, tau_conf 0.9", []), ("d2f, tau_conf 0.995", ["--tau-conf", "0.995"])],
 }
 # glibc gives large buffers back to the kernel after each operation and faults them in again, which
 # slows training on a CPU; so they are kept.
