@@ -112,7 +112,7 @@ class CompareConfig(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
     repetitions: Positive = 3
-    warmup: Positive = 4  # requests before each concurrency, not counted
+    warmup: Positive = 4  # requests before each run, not counted; at least the concurrency
     tokenizer: str | None = None  # that counts visible tokens; default: the baseline's
     vllm_python: str = ".venv-vllm/bin/python"
     retries: Whole = 2

@@ -27,18 +27,18 @@ class Planned:
 def plan(
     config: CompareConfig, contestants: Sequence[Contestant], workloads: Sequence[Workload]
 ) -> list[Planned]:
-    """Every run in order: for each workload and concurrency a warm-up of each entry, then A B A B;
-    at last a pass over all problems that only judges, at the highest concurrency."""
+    """Every run in order: for each workload and concurrency the entries in turn, A B A B, each run
+    after a warm-up of its own, because a process that has waited for the others may find its memory
+    swapped out and its caches cold; at last a pass over all problems that only judges, at the
+    highest concurrency."""
     runs = []
     for workload in workloads:
         for concurrency in config.concurrency:
             warm = min(len(workload.items), max(config.warmup, concurrency))
-            runs += [Planned(workload, c, concurrency, warm, None, True) for c in contestants]
             for repetition in range(config.repetitions):
-                runs += [
-                    Planned(workload, c, concurrency, workload.timed, repetition)
-                    for c in contestants
-                ]
+                for c in contestants:
+                    runs.append(Planned(workload, c, concurrency, warm, None, True))
+                    runs.append(Planned(workload, c, concurrency, workload.timed, repetition))
         if len(workload.items) > workload.timed:
             runs += [
                 Planned(workload, c, config.concurrency[-1], len(workload.items), None)

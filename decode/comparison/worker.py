@@ -3,6 +3,7 @@ measured holds no thread of another."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -84,6 +85,11 @@ class Worker:
 def _serve(connection: Connection, entry: Ours | Transformers, workloads: list[Workload]) -> None:
     """The process: load, then answer requests for runs until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    with contextlib.suppress(BrokenPipeError):  # it has gone: nobody waits for an answer
+        _answer(connection, entry, workloads)
+
+
+def _answer(connection: Connection, entry: Ours | Transformers, workloads: list[Workload]) -> None:
     try:
         import torch
         import transformers
@@ -108,6 +114,8 @@ def _serve(connection: Connection, entry: Ours | Transformers, workloads: list[W
             connection.send(("done", run))
     except InputError as error:
         connection.send(("input error", f"entry {entry.name}: {error}"))
+    except BrokenPipeError:
+        raise
     except Exception:  # whatever it is, the parent shows it
         connection.send(("error", traceback.format_exc()))
 
