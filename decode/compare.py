@@ -88,7 +88,7 @@ def run(config: CompareConfig, command: str) -> Report:
     folder = _folder(config.output)
     about = _about(config, command, config.tokenizer or named)
     ledger = Ledger(folder / "measurements.jsonl")
-    display = Display(reference.name)
+    display = Display()
     contestants: list[Contestant] = []
     servers: dict[str, VllmServer] = {}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -45,4 +45,3 @@ class Run:
     seconds: float
     calls: int | None = None
     peak_bytes: int | None = None
-    notes: list[str] = field(default_factory=list)

@@ -89,7 +89,7 @@ class ServedContestant:
 def check_entries(config: CompareConfig) -> None:
     """Raise InputError for an entry that cannot be started, before any is."""
     for entry in config.entries:
-        if isinstance(entry, Vllm):
+        if isinstance(entry, Vllm) and entry.shares is None:
             check_python(entry, entry.python or config.vllm_python)
         if isinstance(entry, Endpoint):
             check_endpoint(entry.url.rstrip("/"), entry.model, headers(entry), config.limits)

@@ -29,8 +29,7 @@ PLAIN_WIDTH = 140  # columns where standard output is no terminal
 class Display:
     """Shows a comparison on standard output."""
 
-    def __init__(self, baseline: str):
-        self.baseline = baseline
+    def __init__(self) -> None:
         live = sys.stdout.isatty()
         width = None if live else PLAIN_WIDTH
         self.console = Console(force_terminal=live, highlight=False, width=width)

@@ -14,7 +14,8 @@ from decode.comparison.workload import Workload
 
 @dataclass(frozen=True)
 class Planned:
-    """One run to come. timed False: a warm-up, which leaves no record, or the judging pass."""
+    """One run to come: a warm-up, which leaves no record, a timed repetition, or where repetition
+    is None the pass that only judges."""
 
     workload: Workload
     contestant: Contestant

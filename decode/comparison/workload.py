@@ -9,13 +9,13 @@ from d2f.errors import InputError
 from d2f.tasks import Problem, make_problems
 from d2f.tasks import check as judge
 from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.options import DEFAULT_MAX_NEW_TOKENS
 from decode.comparison.config import CompareConfig
 
 if TYPE_CHECKING:
     from decode.prompts import Prompt
 
 OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
-OWN_LENGTH = 256
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def make_workloads(config: CompareConfig) -> list[Workload]:
     stop = config.stop
     if config.prompts_file is not None:
         items = _read(config.prompts_file)
-        length = config.max_new_tokens or OWN_LENGTH
+        length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
         return [Workload(OWN_PROMPTS, items, len(items), length, stop)]
     workloads = []
     for task in config.tasks:

@@ -8,12 +8,16 @@ import pytest
 FAKE = Path(__file__).with_name("fake_vllm.py")
 
 
-@pytest.fixture
-def fake_python(tmp_path):
+def make_fake_python(folder: Path) -> str:
     """Runs fake_vllm.py in place of vLLM's server; `-c` succeeds, as the check of it wants."""
-    path = tmp_path / "python"
+    path = folder / "python"
     path.write_text(
         f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec {sys.executable} {FAKE} "$@"\n'
     )
     path.chmod(0o755)
     return str(path)
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    return make_fake_python(tmp_path)

@@ -18,6 +18,7 @@ from d2f.tasks import make_problems
 from decode.compare import main
 from decode.comparison.config import read_config
 from decode.comparison.report import Report
+from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
 
@@ -53,18 +54,13 @@ def configuration(folder, python, **more):
 def finished(tmp_path_factory):
     """(report, folder, what was printed) of one comparison of all four kinds of entries."""
     folder = tmp_path_factory.mktemp("compare")
-    python = folder / "python"
-    fake = Path(__file__).with_name("fake_vllm.py")
-    python.write_text(
-        f'#!/bin/sh\nif [ "$1" = -c ]; then exit 0; fi\nexec {sys.executable} {fake} "$@"\n'
-    )
-    python.chmod(0o755)
+    python = make_fake_python(folder)
     with endpoint(answering(lambda body: "#### 7")) as server:
         remote = {
             "name": "remote", "kind": "endpoint", "url": server.url, "model": "served",
             "tokenizer": "tiny-ar",
         }  # fmt: skip
-        values = configuration(folder, str(python), entries=[*FOUR_KINDS, remote])
+        values = configuration(folder, python, entries=[*FOUR_KINDS, remote])
         command = [sys.executable, "-m", "decode.compare", "--config", "FILE", "--problems", "4"]
         command[4] = write(folder / "c.yaml", values)
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
