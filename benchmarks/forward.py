@@ -123,14 +123,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
     parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--compile", action="store_true", help="through torch.compile")
     parser.add_argument("--profile", action="store_true", help="the operators instead")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     model = d2f.load(options.model, dtype=options.dtype, device=options.device)
+    if options.compile:
+        model.compile()
     print(
         f"{options.model} on {options.task}, {options.problems} problems; {model.device}, "
-        f"{model.dtype}, {torch.get_num_threads()} threads; torch {torch.__version__}, "
+        f"{model.dtype}, {torch.get_num_threads()} threads, "
+        f"{'compiled' if options.compile else 'not compiled'}; torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )
     if options.profile:

@@ -61,6 +61,36 @@ class SpanPlan:
             self._masks[i] = span_mask(self.spans[:, part.rows], stop - first, first)
         return self._masks[i]
 
+    def attend(
+        self,
+        layer: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of one layer: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S, D]`` to
+        ``[B, T, H, D]`` in the values' dtype."""
+        query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
+        kernel = span_attention(query.device)
+        if kernel is not None:
+            out = kernel(query, key, value, self.spans, scale=scale)
+        elif self.segments is None:
+            out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
+        else:
+            parts = [
+                masked_attention(
+                    query[:, :, part.rows],
+                    key[:, :, part.slots],
+                    value[:, :, part.slots],
+                    self.segment_mask(i),
+                    scale=scale,
+                )
+                for i, part in enumerate(self.segments)
+            ]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return out.transpose(1, 2)
+
 
 def span_attention_forward(
     module: nn.Module,
@@ -76,25 +106,7 @@ def span_attention_forward(
     """transformers' attention function: query ``[B, H, T, D]`` to output ``[B, T, H, D]``."""
     if spans is None:
         raise ValueError("span attention needs spans=SpanPlan(...) in the model's forward")
-    query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
-    kernel = span_attention(query.device)
-    if kernel is not None:
-        out = kernel(query, key, value, spans.spans, scale=scaling)
-    elif spans.segments is None:
-        out = masked_attention(query, key, value, spans.mask(key.shape[2]), scale=scaling)
-    else:
-        parts = [
-            masked_attention(
-                query[:, :, part.rows],
-                key[:, :, part.slots],
-                value[:, :, part.slots],
-                spans.segment_mask(i),
-                scale=scaling,
-            )
-            for i, part in enumerate(spans.segments)
-        ]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return out.transpose(1, 2), None
+    return spans.attend(module, query, key, value, scaling), None
 
 
 def _no_mask(*args: object, **kwargs: object) -> None:

@@ -12,5 +12,9 @@ class CheckpointError(InputError):
     or made for another base."""
 
 
+class CompileError(InputError):
+    """The model cannot be compiled here."""
+
+
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits; no token was chosen from them."""

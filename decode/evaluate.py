@@ -117,6 +117,7 @@ def environment(model: DiffusionModel) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "compiled": model.is_compiled,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -167,7 +167,7 @@ def _report(
     lines.append(
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
-        f"{_short(model.dtype)}, {model.device}{threads}"
+        f"{_short(model.dtype)}, {model.device}{threads}{', compiled' * model.is_compiled}"
     )
     for line in lines:
         print(line, file=console.file)

@@ -175,7 +175,7 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
         "version": __version__,
         "weights": weights,
         "family": model.family,
-        **{key: around[key] for key in ("device", "threads", "dtype", "torch")},
+        **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
         "decoder": space.decoder,
         "grid": {name: list(values) for name, values in space.grid.items()},
         "tasks": list(tuning.tasks),

@@ -37,8 +37,8 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
-    """The model that the options name, its adapter merged, and the hash of the weights before that.
-    Raises InputError."""
+    """The model that the options name, its adapter merged and compiled if asked, and the hash of
+    the weights before that. Raises InputError."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     with warnings.catch_warnings():
@@ -53,6 +53,8 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
         identity = weights_hash(model)
         if options.merge:
             model.merge_adapter()
+        if options.compile:
+            model.compile()
     return model, identity
 
 

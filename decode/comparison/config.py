@@ -36,6 +36,7 @@ class Ours(Entry):
     config: str | None = None
     decoder: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    compile: bool = False  # through torch.compile, as vLLM does; before anything is measured
     batch_size: Positive | None = None  # most requests in a forward; default: the concurrency
     threads: Positive | None = None
 

@@ -39,6 +39,8 @@ class OursRunner:
             device=entry.device,
         )
         self.model.merge_adapter()
+        if entry.compile:
+            self.model.compile()
         self.decoders: dict[str, Decoder] = {}
         self.prompts: dict[str, list[list[int]]] = {}
         for workload in workloads:
@@ -53,6 +55,7 @@ class OursRunner:
         self.facts: dict[str, Any] = {
             "device": torch.cuda.get_device_name(self.model.device) if cuda else "cpu",
             "dtype": str(self.model.dtype).removeprefix("torch."),
+            "compiled": entry.compile,
             "threads": None if cuda else torch.get_num_threads(),
             "decoder": {
                 name: {"decoder": d.name, **asdict(d)} for name, d in self.decoders.items()

@@ -79,6 +79,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--device", metavar="NAME", help="default: cuda where there is one")
     group.add_argument(
+        "--compile", action="store_true", help="run the model through torch.compile while measuring"
+    )
+    group.add_argument(
         "--task",
         default=",".join(TASKS),
         metavar="NAMES",

@@ -49,12 +49,13 @@ class Report:
     def counted(self) -> str:
         """What the numbers are."""
         e = self.environment
+        compiled = ", compiled" if e["compiled"] else ""
         return (
             "Tokens are visible ones, before the first end token. Seconds are wall time of "
             f"decoding in batches of {self.run['batch_size']}, prompts included, after one untimed "
             "problem of the setting. A forward is a call of the model that a request was in. "
             "Intervals are Wilson's, those of differences are paired (Agresti and Min). "
-            f"{self.model}, {e['dtype']}, {e['device']}, {e['threads']} threads, torch "
+            f"{self.model}, {e['dtype']}{compiled}, {e['device']}, {e['threads']} threads, torch "
             f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, {e['date']}."
         )
 
@@ -85,6 +86,7 @@ class Report:
         run, final = self.run, outcome.final("chosen")
         found = dict(zip(outcome.found.compared, outcome.found.comparable(), strict=True))
         tuned = found[outcome.found.compared[outcome.choice.chosen]]
+        compiled = ", compiled" if self.environment["compiled"] else ""
         lines = [
             "Written by python -m decode.tune.",
             f"model {self.model}" + (f", adapter {self.adapter}" if self.adapter else ""),
@@ -96,7 +98,7 @@ class Report:
             outcome.verdict_text,
             outcome.against_defaults,
             f"{self.environment['device']}, {self.environment['threads']} threads, "
-            f"{self.environment['dtype']}, {self.environment['date']}",
+            f"{self.environment['dtype']}{compiled}, {self.environment['date']}",
         ]
         options = {"decoder": self.space.decoder, **outcome.chosen}
         comments = "".join(f"# {line}\n" for line in lines)

@@ -1,0 +1,118 @@
+"""Forwards of a decoding engine through `torch.compile`: the same arithmetic without what it costs
+to call it operator by operator from Python.
+
+Attention and the cache stay outside the graph, behind the operator ``d2f::attend``, as vLLM does:
+it writes a layer's new keys and values to their slots and attends over the plan of the forward that
+is running. So one graph serves every number of rows, every batch and every cache; a single row,
+which `torch.compile` always specialises, has a graph of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from d2f.attention import SpanPlan
+from d2f.cache import SlotCache
+from d2f.errors import CompileError
+
+
+class _Running(threading.local):
+    """The forward that a thread is running."""
+
+    cache: SlotCache
+    plan: SpanPlan
+
+
+_running = _Running()
+_library = torch.library.Library("d2f", "FRAGMENT")
+_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor")
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    keys, values = _running.cache.update(key, value, layer)
+    return _running.plan.attend(None, query, keys, values, scale).contiguous()
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    batch, heads, rows, dim = query.shape
+    return value.new_empty((batch, rows, heads, dim))
+
+
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("d2f::attend", _attend_fake, lib=_library)
+
+
+class _PlanOfTheForward(SpanPlan):
+    """Stands for the plan while a graph is made, and puts ``d2f::attend`` into it."""
+
+    def __init__(self) -> None:
+        self.segments = None
+
+    def attend(
+        self,
+        layer: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        assert layer is not None and scale is not None
+        out: Tensor = torch.ops.d2f.attend(query, key, value, layer.layer_idx, scale)
+        return out
+
+
+class CompiledRows:
+    """The hidden states of flat rows, compiled at once; takes some seconds.
+
+    Raises CompileError where `torch.compile` cannot, on a CPU mostly for want of a C++ compiler.
+    """
+
+    def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
+        plan = _PlanOfTheForward()
+
+        def hidden(tokens: Tensor, positions: Tensor) -> Tensor:
+            out: Tensor = backbone.model(
+                input_ids=tokens, position_ids=positions, spans=plan, use_cache=False
+            ).last_hidden_state
+            return out
+
+        # Graphs are kept by code object, a few to each: this model's are its own.
+        hidden.__code__ = hidden.__code__.replace()
+        # The weights and the model's attributes do not change: only shapes are checked at a call.
+        options: dict[str, Any] = {
+            "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe
+        }
+        self._run = torch.compile(hidden, dynamic=True, fullgraph=True, options=options)
+        try:
+            for rows in (1, 3, 2):
+                self._try(rows, new_cache(rows), backbone.device)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CompileError(
+                "the model cannot be compiled; on a CPU torch.compile needs a C++ compiler "
+                f"(g++ or clang++): {reason}"
+            ) from error
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache
+    ) -> Tensor:
+        """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
+        _running.cache, _running.plan = cache, plan
+        try:
+            out: Tensor = self._run(tokens[None], positions[None])[0]
+        finally:
+            del _running.cache, _running.plan
+        return out
+
+    def _try(self, rows: int, cache: SlotCache, device: torch.device) -> None:
+        with torch.inference_mode():  # tensors made outside would need graphs of their own
+            places = torch.arange(rows, device=device)
+            cache.slots = places
+            spans = torch.tensor([[[0, rows]]] * rows, dtype=torch.int32, device=device)
+            self(torch.zeros_like(places), places, SpanPlan(spans), cache)

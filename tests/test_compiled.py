@@ -1,0 +1,105 @@
+"""A compiled model decodes to the tokens of the plain one, whatever rows, caches and batches."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny import fresh_model, random_model
+
+import d2f
+import decode
+from d2f import spans as sp
+from d2f.attention import SpanPlan
+from d2f.errors import CompileError
+from d2f.tasks import make_problems
+from decode.comparison.config import Ours
+from decode.comparison.ours import OursRunner
+from decode.comparison.workload import Item, Workload
+from decode.pipeline import main
+
+DECODERS = {
+    "llada": [
+        decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=24),
+        decode.Static(steps=6, block_size=8, max_new_tokens=24),
+    ],
+    "dream": [decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=24)],
+    "causal": [decode.Autoregressive(12)],
+}
+
+
+@pytest.fixture(scope="module", params=sorted(DECODERS))
+def compiled(request):
+    """(family, compiled model)"""
+    model = fresh_model(request.param)
+    model.compile()
+    return request.param, model
+
+
+def test_rows_of_any_number_have_the_logits_of_the_plain_forward(compiled):
+    family, model = compiled
+    plain = random_model(family)
+    ids = torch.randint(3, 200, (20,), generator=torch.Generator().manual_seed(1))
+    caches = [m.new_cache(40) for m in (plain, model)]
+    first = 0
+    for rows in (7, 1, 2, 10):  # each sees the slots that the ones before it wrote
+        at = torch.arange(first, first + rows)
+        seen = sp.causal(first + rows)[first:]
+        logits = []
+        for m, cache in zip((plain, model), caches, strict=True):
+            cache.slots = at
+            with torch.inference_mode():
+                logits.append(m.decode_rows(ids[at], at, SpanPlan(seen), cache, torch.arange(rows)))
+        torch.testing.assert_close(*logits)
+        first += rows
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_tokens_are_those_of_the_plain_model(compiled, batch_size):
+    family, model = compiled
+    prompts = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33]]
+    for decoder in DECODERS[family]:
+        results = [
+            decode.generate(m, prompts, decoder, batch_size=batch_size)
+            for m in (random_model(family), model)
+        ]
+        plain, fast = ([r.raw_tokens for r in some] for some in results)
+        assert fast == plain
+
+
+def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp_path, capsys):
+    problems = make_problems("story", "heldout", 3)
+    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    decoder = decode.D2F(max_new_tokens=40)
+    plain = [r.tokens for r in decode.generate(d2f.load("tiny-d2f"), prompts, decoder)]
+
+    out = tmp_path / "out.jsonl"
+    options = ["--problems", "3", "--tasks", "story", "--max-new-tokens", "40", "--output"]
+    assert main([*options, str(out), "--compile"]) == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()[1:]]
+    assert [record["tokens"] for record in records] == plain
+    assert "cpu, 1 threads, compiled" in capsys.readouterr().out
+
+    items = [Item(str(i), prompt) for i, prompt in enumerate(prompts)]
+    entry = Ours(kind="ours", name="D2F", model="tiny-d2f", compile=True)
+    runner = OursRunner(entry, [Workload("story", items, 3, 40, ())])
+    text = [answer.text for answer in runner.run("story", 3, 2).answers]
+    assert text == [record["text"] for record in records]
+    assert runner.facts["compiled"] is True
+
+
+def test_a_compiled_model_has_its_adapter_merged(tmp_path, capsys):
+    assert main(["--adapter", "x", "--no-merge", "--compile"]) == 2
+    assert "--compile needs a merged adapter" in capsys.readouterr().err
+
+
+def test_without_a_compiler_the_error_says_what_is_missing(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    model = fresh_model("llada", seed=1)
+    with fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
+        model.compile()
+    assert not model.is_compiled
