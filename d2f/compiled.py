@@ -4,7 +4,8 @@ to call it operator by operator from Python.
 Attention and the cache stay outside the graph, behind the operator ``d2f::attend``, as vLLM does:
 it writes a layer's new keys and values to their slots and attends over the plan of the forward that
 is running. So one graph serves every number of rows, every batch and every cache; a single row,
-which `torch.compile` always specialises, has a graph of its own.
+which `torch.compile` always specialises, has a graph of its own. On an x86 CPU the linear layers
+are packed (`d2f.packed`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.errors import CompileError
+from d2f.packed import PackedModel, can_pack
 
 
 class _Running(threading.local):
@@ -75,11 +77,15 @@ class CompiledRows:
 
     def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
         plan = _PlanOfTheForward()
+        packed = PackedModel(backbone) if can_pack(backbone) else None
+        model = backbone.model if packed is None else packed.model
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:
-            out: Tensor = backbone.model(
+            out: Tensor = model(
                 input_ids=tokens, position_ids=positions, spans=plan, use_cache=False
             ).last_hidden_state
+            if packed is not None:
+                packed.forget()
             return out
 
         # Graphs are kept by code object, a few to each: this model's are its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tiny import fresh_model, random_model
 
 import d2f
+import d2f.compiled
+import d2f.packed
 import decode
 from d2f import spans as sp
 from d2f.attention import SpanPlan
@@ -87,6 +90,29 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
     text = [answer.text for answer in runner.run("story", 3, 2).answers]
     assert text == [record["text"] for record in records]
     assert runner.facts["compiled"] is True
+
+
+def test_where_layers_cannot_be_packed_the_tokens_are_the_same(monkeypatch):
+    monkeypatch.setattr(d2f.compiled, "can_pack", lambda backbone: False)
+    monkeypatch.setattr(d2f.compiled, "PackedModel", None)
+    model = fresh_model("dream")
+    model.compile()
+    (decoder,) = DECODERS["dream"]
+    plain, fast = (
+        decode.generate(m, [[5, 6, 7], [9]], decoder) for m in (random_model("dream"), model)
+    )
+    assert [r.raw_tokens for r in fast] == [r.raw_tokens for r in plain]
+
+
+def test_packed_weights_go_with_the_model():
+    model = fresh_model("dream", seed=2)
+    before = set(d2f.packed._weights)
+    model.compile()
+    new = set(d2f.packed._weights) - before
+    assert new
+    del model
+    gc.collect()
+    assert not new & set(d2f.packed._weights)
 
 
 def test_a_compiled_model_has_its_adapter_merged(tmp_path, capsys):

@@ -1,0 +1,121 @@
+"""Linear layers as oneDNN's kernels want them: weights laid out once in the order in which they are
+read, and layers with one input joined to one product.
+
+PyTorch's own fp32 product on a CPU takes the weights as they lie, at every call, which the few rows
+of a decoding step do not pay for. The packed weights are a second copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import platform
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read one input
+
+
+@dataclass(frozen=True)
+class _Weights:
+    weight: Tensor  # in oneDNN's layout
+    bias: Tensor | None
+    outputs: int
+
+
+_weights: dict[int, _Weights] = {}  # by handle: a graph cannot take a tensor of that layout
+_handles = itertools.count()
+_library = torch.library.Library("d2f", "FRAGMENT")
+_library.define("packed_linear(Tensor x, int handle) -> Tensor")
+
+
+def _linear(x: Tensor, handle: int) -> Tensor:
+    w = _weights[handle]
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.weight, w.bias, "none", [], "")
+    return out
+
+
+def _linear_fake(x: Tensor, handle: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], _weights[handle].outputs))
+
+
+_library.impl("packed_linear", _linear, "CPU")
+torch.library.register_fake("d2f::packed_linear", _linear_fake, lib=_library)
+
+
+def can_pack(backbone: PreTrainedModel) -> bool:
+    """Whether the model's layers can be packed here: fp32 on an x86 CPU."""
+    return (
+        backbone.device.type == "cpu"
+        and backbone.dtype == torch.float32
+        and platform.machine() in ("x86_64", "AMD64")
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+class PackedModel:
+    """The same model with its layers packed, for `torch.compile`; all other weights are shared."""
+
+    def __init__(self, backbone: PreTrainedModel):
+        shared = itertools.chain(backbone.parameters(), backbone.buffers())
+        twin = copy.deepcopy(backbone, {id(tensor): tensor for tensor in shared})
+        self.model: nn.Module = twin.model
+        self.products: list[_Product] = []
+        for module in list(self.model.modules()):
+            layers = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+            for names in _JOINED:
+                if all(name in layers for name in names):
+                    self._replace(module, {name: layers.pop(name) for name in names})
+            for name, layer in layers.items():
+                self._replace(module, {name: layer})
+
+    def _replace(self, module: nn.Module, layers: dict[str, nn.Linear]) -> None:
+        product = _Product(list(layers.values()))
+        self.products.append(product)
+        for i, name in enumerate(layers):
+            setattr(module, name, _Part(product, i))
+
+    def forget(self) -> None:
+        """Let go of the last forward's products."""
+        for product in self.products:
+            product.forget()
+
+
+class _Product:
+    """Layers that read one input, as one product; the first that is asked computes it."""
+
+    def __init__(self, layers: list[nn.Linear]):
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        layout = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self.handle = next(_handles)
+        self.outputs = [layer.out_features for layer in layers]
+        _weights[self.handle] = _Weights(layout, torch.cat(biases) if biases else None, len(weight))
+        weakref.finalize(self, _weights.pop, self.handle)
+        self.x: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+    def part(self, x: Tensor, i: int) -> Tensor:
+        if self.x is not x:
+            self.x = x
+            self.parts = torch.ops.d2f.packed_linear(x, self.handle).split(self.outputs, -1)
+        return self.parts[i]
+
+    def forget(self) -> None:
+        self.x, self.parts = None, ()
+
+
+class _Part(nn.Module):
+    """Stands where one of a product's layers stood."""
+
+    def __init__(self, product: _Product, i: int):
+        super().__init__()
+        self.product, self.i = product, i
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product.part(x, self.i)
