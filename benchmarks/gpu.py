@@ -1,8 +1,9 @@
 """python -m benchmarks.gpu --output benchmarks/results/gpu.json [--vllm-python PYTHON]
 
 Runs every GPU measurement of the project on this machine's NVIDIA GPU and writes one JSON with the
-device's name: the parts of a decoding forward, and the comparison with vLLM (whose environment
-`--vllm-python` names; without one the comparison has no served entry and says so).
+device's name: the kernels' tests and benchmarks, the parts of a decoding forward, and the comparison
+with vLLM (whose environment `--vllm-python` names; without one the comparison has no served entry
+and says so).
 """
 
 from __future__ import annotations
@@ -25,10 +26,18 @@ CONFIG = ROOT / "configs" / "compare-tiny.yaml"
 
 def forward(model: str) -> dict[str, Any]:
     """The report of benchmarks.forward on the GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "forward.json"
-        _run("benchmarks.forward", "--model", model, "--device", "cuda", "--json", str(path))
-        return dict(json.loads(path.read_text()))
+    return _written("benchmarks.forward", "--model", model, "--device", "cuda")
+
+
+def kernels() -> dict[str, Any]:
+    """Whether the kernels' tests pass on the GPU, and the report of each kernel's benchmark."""
+    tests = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/kernels"], cwd=ROOT, capture_output=True, text=True
+    )
+    found: dict[str, Any] = {"tests": {"status": tests.returncode, "tail": tests.stdout[-4000:]}}
+    for name in ("span_attention", "confidence", "masked_kl"):
+        found[name] = _written(f"benchmarks.{name}")
+    return found
 
 
 def compare(vllm_python: str | None) -> dict[str, Any]:
@@ -54,6 +63,14 @@ def compare(vllm_python: str | None) -> dict[str, Any]:
         flags = [part for key, value in given.items() for part in (f"--{key}", value)]
         _run("decode.compare", "--config", str(CONFIG), *flags)
         return dict(json.loads((Path(folder) / "compare" / "report.json").read_text()))
+
+
+def _written(module: str, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes with --json."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        _run(module, *arguments, "--json", str(path))
+        return dict(json.loads(path.read_text()))
 
 
 def _run(module: str, *arguments: str) -> None:
@@ -83,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         "served": options.vllm_python is not None,
     }
     for name, measurement in (
+        ("kernels", kernels),
         ("forward", lambda: {model: forward(model) for model in ("tiny-d2f", "tiny-ar")}),
         ("compare", lambda: compare(options.vllm_python)),
     ):

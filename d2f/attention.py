@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from triton_kernels.span_attention import masked_attention, span_attention, span_mask
+from triton_kernels.choice import use_kernel
+from triton_kernels.span_attention import HEAD_DIMS, masked_attention, span_attention, span_mask
 
 NAME = "span"
 
@@ -43,6 +44,7 @@ class SpanPlan:
         self.spans = spans
         self.segments = segments
         self._masks: dict[int, Tensor] = {}
+        self._flat: Tensor | None = None
 
     def mask(self, keys: int) -> Tensor:
         """Mask ``[B or 1, T, keys]``, built once a forward."""
@@ -72,10 +74,9 @@ class SpanPlan:
         """Attention of one layer: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S, D]`` to
         ``[B, T, H, D]`` in the values' dtype."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
-        kernel = span_attention(query.device)
-        if kernel is not None:
-            out = kernel(query, key, value, self.spans, scale=scale)
-        elif self.segments is None:
+        if use_kernel(query) and query.shape[-1] in HEAD_DIMS:
+            return self._by_kernel(query, key, value, scale)
+        if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
         else:
             parts = [
@@ -90,6 +91,24 @@ class SpanPlan:
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return out.transpose(1, 2)
+
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        """The batch as one flat batch over one flat cache."""
+        batch, heads, rows, dim = query.shape
+        kv_heads, slots = key.shape[1:3]
+        q = query.transpose(1, 2).reshape(batch * rows, heads, dim)
+        k, v = (x.transpose(0, 1).reshape(kv_heads, batch * slots, dim) for x in (key, value))
+        spans = self._flat_spans(batch, slots)
+        out = span_attention(q, k, v, spans, scale=scale, kernel=True, check=False)
+        return out.view(batch, rows, heads, dim)
+
+    def _flat_spans(self, batch: int, slots: int) -> Tensor:
+        """Spans ``[B * T, K, 2]`` over the batch's keys laid one after the other, built once."""
+        if self._flat is None:
+            first = torch.arange(batch, dtype=torch.int32, device=self.spans.device) * slots
+            spans = self.spans.expand(batch, -1, -1, -1) + first[:, None, None, None]
+            self._flat = spans.flatten(0, 1)
+        return self._flat
 
 
 def span_attention_forward(

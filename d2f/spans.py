@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MAX_SPANS = 3
+from triton_kernels.span_attention import MAX_SPANS as MAX_SPANS
+from triton_kernels.span_attention import validate_spans as validate  # noqa: F401
 
 
 def bidirectional(length: int) -> Tensor:
@@ -163,28 +164,6 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
         raise ValueError(f"sequences of {offset} positions do not fit in a row of {length}")
     rows.append(torch.zeros(length - offset, k, 2, dtype=torch.int32))
     return torch.cat(rows)
-
-
-def validate(spans: Tensor, keys: int) -> None:
-    """Raise ValueError unless `spans` are well formed over `keys` keys."""
-    if spans.dtype != torch.int32 or spans.dim() < 3 or spans.shape[-1] != 2:
-        raise ValueError(
-            f"spans must be int32 [..., queries, K, 2], got {spans.dtype} {list(spans.shape)}"
-        )
-    if not 1 <= spans.shape[-2] <= MAX_SPANS:
-        raise ValueError(f"spans must have 1 to {MAX_SPANS} ranges a query, got {spans.shape[-2]}")
-    starts, ends = spans.unbind(-1)
-    if bool((starts > ends).any()):
-        raise ValueError("a span starts after its end")
-    filled = ends > starts
-    if bool((filled & ((starts < 0) | (ends > keys))).any()):
-        raise ValueError(f"a span reaches outside the keys [0, {keys})")
-    for i in range(spans.shape[-2]):
-        for j in range(i):
-            both = filled[..., i] & filled[..., j]
-            apart = (ends[..., i] <= starts[..., j]) | (ends[..., j] <= starts[..., i])
-            if bool((both & ~apart).any()):
-                raise ValueError("two spans of one query overlap")
 
 
 def _queries(length: int) -> Tensor:

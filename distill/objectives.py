@@ -14,7 +14,8 @@ from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, lay_out
-from distill.losses import weighted_cross_entropy, weighted_kl
+from distill.losses import weighted_cross_entropy
+from triton_kernels.masked_kl import masked_linear_kl
 
 Rows = list[list[Placed]]
 
@@ -127,13 +128,14 @@ class Objective(nn.Module):
         return torch.stack(own), None
 
     def read(self, batch: Batch, which: Tensor) -> Tensor:
-        """Logits ``[N, V]`` of the rows that are read."""
+        """Hidden states ``[N, C]`` of the rows that are read."""
         hidden = self.model.hidden(batch.input_ids, SpanPlan(which), batch.positions)
-        return self.model.head(hidden.flatten(0, 1).index_select(0, batch.rows))
+        return hidden.flatten(0, 1).index_select(0, batch.rows)
 
     def forward(self, batch: Batch) -> Tensor:
         """The loss of a batch, a scalar."""
-        return weighted_cross_entropy(self.read(batch, batch.spans), batch.targets, batch.weight)
+        logits = self.model.head(self.read(batch, batch.spans))
+        return weighted_cross_entropy(logits, batch.targets, batch.weight)
 
 
 class NextToken(Objective):
@@ -214,14 +216,15 @@ class D2F(Objective):
     def forward(self, batch: Batch) -> Tensor:
         student = self.read(batch, batch.spans)
         if self.config.distill_target == "hard":
-            return weighted_cross_entropy(student, batch.targets, batch.weight)
+            return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
         assert batch.teacher_spans is not None
         training = self.network.training
         self.network.eval()
         with torch.no_grad(), self.model.adapter_disabled():
             teacher = self.read(batch, batch.teacher_spans)
         self.network.train(training)
-        return weighted_kl(student, teacher, batch.weight)
+        head = self.model.backbone.lm_head.weight
+        return masked_linear_kl(student, teacher, head, batch.weight)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {

@@ -5,10 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import d2f.attention
+import triton_kernels.span_attention
 from d2f import spans as sp
 from d2f.attention import Segment, SpanPlan, span_attention_forward
-from triton_kernels import span_attention as kernels
-from triton_kernels.span_attention import span_attention_reference, span_mask
+from triton_kernels.span_attention import (
+    HEAD_DIMS,
+    span_attention,
+    span_attention_reference,
+    span_mask,
+)
 
 HEADS = [(4, 4), (4, 2), (7, 1), (28, 4)]
 
@@ -232,18 +238,23 @@ def test_packed_sequences_equal_each_alone(dream):
     assert packed.isfinite().all()
 
 
-def test_a_kernel_is_chosen_by_device(llada, monkeypatch):
-    """A kernel entered for a device is what a model on that device runs, in every layer."""
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_model_runs_the_kernel_in_every_layer_where_it_is_chosen(llada, monkeypatch, batch):
+    """As on a GPU; a batch is laid out flat, each sample with its spans."""
     calls = []
 
-    def kernel(q, k, v, spans, *, scale=None):
-        calls.append(spans)
-        return span_attention_reference(q, k, v, spans, scale=scale)
+    def spied(*args, **options):
+        calls.append(options)
+        return span_attention(*args, **options)
 
-    ids, spans = torch.arange(4, 12)[None], sp.causal(8)
+    ids = torch.arange(4, 4 + 8 * batch).view(batch, 8)
+    spans = torch.stack([sp.causal(8), sp.block_causal(8, 3, 2)])[:batch]
     with torch.inference_mode():
         want = llada.forward(ids, spans)
-        monkeypatch.setitem(kernels.KERNELS, "cpu", kernel)
-        assert torch.equal(llada.forward(ids, spans), want)
+        monkeypatch.setattr(d2f.attention, "use_kernel", lambda x: True)
+        monkeypatch.setattr(d2f.attention, "span_attention", spied)
+        monkeypatch.setattr(d2f.attention, "HEAD_DIMS", (16, *HEAD_DIMS))
+        monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (16, *HEAD_DIMS))
+        got = llada.forward(ids, spans)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(calls) == llada.backbone.config.num_hidden_layers
-    assert all(torch.equal(came[0], spans) for came in calls)

@@ -1,19 +1,102 @@
 """Attention over spans: each query sees a union of at most three key ranges.
 
-    out[h, t] = softmax(scale * q[h, t] . k[h // group, j] for j in spans[t]) @ v[h // group, j]
+    out[t, h] = softmax(scale * q[t, h] . k[h // group, j] for j in spans[t]) @ v[h // group, j]
 
 `span_attention_reference` is the plain PyTorch computation: the path of the CPU and the truth
-that a kernel is tested against. `span_attention` is where a kernel is chosen by device.
+that the kernel is tested against. `span_attention` runs the kernel where `use_kernel` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from triton_kernels.choice import use_kernel
+
+MAX_SPANS = 3
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+
+
+def span_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    *,
+    scale: float | None = None,
+    kernel: bool | None = None,
+    check: bool = True,
+) -> Tensor:
+    """Attention of rows of many requests in one flat batch over a flat cache, differentiable.
+
+    q ``[T, H, D]``; k, v ``[H_kv, S, D]`` with H a multiple of H_kv; spans int32 ``[T, K, 2]``,
+    absolute slots, K at most 3, the ranges of a row apart; scale defaults to ``D ** -0.5``.
+    Returns ``[T, H, D]`` in q's dtype; a row that sees no key gives 0. kernel: as `use_kernel`
+    says; fp64 is the reference's. check: look into the spans, which on a GPU waits for them.
+
+    Raises ValueError for shapes, dtypes, devices or spans that do not fit, and where the kernel is
+    asked for a head dimension that is not in `HEAD_DIMS`.
+    """
+    _check(q, k, v, spans)
+    if check:
+        validate_spans(spans, k.shape[1])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    use = use_kernel(q, kernel) and (kernel is True or q.shape[-1] in HEAD_DIMS)
+    if not use or not len(q) or not k.shape[1]:
+        rows = q.transpose(0, 1)[None]  # [1, H, T, D]
+        plain = span_attention_reference(rows, k[None], v[None], spans[None], scale=scale)
+        return plain[0].transpose(0, 1)
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"the head dimension must be one of {HEAD_DIMS}, got {q.shape[-1]}")
+    out: Tensor = _SpanAttention.apply(q, k, v, spans, scale)
+    return out
+
+
+class _SpanAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
+        from triton_kernels import span_attention_tiles as tiles
+
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        spans = spans.contiguous()
+        out, log_sum = tiles.forward(q, k, v, spans, scale)
+        ctx.save_for_backward(q, k, v, spans, out, log_sum)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from triton_kernels import span_attention_tiles as tiles
+
+        q, k, v, spans, out, log_sum = ctx.saved_tensors
+        gradients = tiles.backward(q, k, v, spans, ctx.scale, out, log_sum, grads[0])
+        return (*gradients, None, None)
+
+
+def write_slots(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    kernel: bool | None = None,
+) -> None:
+    """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
+    if use_kernel(k, kernel):
+        from triton_kernels import span_attention_tiles as tiles
+
+        keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+        tiles.write_slots(k, v, slots, keys, values)
+        return
+    k.index_copy_(1, slots, keys.to(k.dtype))
+    v.index_copy_(1, slots, values.to(v.dtype))
 
 
 def span_mask(spans: Tensor, keys: int, first_key: int = 0) -> Tensor:
@@ -33,7 +116,7 @@ def span_mask(spans: Tensor, keys: int, first_key: int = 0) -> Tensor:
 def span_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Span attention in plain PyTorch, heads grouped.
+    """Span attention in plain PyTorch, heads grouped, for a batch.
 
     q ``[B, H, T, D]``; k, v ``[B, H_kv, S, D]`` with H a multiple of H_kv; spans int32
     ``[B or 1, T, K, 2]`` over the S keys; scale defaults to ``D ** -0.5``. Returns
@@ -60,10 +143,42 @@ def masked_attention(
     return torch.where(mask.any(dim=-1)[:, None, :, None], out, 0.0)
 
 
-def span_attention(device: torch.device) -> Callable[..., Tensor] | None:
-    """The kernel for tensors on `device`, or None where the reference is what runs."""
-    return KERNELS.get(device.type)
+def validate_spans(spans: Tensor, keys: int) -> None:
+    """Raise ValueError unless spans ``[..., queries, K, 2]`` are well formed over `keys` keys."""
+    if spans.dtype != torch.int32 or spans.dim() < 3 or spans.shape[-1] != 2:
+        raise ValueError(
+            f"spans must be int32 [..., queries, K, 2], got {spans.dtype} {list(spans.shape)}"
+        )
+    if not 1 <= spans.shape[-2] <= MAX_SPANS:
+        raise ValueError(f"spans must have 1 to {MAX_SPANS} ranges a query, got {spans.shape[-2]}")
+    starts, ends = spans.unbind(-1)
+    if bool((starts > ends).any()):
+        raise ValueError("a span starts after its end")
+    filled = ends > starts
+    if bool((filled & ((starts < 0) | (ends > keys))).any()):
+        raise ValueError(f"a span reaches outside the keys [0, {keys})")
+    for i in range(spans.shape[-2]):
+        for j in range(i):
+            both = filled[..., i] & filled[..., j]
+            apart = (ends[..., i] <= starts[..., j]) | (ends[..., j] <= starts[..., i])
+            if bool((both & ~apart).any()):
+                raise ValueError("two spans of one query overlap")
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {}
-"""Span attention kernels by device type; empty until a kernel has passed its tests."""
+def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "expected q [T, H, D] and k, v [H_kv, S, D], got "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    if not k.shape[0] or q.shape[1] % k.shape[0]:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k.shape[0]} key heads evenly")
+    if spans.dtype != torch.int32 or spans.dim() != 3 or spans.shape[0] != len(q):
+        raise ValueError(
+            f"spans must be int32 [{len(q)}, K, 2], got {spans.dtype} {list(spans.shape)}"
+        )
+    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share a floating dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    devices = {str(x.device) for x in (q, k, v, spans)}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")

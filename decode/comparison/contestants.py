@@ -56,7 +56,7 @@ class ServedContestant:
         self.facts: dict[str, Any] = {"url": client.url, "stream": entry.stream}
         if server is not None:
             self.facts |= {
-                "command": server.command,
+                "command": [_from_here(part) for part in server.command],
                 "environment": server.entry.env,
                 "vllm": server.version(),
                 "startup_seconds": round(server.startup_seconds, 1),
@@ -132,3 +132,9 @@ def headers(entry: Vllm | Endpoint) -> dict[str, str]:
     if not key:
         raise InputError(f"entry {entry.name}: the variable {entry.api_key_env} holds no key")
     return {"authorization": f"Bearer {key}"}
+
+
+def _from_here(argument: str) -> str:
+    """An argument of a command; a path below the working folder, from there."""
+    here = f"{Path.cwd()}{os.sep}"
+    return argument.removeprefix(here)

@@ -1,0 +1,129 @@
+"""python -m benchmarks.masked_kl --rows 256 512 1024 4096 --vocabularies 126464 152064
+
+Time and peak memory of the distillation loss, forward and backward: `masked_linear_kl` (on a GPU
+with its kernel and without), and the same from all logits at once. Each measurement is a process of
+its own; its peak is what it allocated beyond its inputs, on a CPU by the operating system's count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.cli.output import write_beside
+from decode.comparison.memory import peak_bytes, reset_peak
+from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
+
+WAYS = ("plain", "chunked", "kernel")
+
+
+def measure(
+    way: str, rows: int, vocabulary: int, width: int, dtype: str, device: str, repeat: int
+) -> dict[str, Any]:
+    """Median milliseconds and peak MiB of one way."""
+    rng = torch.Generator(device).manual_seed(0)
+    kind = getattr(torch, dtype)
+    student, teacher = (
+        torch.randn(rows, width, generator=rng, device=device).to(kind) for _ in range(2)
+    )
+    head = (torch.randn(vocabulary, width, generator=rng, device=device) / width**0.5).to(kind)
+    weight = torch.rand(rows, generator=rng, device=device)
+    student.requires_grad_()
+
+    def once() -> None:
+        if way == "plain":
+            loss = masked_linear_kl_reference(student, teacher, head, weight)
+        else:
+            loss = masked_linear_kl(student, teacher, head, weight, kernel=way == "kernel")
+        torch.autograd.grad(loss, student)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    before = _memory(device)
+    once()
+    peak = _memory(device, peak=True) - before
+    times = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - began)
+    return {"ms": 1e3 * statistics.median(times), "peak_mib": peak / 2**20}
+
+
+def _memory(device: str, *, peak: bool = False) -> int:
+    if device == "cuda":
+        if not peak:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    import os
+
+    if not peak:
+        reset_peak([os.getpid()])
+    return peak_bytes([os.getpid()]) or 0
+
+
+def _serve(results: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        results.put(measure(*arguments))
+    except torch.cuda.OutOfMemoryError:
+        results.put({"ms": None, "peak_mib": None})
+
+
+def apart(*arguments: Any) -> dict[str, Any]:
+    """`measure` in a process of its own. Raises RuntimeError where it was killed."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    process = context.Process(target=_serve, args=(results, arguments))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{arguments[0]}: its process ended with status {process.exitcode}")
+    found: dict[str, Any] = results.get()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--rows", type=int, nargs="+", default=[256, 512, 1024, 4096])
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[126464, 152064])
+    parser.add_argument("--width", type=int, default=4096, help="of a hidden state")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(arguments)
+    device = "cuda" if cuda else "cpu"
+    name = torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads"
+    print(f"{name}, {options.dtype}, width {options.width}, torch {torch.__version__}")
+    ways = WAYS if cuda else WAYS[:2]
+    print(f"{'vocabulary':>10}{'rows':>6}" + "".join(f"{w + ', ms':>14}{'MiB':>9}" for w in ways))
+    table = []
+    for vocabulary in options.vocabularies:
+        for rows in options.rows:
+            line = f"{vocabulary:>10}{rows:>6}"
+            for way in ways:
+                shape = (rows, vocabulary, options.width, options.dtype)
+                found = apart(way, *shape, device, options.repeat)
+                table.append({"way": way, "rows": rows, "vocabulary": vocabulary, **found})
+                if found["ms"] is None:
+                    line += f"{'no memory':>23}"
+                else:
+                    line += f"{found['ms']:>14.1f}{found['peak_mib']:>9.0f}"
+            print(line, flush=True)
+    if options.json is not None:
+        about = {"device": name, "dtype": options.dtype, "width": options.width}
+        write_beside(options.json, json.dumps({**about, "measured": table}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The span attention kernels against the plain computation, forward, backward and slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from triton_kernels import span_attention_tiles as tiles
+from triton_kernels.span_attention import HEAD_DIMS, span_attention, write_slots
+
+HEADS = [(4, 4), (7, 1), (28, 4), (6, 2)]
+
+
+@st.composite
+def spans_over(draw, queries, keys):
+    """Spans apart from each other, in any order; some empty."""
+    k = draw(st.integers(1, 3))
+    rows = []
+    for _ in range(queries):
+        cuts = sorted(draw(st.lists(st.integers(0, keys), min_size=2 * k, max_size=2 * k)))
+        rows.append(draw(st.permutations(list(zip(cuts[::2], cuts[1::2], strict=True)))))
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def tensors(queries, slots, heads, kv_heads, dim, seed=0, device="cpu", dtype=torch.float32):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = ((queries, heads, dim), (kv_heads, slots, dim), (kv_heads, slots, dim))
+    return [torch.randn(s, generator=rng).to(device, dtype).requires_grad_() for s in shapes]
+
+
+def value_and_gradients(q, k, v, spans, kernel, **options):
+    out = span_attention(q, k, v, spans, kernel=kernel, **options)
+    weight = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), (q, k, v))]
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_equals_the_reference_forward_and_backward(device, data):
+    heads, kv_heads = data.draw(st.sampled_from(HEADS))
+    queries, slots = data.draw(st.integers(1, 21)), data.draw(st.integers(1, 90))
+    spans = data.draw(spans_over(queries, slots)).to(device)
+    scale = data.draw(st.sampled_from([None, 0.3]))
+    args = (*tensors(queries, slots, heads, kv_heads, 32, device=device), spans)
+    got = value_and_gradients(*args, True, scale=scale)
+    want = value_and_gradients(*args, False, scale=scale)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_every_head_dimension(device, dim):
+    spans = torch.tensor([[[0, 20]], [[3, 19]], [[5, 5]]], dtype=torch.int32, device=device)
+    args = (*tensors(3, 20, 2, 1, dim, device=device), spans)
+    torch.testing.assert_close(
+        value_and_gradients(*args, True), value_and_gradients(*args, False), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_split_keys_are_joined_to_the_same_output(device, monkeypatch, splits):
+    monkeypatch.setattr(tiles.Shape, "splits", lambda self: splits)
+    rows = [[[0, 300], [300, 300]], [[290, 300], [0, 7]], [[4, 4], [9, 9]], [[150, 151], [0, 1]]]
+    spans = torch.tensor(rows, dtype=torch.int32, device=device)
+    q, k, v = tensors(4, 300, 4, 2, 32, device=device)
+    got = span_attention(q, k, v, spans, kernel=True)
+    want = span_attention(q, k, v, spans, kernel=False)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert got[2].abs().max().item() == 0.0, "a row that sees nothing"
+
+
+def test_a_long_cache_with_few_queries_is_split():
+    q, k, v = tensors(1, 4096, 4, 4, 32)
+    spans = torch.zeros(1, 1, 2, dtype=torch.int32)
+    assert tiles.Shape(q, k, v, spans).splits() == 64
+    q, k, v = tensors(600, 64, 32, 32, 32)
+    assert tiles.Shape(q, k, v, spans).splits() == 1
+
+
+def test_half_precision_errs_no_more_than_the_plain_computation(device, dtype):
+    rng = torch.Generator().manual_seed(4)
+    ends = torch.randint(1, 130, (33, 1, 1), generator=rng)
+    spans = torch.cat((torch.zeros_like(ends), ends), -1).to(device, torch.int32)
+    args = tensors(33, 130, 4, 2, 64, device=device, dtype=dtype)
+    wide = [x.detach().double().requires_grad_() for x in args]
+    exact = value_and_gradients(*wide, spans, False)
+    plain = value_and_gradients(*args, spans, False)
+    ours = value_and_gradients(*args, spans, True)
+    for got, theirs, truth in zip(ours, plain, exact, strict=True):
+        margin = 4 * torch.finfo(dtype).eps * max(1.0, truth.abs().max().item())
+        allowed = (theirs.double() - truth).abs().max() + margin
+        assert (got.double() - truth).abs().max() <= allowed
+
+
+def test_tensors_that_are_not_contiguous(device):
+    spans = torch.tensor([[[0, 9]], [[2, 5]]], dtype=torch.int32, device=device)
+    q, k, v = (x.detach() for x in tensors(2, 9, 2, 2, 32, device=device))
+    want = span_attention(q, k, v, spans, kernel=False)
+    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    strided = [torch.stack((x, x), -1)[..., 0] for x in (q, k, v)]
+    wide = torch.stack((spans, spans), 1)[:, 0]
+    for parts in (turned, strided):
+        torch.testing.assert_close(span_attention(*parts, wide, kernel=True), want)
+
+
+def test_keys_and_values_are_written_to_their_slots_only(device):
+    k, v = (torch.full((2, 7, 80), float("nan"), device=device) for _ in range(2))
+    keys = torch.randn(3, 2, 80, device=device).transpose(0, 1)
+    values = torch.randn(2, 3, 80, device=device)
+    slots = torch.tensor([5, 0, 3], device=device)
+    write_slots(k, v, slots, keys, values, kernel=True)
+    assert torch.equal(k[:, slots], keys) and torch.equal(v[:, slots], values)
+    assert k[:, [1, 2, 4, 6]].isnan().all() and v[:, [1, 2, 4, 6]].isnan().all()
+
+
+def test_a_gpu_with_too_little_memory_for_a_tile_gets_a_smaller_one():
+    from triton.runtime.errors import OutOfResources
+
+    tried = []
+
+    def launch(keys):
+        tried.append(keys)
+        if keys > 16:
+            raise OutOfResources(300_000, 200_000, "shared memory")
+
+    tiles._with_tile(64, launch)
+    assert tried == [64, 32, 16]
+    with pytest.raises(OutOfResources):
+        tiles._with_tile(16, lambda keys: launch(64))
+
+
+def test_fp64_and_no_rows_are_the_references(device):
+    spans = torch.tensor([[[0, 3]]], dtype=torch.int32, device=device)
+    q, k, v = tensors(1, 3, 2, 2, 5, device=device, dtype=torch.float64)
+    assert span_attention(q, k, v, spans, kernel=True).dtype == torch.float64
+    empty = span_attention(*tensors(0, 3, 2, 2, 32, device=device), spans[:0], kernel=True)
+    assert empty.shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"spans": [[[0, 6]], [[0, 1]]]}, r"outside the keys \[0, 5\)"),
+        ({"spans": [[[-1, 2]], [[0, 1]]]}, r"outside the keys \[0, 5\)"),
+        ({"spans": [[[3, 2]], [[0, 1]]]}, "starts after its end"),
+        ({"spans": [[[0, 3], [2, 5]], [[0, 1], [1, 2]]]}, "overlap"),
+        ({"spans": [[[0, 1]] * 4] * 2}, "1 to 3 ranges"),
+        ({"spans": [[[0, 1]]]}, r"int32 \[2, K, 2\]"),
+        ({"q": (2, 3, 32)}, "3 query heads do not share 2 key heads"),
+        ({"q": (2, 4, 16)}, r"got \[2, 4, 16\], \[2, 5, 32\]"),
+        ({"q": (2, 4, 40), "k": (2, 5, 40), "v": (2, 5, 40)}, "head dimension must be one of"),
+    ],
+)
+def test_a_misfit_is_refused_by_name(change, says):
+    shapes = {"q": (2, 4, 32), "k": (2, 5, 32), "v": (2, 5, 32)}
+    args = [torch.zeros(change.get(name, shape)) for name, shape in shapes.items()]
+    spans = torch.tensor(change.get("spans", [[[0, 1]], [[0, 1]]]), dtype=torch.int32)
+    with pytest.raises(ValueError, match=says):
+        span_attention(*args, spans, kernel=True)
+
+
+def test_mixed_dtypes_are_refused():
+    spans = torch.zeros(2, 1, 2, dtype=torch.int32)
+    q, k = torch.zeros(2, 2, 32), torch.zeros(2, 5, 32)
+    with pytest.raises(ValueError, match="share a floating dtype"):
+        span_attention(q, k.half(), k.half(), spans)

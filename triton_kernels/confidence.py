@@ -1,0 +1,160 @@
+"""What a decoder needs of a row of logits: the chosen token and how sure the model is of it.
+
+With z the logits of a row and p = softmax(z) over the whole vocabulary:
+
+    token        argmax of z without the mask id; sampled: of z / temperature + Gumbel noise
+    probability  p[token]
+    entropy      -sum_v p[v] log p[v], in nats
+    margin       difference of the two largest p without the mask id
+    named        p[named], of a token that the caller names
+
+`confidence_head` computes them from hidden states and the output head without a ``[N, V]`` in
+memory, `confidence_of_logits` from logits. Their truth is `confidence_reference`. Logits are
+accumulated in fp32 and rounded once to the inputs' dtype, as a linear layer does; all that follows
+is fp32. Of equal logits the lowest id is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triton_kernels.choice import use_kernel
+from triton_kernels.philox import uniform
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Of each row ``[N]``: token int64, the others fp32; named None where no token was named."""
+
+    token: Tensor
+    probability: Tensor
+    entropy: Tensor
+    margin: Tensor
+    named: Tensor | None
+
+
+def confidence_reference(
+    logits: Tensor,
+    *,
+    mask_id: int | None = None,
+    named: Tensor | None = None,
+    temperature: float = 0.0,
+    seed: int | Tensor | None = None,
+) -> Confidence:
+    """`confidence_of_logits` in plain PyTorch."""
+    _check(logits.shape[0], logits.shape[-1], mask_id, named, temperature, seed)
+    wide = logits.float()
+    allowed = wide
+    if mask_id is not None:
+        allowed = wide.clone()
+        allowed[:, mask_id] = -torch.inf
+    score = allowed
+    if temperature > 0:
+        assert seed is not None
+        noise = uniform(_seeds(seed, wide), wide.shape[1])
+        score = allowed / temperature - torch.log(-torch.log(noise))
+    token = score.argmax(-1)
+    p = wide.softmax(-1)
+    log_p = wide.log_softmax(-1)
+    best = allowed.topk(min(2, allowed.shape[-1]), dim=-1).values
+    lse = wide.logsumexp(-1, keepdim=True)
+    top = torch.cat(((best - lse).exp(), torch.zeros_like(lse)), -1)  # [N, 2 or 3]
+    return Confidence(
+        token,
+        p.gather(-1, token[:, None])[:, 0],
+        -torch.where(p > 0, p * log_p, 0.0).sum(-1),
+        top[:, 0] - top[:, 1],
+        None if named is None else p.gather(-1, named[:, None])[:, 0],
+    )
+
+
+def confidence_of_logits(
+    logits: Tensor,
+    *,
+    mask_id: int | None = None,
+    named: Tensor | None = None,
+    temperature: float = 0.0,
+    seed: int | Tensor | None = None,
+    kernel: bool | None = None,
+) -> Confidence:
+    """Token and confidence of each row of logits ``[N, V]``.
+
+    named: int64 ``[N]``. temperature: 0 is greedy; above it seed is needed, one for all rows or
+    int64 ``[N]``, and row and column decide the noise, not the batch. kernel: as `use_kernel` says.
+    Raises ValueError.
+    """
+    options = {"mask_id": mask_id, "named": named, "temperature": temperature, "seed": seed}
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [N, V], got {list(logits.shape)}")
+    if not use_kernel(logits, kernel) or not len(logits):
+        return confidence_reference(logits, **options)  # type: ignore[arg-type]
+    _check(len(logits), logits.shape[1], mask_id, named, temperature, seed)
+    from triton_kernels import confidence_tiles
+
+    seeds = None if not temperature or seed is None else _seeds(seed, logits)
+    return confidence_tiles.of_logits(logits, mask_id, named, temperature, seeds)
+
+
+def confidence_head(
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    mask_id: int | None = None,
+    named: Tensor | None = None,
+    temperature: float = 0.0,
+    seed: int | Tensor | None = None,
+    kernel: bool | None = None,
+) -> Confidence:
+    """`confidence_of_logits` of ``hidden @ head.T``, hidden ``[N, C]`` and head ``[V, C]``."""
+    options = {"mask_id": mask_id, "named": named, "temperature": temperature, "seed": seed}
+    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
+        raise ValueError(
+            f"expected hidden [N, C] and head [V, C], got {list(hidden.shape)} and "
+            f"{list(head.shape)}"
+        )
+    if hidden.dtype != head.dtype or hidden.device != head.device:
+        raise ValueError(
+            f"hidden and head must share dtype and device, got {hidden.dtype} on {hidden.device} "
+            f"and {head.dtype} on {head.device}"
+        )
+    if not use_kernel(hidden, kernel) or not len(hidden):
+        return confidence_reference(F.linear(hidden, head), **options)  # type: ignore[arg-type]
+    _check(len(hidden), len(head), mask_id, named, temperature, seed)
+    from triton_kernels import confidence_tiles
+
+    seeds = None if not temperature or seed is None else _seeds(seed, hidden)
+    return confidence_tiles.of_hidden(hidden, head, mask_id, named, temperature, seeds)
+
+
+def _seeds(seed: int | Tensor, rows: Tensor) -> Tensor:
+    """A seed a row, int64 ``[N]``."""
+    if isinstance(seed, Tensor):
+        return seed.to(rows.device)
+    return torch.full((len(rows),), seed, dtype=torch.int64, device=rows.device)
+
+
+def _check(
+    rows: int,
+    vocabulary: int,
+    mask_id: int | None,
+    named: Tensor | None,
+    temperature: float,
+    seed: int | Tensor | None,
+) -> None:
+    if vocabulary < 1:
+        raise ValueError("expected at least one token in the vocabulary, got 0")
+    if mask_id is not None and not 0 <= mask_id < vocabulary:
+        raise ValueError(f"mask_id must lie in [0, {vocabulary}), got {mask_id}")
+    for name, given in (("named", named), ("seed", seed)):
+        if isinstance(given, Tensor) and (given.shape != (rows,) or given.dtype != torch.int64):
+            raise ValueError(
+                f"{name} must be int64 [{rows}], got {given.dtype} {list(given.shape)}"
+            )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 or more, got {temperature}")
+    if temperature > 0 and seed is None:
+        raise ValueError("a temperature above 0 needs a seed")

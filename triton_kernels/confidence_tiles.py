@@ -1,0 +1,240 @@
+"""Kernels of `confidence`: statistics of each tile of the vocabulary, then of all tiles of a row.
+
+A tile leaves, for each row, of its logits z and of the scores that choose the token:
+
+    0 largest z    1 sum e^(z - largest)    2 sum (z - largest) * e^(z - largest)
+    3 largest z that may be chosen    4 the second largest of those
+    5 best score    6 z of the token with the best score
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from triton_kernels.confidence import Confidence
+
+_FACTS = 7
+_COLUMNS = 1024  # of a tile of given logits
+
+
+@triton.jit
+def _store_tile(
+    z, row, column, rows, columns, facts, tokens, named_logit, named, seeds,
+    mask_id, temperature, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """z [ROWS, COLUMNS] in fp32 of the rows `row` and columns `column`, -inf outside."""
+    tile = tl.program_id(0)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    z = tl.where(inside, z, -float("inf"))
+    largest = tl.max(z, axis=1)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)  # a row beyond the last
+    below = z - safe[:, None]
+    share = tl.where(inside, tl.exp(below), 0.0)
+    total = tl.sum(share, axis=1)
+    mixed = tl.sum(share * tl.where(share > 0, below, 0.0), axis=1)
+    allowed = z
+    if HAS_MASK:
+        allowed = tl.where(column[None, :] == mask_id, -float("inf"), z)
+    first = tl.max(allowed, axis=1)
+    first_at = tl.argmax(allowed, axis=1, tie_break_left=True)
+    here = tl.arange(0, z.shape[1])[None, :]
+    second = tl.max(tl.where(here == first_at[:, None], -float("inf"), allowed), axis=1)
+    best, best_at, best_z = first, first_at, first
+    if SAMPLED:
+        seed = tl.load(seeds + row, mask=row < rows, other=0)
+        offset = column[None, :] + tl.zeros_like(row)[:, None]
+        noise = tl.rand(seed[:, None], offset)
+        score = allowed / temperature - tl.log(-tl.log(noise))
+        score = tl.where(inside, score, -float("inf"))
+        best = tl.max(score, axis=1)
+        best_at = tl.argmax(score, axis=1, tie_break_left=True)
+        best_z = tl.max(tl.where(here == best_at[:, None], allowed, -float("inf")), axis=1)
+    if HAS_NAMED:
+        wanted = tl.load(named + row, mask=row < rows, other=-1)
+        hit = column[None, :] == wanted[:, None]
+        found = tl.sum(tl.where(hit & inside, z, 0.0), axis=1)
+        is_here = tl.sum((hit & inside).to(tl.int32), axis=1) > 0
+        tl.store(named_logit + row, found, mask=is_here)
+    kept = row < rows
+    place = facts + (tile * rows + row) * 7
+    tl.store(place, largest, mask=kept)
+    tl.store(place + 1, total, mask=kept)
+    tl.store(place + 2, mixed, mask=kept)
+    tl.store(place + 3, first, mask=kept)
+    tl.store(place + 4, second, mask=kept)
+    tl.store(place + 5, best, mask=kept)
+    tl.store(place + 6, best_z, mask=kept)
+    tl.store(tokens + tile * rows + row, tile * column.shape[0] + best_at, mask=kept)
+
+
+@triton.jit
+def _logits_tile(
+    logits, rows, columns, facts, tokens, named_logit, named, seeds, mask_id, temperature,
+    HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row's tile of given logits."""
+    row = tl.program_id(1) + tl.arange(0, 1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    place = logits + row.to(tl.int64)[:, None] * columns + column[None, :]
+    z = tl.load(place, mask=(column < columns)[None, :], other=-float("inf")).to(tl.float32)
+    _store_tile(
+        z, row, column, rows, columns, facts, tokens, named_logit, named, seeds, mask_id,
+        temperature, HAS_MASK, HAS_NAMED, SAMPLED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _head_tile(
+    hidden, head, rows, columns, width, facts, tokens, named_logit, named, seeds, mask_id,
+    temperature, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of ``hidden @ head.T``, [ROWS, COLUMNS], never written."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    z = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, width, WIDTH):
+        at = first + tl.arange(0, WIDTH)
+        x_place = hidden + row.to(tl.int64)[:, None] * width + at[None, :]
+        w_place = head + column.to(tl.int64)[None, :] * width + at[:, None]
+        x = tl.load(x_place, mask=(row < rows)[:, None] & (at < width)[None, :], other=0.0)
+        w = tl.load(w_place, mask=(column < columns)[None, :] & (at < width)[:, None], other=0.0)
+        z = tl.dot(x, w, z, input_precision="ieee")
+    z = z.to(hidden.dtype.element_ty).to(tl.float32)  # as a linear layer rounds
+    _store_tile(
+        z, row, column, rows, columns, facts, tokens, named_logit, named, seeds, mask_id,
+        temperature, HAS_MASK, HAS_NAMED, SAMPLED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join_tiles(
+    facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """One row: what its tiles left, together. out [4, rows]."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    there = tile < tiles
+    place = facts + (tile * rows + row) * 7
+    nothing = -float("inf")
+    largest = tl.load(place, mask=there, other=nothing)
+    most = tl.max(largest, axis=0)
+    shrink = tl.exp(largest - most)
+    part = tl.load(place + 1, mask=there, other=0.0)
+    mixed = tl.load(place + 2, mask=there, other=0.0)
+    mixed += tl.where(part > 0, part * tl.where(there, largest - most, 0.0), 0.0)
+    mixed = tl.sum(mixed * shrink, axis=0)
+    total = tl.sum(part * shrink, axis=0)
+    log_sum = most + tl.log(total)
+    first = tl.load(place + 3, mask=there, other=nothing)
+    top = tl.max(first, axis=0)
+    top_at = tl.argmax(first, axis=0, tie_break_left=True)
+    second = tl.max(tl.load(place + 4, mask=there, other=nothing), axis=0)
+    second = tl.maximum(second, tl.max(tl.where(tile == top_at, nothing, first), axis=0))
+    best = tl.load(place + 5, mask=there, other=nothing)
+    best_at = tl.argmax(best, axis=0, tie_break_left=True)
+    z = tl.load(facts + (best_at * rows + row) * 7 + 6)
+    tl.store(token + row, tl.load(tokens + best_at * rows + row).to(tl.int64))
+    tl.store(out + row, tl.exp(z - log_sum))
+    tl.store(out + rows + row, tl.log(total) - mixed / total)
+    tl.store(out + 2 * rows + row, tl.exp(top - log_sum) - tl.exp(second - log_sum))
+    if HAS_NAMED:
+        tl.store(out + 3 * rows + row, tl.exp(tl.load(named_logit + row) - log_sum))
+
+
+def head_tile(rows: int, element_bytes: int) -> dict[str, int]:
+    """Size of a tile of `_head_tile`."""
+    block = max(16, min(64, triton.next_power_of_2(rows)))
+    warps = 8 if block == 64 else 4
+    if element_bytes == 4:
+        return {"ROWS": block, "COLUMNS": 64, "WIDTH": 32, "num_warps": warps}
+    return {"ROWS": block, "COLUMNS": 128, "WIDTH": 64, "num_warps": warps}
+
+
+class _Work:
+    """The buffers of one call and what its kernels share."""
+
+    def __init__(
+        self,
+        rows: int,
+        tiles: int,
+        like: Tensor,
+        mask_id: int | None,
+        named: Tensor | None,
+        temperature: float,
+        seeds: Tensor | None,
+    ):
+        device = like.device
+        self.rows, self.tiles = rows, tiles
+        self.facts = torch.empty((tiles, rows, _FACTS), dtype=torch.float32, device=device)
+        self.tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
+        self.named_logit = torch.empty(rows, dtype=torch.float32, device=device)
+        self.named = named
+        unused = self.tokens
+        self.shared = (
+            self.facts,
+            self.tokens,
+            self.named_logit,
+            unused if named is None else named.contiguous(),
+            unused if seeds is None else seeds.contiguous(),
+            -1 if mask_id is None else mask_id,
+            float(temperature),
+        )
+        self.switches = {
+            "HAS_MASK": mask_id is not None,
+            "HAS_NAMED": named is not None,
+            "SAMPLED": temperature > 0,
+        }
+
+    def join(self) -> Confidence:
+        rows, device = self.rows, self.facts.device
+        out = torch.empty((4, rows), dtype=torch.float32, device=device)
+        token = torch.empty(rows, dtype=torch.int64, device=device)
+        _join_tiles[(rows,)](
+            self.facts, self.tokens, self.named_logit, rows, self.tiles, out, token,
+            HAS_NAMED=self.named is not None, TILES=triton.next_power_of_2(self.tiles),
+        )  # fmt: skip
+        return Confidence(token, out[0], out[1], out[2], None if self.named is None else out[3])
+
+
+def of_logits(
+    logits: Tensor,
+    mask_id: int | None,
+    named: Tensor | None,
+    temperature: float,
+    seeds: Tensor | None,
+) -> Confidence:
+    """`confidence_of_logits`, N at least 1, arguments checked."""
+    logits = logits.contiguous()
+    rows, columns = logits.shape
+    tiles = triton.cdiv(columns, _COLUMNS)
+    work = _Work(rows, tiles, logits, mask_id, named, temperature, seeds)
+    _logits_tile[(tiles, rows)](
+        logits, rows, columns, *work.shared, **work.switches, COLUMNS=_COLUMNS
+    )
+    return work.join()
+
+
+def of_hidden(
+    hidden: Tensor,
+    head: Tensor,
+    mask_id: int | None,
+    named: Tensor | None,
+    temperature: float,
+    seeds: Tensor | None,
+) -> Confidence:
+    """`confidence_head`, N at least 1, arguments checked."""
+    hidden, head = hidden.contiguous(), head.contiguous()
+    rows, columns = len(hidden), len(head)
+    tile = head_tile(rows, hidden.element_size())
+    tiles = triton.cdiv(columns, tile["COLUMNS"])
+    work = _Work(rows, tiles, hidden, mask_id, named, temperature, seeds)
+    _head_tile[(tiles, triton.cdiv(rows, tile["ROWS"]))](
+        hidden, head, rows, columns, hidden.shape[1], *work.shared, **work.switches, **tile
+    )
+    return work.join()

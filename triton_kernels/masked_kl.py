@@ -1,0 +1,209 @@
+"""Weighted KL of two sets of hidden states through one frozen output head, a tile of the vocabulary
+at a time: the loss of D2F's distillation (arXiv 2508.09192, equation 3) without ``[N, V]``.
+
+    L = sum_n weight[n] * sum_v t[n, v] * (log t[n, v] - log s[n, v]),
+    s = softmax(student_hidden @ head.T), t = softmax(teacher_hidden @ head.T)
+
+With z the logits, a running maximum m and running sums over the tiles seen, one pass suffices:
+
+    KL = (sum_v e^(z_t - m_t) * (z_t - z_s)) / (sum_v e^(z_t - m_t)) - lse(z_t) + lse(z_s)
+
+Backward makes each tile's logits again and multiplies ``weight * (s - t)`` with its part of the
+head; of a vocabulary that is one tile that difference is kept instead. Two equal inputs give 0, and
+a gradient of 0, exactly.
+
+The matrix products are the library's on every device; on a GPU a kernel does what lies between them
+in one pass over a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from triton_kernels.choice import use_kernel
+
+TILE_BYTES = 32 << 20  # of one tile's fp32 logits
+_LEAST_COLUMNS = 128
+
+
+def masked_linear_kl_reference(
+    student_hidden: Tensor, teacher_hidden: Tensor, head: Tensor, weight: Tensor
+) -> Tensor:
+    """`masked_linear_kl` with all logits at once, in plain PyTorch."""
+    student, teacher = (
+        _wide(F.linear(hidden, head)).log_softmax(-1)
+        for hidden in (student_hidden, teacher_hidden.detach())
+    )
+    return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * weight).sum()
+
+
+def masked_linear_kl(
+    student_hidden: Tensor,
+    teacher_hidden: Tensor,
+    head: Tensor,
+    weight: Tensor,
+    *,
+    columns: int | None = None,
+    kernel: bool | None = None,
+) -> Tensor:
+    """Sum over rows of weight x KL(teacher || student), a scalar of at least fp32.
+
+    student_hidden, teacher_hidden: ``[N, C]``, N may be 0. head: ``[V, C]``, frozen. weight:
+    ``[N]``. columns: tokens of the vocabulary in a tile; by default as many as keep a tile of fp32
+    logits within 32 MiB. kernel: whether Triton computes between the matrix products
+    (default: as `use_kernel` says). Only student_hidden gets a gradient. Raises
+    ValueError for shapes, devices or dtypes that do not fit, and for a head that wants a gradient.
+    """
+    _check(student_hidden, teacher_hidden, head, weight, columns)
+    if columns is None:
+        columns = max(_LEAST_COLUMNS, TILE_BYTES // 4 // max(1, 2 * len(weight)))
+    kind = student_hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        student_hidden, teacher_hidden = student_hidden.to(dtype), teacher_hidden.to(dtype)
+    return _MaskedLinearKL.apply(
+        student_hidden,
+        teacher_hidden.detach(),
+        head,
+        weight,
+        columns,
+        use_kernel(student_hidden, kernel),
+    )
+
+
+class _MaskedLinearKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        head: Tensor,
+        weight: Tensor,
+        columns: int,
+        kernel: bool,
+    ) -> Tensor:
+        hidden = torch.cat((student, teacher))  # [2N, C]
+        totals = Statistics.empty(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part in _tiles(head, columns):
+                logits = F.linear(hidden, part.to(hidden.dtype))
+                totals.add(logits, kernel)
+            log_sum, slope = totals.log_sum(), None
+            if len(head) <= columns:
+                slope = difference(logits, log_sum, _wide(weight), kernel)
+            ctx.save_for_backward(hidden, head, weight, log_sum, slope)
+        ctx.columns, ctx.kernel = columns, kernel
+        return (totals.divergence() * weight).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, head, weight, log_sum, slope = ctx.saved_tensors
+        rest = (None,) * 5
+        with torch.autocast(hidden.device.type, enabled=False):
+            if slope is not None:
+                gradient = slope @ head.to(hidden.dtype)
+                return (_wide(gradient) * grads[0]).to(hidden.dtype), *rest
+            scale = _wide(weight) * grads[0]  # [N]
+            gradient = torch.zeros_like(_wide(hidden[: len(weight)]))  # [N, C]
+            for part in _tiles(head, ctx.columns):
+                part = part.to(hidden.dtype)
+                logits = F.linear(hidden, part)
+                gradient += difference(logits, log_sum, scale, ctx.kernel) @ part
+            return gradient.to(hidden.dtype), *rest
+
+
+def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> Tensor:
+    """``scale * (softmax(student) - softmax(teacher))`` ``[N, columns]`` of a tile of logits
+    ``[2N, columns]`` in its dtype; log_sum ``[2N]`` and scale ``[N]`` at least fp32."""
+    if kernel:
+        from triton_kernels import masked_kl_tiles
+
+        return masked_kl_tiles.difference(logits, log_sum, scale)
+    student, teacher = (_wide(logits) - log_sum[:, None]).exp().chunk(2)
+    return ((student - teacher) * scale[:, None]).to(logits.dtype)
+
+
+@dataclass
+class Statistics:
+    """What the tiles seen so far add up to; all ``[2N]`` or ``[N]``, at least fp32.
+
+    largest: running maximum of the logits of student rows and then of teacher rows. total: sums of
+    e^(z - largest). cross: of each teacher row, the sum of e^(z_t - largest) * (z_t - z_s).
+    """
+
+    largest: Tensor
+    total: Tensor
+    cross: Tensor
+
+    @staticmethod
+    def empty(hidden: Tensor) -> Statistics:
+        zeros = torch.zeros_like(_wide(hidden[:, 0]))
+        return Statistics(zeros - torch.inf, zeros, zeros[len(zeros) // 2 :].clone())
+
+    def add(self, logits: Tensor, kernel: bool) -> None:
+        """Take a tile of logits ``[2N, columns]``."""
+        if kernel:
+            from triton_kernels import masked_kl_tiles
+
+            masked_kl_tiles.add_tile(logits, self.largest, self.total, self.cross)
+            return
+        logits, before = _wide(logits), self.largest
+        self.largest = torch.maximum(before, logits.amax(-1))
+        shrink = (before - self.largest).exp()
+        share = (logits - self.largest[:, None]).exp()
+        self.total = self.total * shrink + share.sum(-1)
+        student, teacher = logits.chunk(2)
+        n = len(teacher)
+        self.cross = self.cross * shrink[n:] + (share[n:] * (teacher - student)).sum(-1)
+
+    def log_sum(self) -> Tensor:
+        """Logarithm of the sum of e^z, ``[2N]``."""
+        return self.largest + self.total.log()
+
+    def divergence(self) -> Tensor:
+        """KL(teacher || student) of each row, ``[N]``."""
+        student, teacher = self.log_sum().chunk(2)
+        return self.cross / self.total.chunk(2)[1] - teacher + student
+
+
+def _tiles(head: Tensor, columns: int) -> Iterator[Tensor]:
+    for first in range(0, len(head), columns):
+        yield head[first : first + columns]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _check(
+    student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor, columns: int | None
+) -> None:
+    if student.dim() != 2 or student.shape != teacher.shape:
+        raise ValueError(
+            "student_hidden and teacher_hidden must both be [N, C], "
+            f"got {list(student.shape)} and {list(teacher.shape)}"
+        )
+    if head.dim() != 2 or head.shape[1] != student.shape[1] or not len(head):
+        raise ValueError(f"head must be [V, {student.shape[1]}], got {list(head.shape)}")
+    if weight.shape != student.shape[:1]:
+        raise ValueError(f"weight must be [{len(student)}], got {list(weight.shape)}")
+    dtypes = {x.dtype for x in (student, teacher, head)}
+    if len(dtypes) > 1 or not head.is_floating_point():
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise ValueError(f"hidden states and head must share one floating dtype, got {names}")
+    devices = {str(x.device) for x in (student, teacher, head, weight)}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+    if head.requires_grad and torch.is_grad_enabled():
+        raise ValueError("head must be frozen: no gradient is computed for it")
+    if columns is not None and columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")

@@ -1,0 +1,356 @@
+"""Kernels of `span_attention`: forward, its parts joined, backward, and writing to slots.
+
+A program takes a few queries with all heads that share one key head (their rows share the loads of
+keys and values), and of the keys only tiles that one of its rows sees. With few queries and many
+keys the tiles are split over programs, whose parts are joined afterwards.
+
+z = scale * q k^T, p = e^(z - lse), out = p v; backward, with delta = sum(out * d_out):
+d_v = p^T d_out, d_z = p * (d_out v^T - delta), d_q = scale * d_z k, d_k = scale * d_z^T q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+_LEAST_TILE = 16
+_FILLS_A_GPU = 256  # programs
+
+
+@triton.jit
+def _rows(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
+    """Query and head within the group of each row of a tile, and whether there is one."""
+    row = tl.arange(0, QUERIES * PADDED)
+    query = tile * QUERIES + row // PADDED
+    member = row % PADDED
+    return query, member, (query < queries) & (member < GROUP)
+
+
+@triton.jit
+def _seen(spans, query, real, SPAN: tl.constexpr, SPANS: tl.constexpr):
+    """Bounds of one span of each row; 0, 0 where there is no row."""
+    place = spans + (query * SPANS + SPAN) * 2
+    return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
+
+
+@triton.jit
+def _forward(
+    q, k, v, spans, out, log_sum, part, part_most, part_total, scale, queries,
+    q_t, q_h, k_h, k_s, v_h, v_s,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
+    head = kv_head * GROUP + member
+    d = tl.arange(0, WIDTH)
+    held = real[:, None] & (d < DIM)[None, :]
+    rows = tl.load(
+        q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
+        mask=held, other=0.0,
+    )  # fmt: skip  # [R, D]
+    most = tl.full((QUERIES * PADDED,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((QUERIES * PADDED,), dtype=tl.float32)
+    acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
+    keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
+    for span in tl.static_range(SPANS):
+        start, end = _seen(spans, query, real, span, SPANS)
+        low = tl.min(tl.where(end > start, start, 2147483647))
+        high = tl.max(tl.where(end > start, end, 0))
+        tiles = tl.cdiv(tl.maximum(high - low, 0), KEYS)
+        for i in range(split, tiles, SPLITS):
+            key = low + i * KEYS + tl.arange(0, KEYS)
+            inside = key < high
+            at = key.to(tl.int64)
+            k_tile = tl.load(
+                keys + at[None, :] * k_s + d[:, None],
+                mask=inside[None, :] & (d < DIM)[:, None], other=0.0,
+            )  # fmt: skip  # [D, S]
+            z = tl.dot(rows, k_tile, input_precision=PRECISION) * scale
+            sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            z = tl.where(sees, z, -float("inf"))
+            now = tl.maximum(most, tl.max(z, axis=1))
+            safe = tl.where(now == -float("inf"), 0.0, now)
+            p = tl.exp(z - safe[:, None])
+            shrink = tl.exp(most - safe)
+            v_tile = tl.load(
+                values + at[:, None] * v_s + d[None, :],
+                mask=inside[:, None] & (d < DIM)[None, :], other=0.0,
+            )  # fmt: skip  # [S, D]
+            total = total * shrink + tl.sum(p, axis=1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            most = now
+    place = query.to(tl.int64) * HEADS + head
+    if SPLITS == 1:
+        some = total > 0
+        result = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+        tl.store(
+            out + place[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=held
+        )
+        tl.store(log_sum + place, most + tl.log(total), mask=real)
+    else:
+        place += split.to(tl.int64) * queries * HEADS
+        tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=held)
+        tl.store(part_most + place, most, mask=real)
+        tl.store(part_total + place, total, mask=real)
+
+
+@triton.jit
+def _join(
+    part, part_most, part_total, out, log_sum, rows,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row of one head from its splits."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, WIDTH)
+    place = split * rows + row
+    most = tl.load(part_most + place)
+    largest = tl.max(most, axis=0)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)
+    weight = tl.exp(most - safe)
+    total = tl.sum(tl.load(part_total + place) * weight, axis=0)
+    acc = tl.load(part + place[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+    acc = tl.sum(acc * weight[:, None], axis=0)
+    result = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+    tl.store(log_sum + row, largest + tl.log(total))
+
+
+@triton.jit
+def _backward_queries(
+    q, k, v, spans, d_out, log_sum, delta, d_q, scale, queries,
+    q_t, q_h, k_h, k_s, v_h, v_s,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
+    head = kv_head * GROUP + member
+    d = tl.arange(0, WIDTH)
+    held = real[:, None] & (d < DIM)[None, :]
+    place = query.to(tl.int64) * HEADS + head
+    flat = place[:, None] * DIM + d[None, :]
+    rows = tl.load(
+        q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
+        mask=held, other=0.0,
+    )  # fmt: skip
+    upstream = tl.load(d_out + flat, mask=held, other=0.0)
+    lse = tl.load(log_sum + place, mask=real, other=0.0)
+    own = tl.load(delta + place, mask=real, other=0.0)
+    acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
+    keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
+    for span in tl.static_range(SPANS):
+        start, end = _seen(spans, query, real, span, SPANS)
+        low = tl.min(tl.where(end > start, start, 2147483647))
+        high = tl.max(tl.where(end > start, end, 0))
+        for i in range(tl.cdiv(tl.maximum(high - low, 0), KEYS)):
+            key = low + i * KEYS + tl.arange(0, KEYS)
+            at, there = key.to(tl.int64), (key < high)[:, None] & (d < DIM)[None, :]
+            k_tile = tl.load(keys + at[:, None] * k_s + d[None, :], mask=there, other=0.0)
+            v_tile = tl.load(values + at[:, None] * v_s + d[None, :], mask=there, other=0.0)
+            z = tl.dot(rows, tl.trans(k_tile), input_precision=PRECISION) * scale
+            sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)
+            d_p = tl.dot(upstream, tl.trans(v_tile), input_precision=PRECISION)
+            d_z = p * (d_p - own[:, None]) * scale
+            acc = tl.dot(d_z.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    tl.store(d_q + flat, acc.to(d_q.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _backward_keys(
+    q, k, v, spans, bounds, d_out, log_sum, delta, d_k, d_v, scale, queries, slots, tiles,
+    q_t, q_h, k_h, k_s, v_h, v_s,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys against the tiles of queries whose bounds [tiles, 2] reach it."""
+    first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
+    key = first + tl.arange(0, KEYS)
+    d = tl.arange(0, WIDTH)
+    there = (key < slots)[:, None] & (d < DIM)[None, :]
+    at = key.to(tl.int64)[:, None]
+    k_tile = tl.load(k + kv_head.to(tl.int64) * k_h + at * k_s + d[None, :], mask=there, other=0.0)
+    v_tile = tl.load(v + kv_head.to(tl.int64) * v_h + at * v_s + d[None, :], mask=there, other=0.0)
+    k_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
+    v_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
+    for tile in range(tiles):
+        low, high = tl.load(bounds + 2 * tile), tl.load(bounds + 2 * tile + 1)
+        if (low < first + KEYS) & (high > first):
+            query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
+            head = kv_head * GROUP + member
+            held = real[:, None] & (d < DIM)[None, :]
+            place = query.to(tl.int64) * HEADS + head
+            rows = tl.load(
+                q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
+                mask=held, other=0.0,
+            )  # fmt: skip
+            upstream = tl.load(d_out + place[:, None] * DIM + d[None, :], mask=held, other=0.0)
+            lse = tl.load(log_sum + place, mask=real, other=0.0)
+            own = tl.load(delta + place, mask=real, other=0.0)
+            sees = tl.zeros((QUERIES * PADDED, KEYS), dtype=tl.int1)
+            for span in tl.static_range(SPANS):
+                start, end = _seen(spans, query, real, span, SPANS)
+                sees |= (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            z = tl.dot(rows, tl.trans(k_tile), input_precision=PRECISION) * scale
+            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)
+            p_cast = p.to(upstream.dtype)
+            v_acc = tl.dot(tl.trans(p_cast), upstream, v_acc, input_precision=PRECISION)
+            d_p = tl.dot(upstream, tl.trans(v_tile), input_precision=PRECISION)
+            d_z = (p * (d_p - own[:, None]) * scale).to(rows.dtype)
+            k_acc = tl.dot(tl.trans(d_z), rows, k_acc, input_precision=PRECISION)
+    flat = (kv_head.to(tl.int64) * slots + at) * DIM + d[None, :]
+    tl.store(d_k + flat, k_acc.to(d_k.dtype.element_ty), mask=there)
+    tl.store(d_v + flat, v_acc.to(d_v.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _write(
+    keys, values, slots, k, v, i_h, i_t, j_h, j_t, k_h, k_s, v_h, v_s,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    d = tl.arange(0, WIDTH)
+    inside = d < DIM
+    x = tl.load(keys + head * i_h + row * i_t + d, mask=inside)
+    y = tl.load(values + head * j_h + row * j_t + d, mask=inside)
+    tl.store(k + head * k_h + slot * k_s + d, x.to(k.dtype.element_ty), mask=inside)
+    tl.store(v + head * v_h + slot * v_s + d, y.to(v.dtype.element_ty), mask=inside)
+
+
+class Shape:
+    """Sizes and strides of a call, as the kernels take them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Tensor):
+        self.queries, self.heads, self.dim = q.shape
+        self.kv_heads, self.slots = k.shape[:2]
+        self.group = self.heads // self.kv_heads
+        self.padded = triton.next_power_of_2(self.group)
+        self.width = max(16, triton.next_power_of_2(self.dim))
+        self.strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+        # Tiles whose registers suffice (`benchmarks.compiled_kernels`); fp32 has no tensor cores.
+        wide = q.element_size() == 4
+        wanted = 64 if self.queries > 16 and not wide else 16  # rows
+        self.tile = max(1, wanted // self.padded, -(-16 // self.padded))  # queries
+        self.tiles = triton.cdiv(self.queries, self.tile)
+        self.keys = (16 if wide else 32) if self.width > 128 else 32 if wide else 64
+        self.sizes = {
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "PADDED": self.padded,
+            "DIM": self.dim,
+            "WIDTH": self.width,
+            "SPANS": spans.shape[1],
+            "QUERIES": self.tile,
+            "PRECISION": "ieee",
+            "num_warps": 8 if wanted == 64 else 4,
+        }
+
+    def splits(self) -> int:
+        """Programs that share the keys of a tile of queries; a power of two."""
+        programs = self.tiles * self.kv_heads
+        most = triton.cdiv(self.slots, self.keys)
+        wanted = max(1, min(_FILLS_A_GPU // max(1, programs), most, 64))
+        return 1 << (wanted.bit_length() - 1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output ``[T, H, D]`` and fp32 log-sum ``[T, H]``; arguments checked, T at least 1."""
+    shape = Shape(q, k, v, spans)
+    out = torch.empty((shape.queries, shape.heads, shape.dim), dtype=q.dtype, device=q.device)
+    log_sum = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
+    splits = shape.splits()
+    parts = (out, log_sum, log_sum)  # unused without splits
+    if splits > 1:
+        part = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        most, total = (
+            torch.empty((splits, *log_sum.shape), dtype=torch.float32, device=q.device)
+            for _ in range(2)
+        )
+        parts = (part, most, total)
+    grid = (shape.tiles, shape.kv_heads, splits)
+    _with_tile(shape.keys, lambda keys: _forward[grid](
+        q, k, v, spans, out, log_sum, *parts, scale, shape.queries, *shape.strides,
+        **shape.sizes, KEYS=keys, SPLITS=splits,
+    ))  # fmt: skip
+    if splits > 1:
+        rows = shape.queries * shape.heads
+        _join[(rows,)](*parts, out, log_sum, rows, DIM=shape.dim, WIDTH=shape.width, SPLITS=splits)
+    return out, log_sum
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    scale: float,
+    out: Tensor,
+    log_sum: Tensor,
+    d_out: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous."""
+    shape = Shape(q, k, v, spans)
+    d_out = d_out.contiguous()
+    delta = (out.float() * d_out.float()).sum(-1)  # [T, H]
+    d_q = torch.empty_like(out)
+    d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    rest = (scale, shape.queries)
+    _with_tile(shape.keys, lambda keys: _backward_queries[(shape.tiles, shape.kv_heads)](
+        q, k, v, spans, d_out, log_sum, delta, d_q, *rest, *shape.strides,
+        **shape.sizes, KEYS=keys,
+    ))  # fmt: skip
+    bounds = _bounds(spans, shape.tile)
+    _with_tile(shape.keys, lambda keys: _backward_keys[
+        (triton.cdiv(shape.slots, keys), shape.kv_heads)
+    ](
+        q, k, v, spans, bounds, d_out, log_sum, delta, d_k, d_v, *rest, shape.slots, shape.tiles,
+        *shape.strides, **shape.sizes, KEYS=keys,
+    ))  # fmt: skip
+    return d_q, d_k, d_v
+
+
+def write_slots(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
+    heads, rows, dim = keys.shape
+    if rows:
+        strides = [s for x in (keys, values, k, v) for s in x.stride()[:2]]
+        _write[(rows, heads)](
+            keys, values, slots, k, v, *strides, DIM=dim, WIDTH=triton.next_power_of_2(dim)
+        )
+
+
+def _bounds(spans: Tensor, tile: int) -> Tensor:
+    """First and one past the last key that each tile of queries sees, int32 ``[tiles, 2]``."""
+    start, end = spans[..., 0], spans[..., 1]  # [T, K]
+    seen = end > start
+    low = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(1)
+    high = torch.where(seen, end, 0).amax(1)
+    lacking = -len(low) % tile
+    low = torch.nn.functional.pad(low, (0, lacking), value=torch.iinfo(torch.int32).max)
+    high = torch.nn.functional.pad(high, (0, lacking))
+    return torch.stack((low.view(-1, tile).amin(1), high.view(-1, tile).amax(1)), 1).contiguous()
+
+
+def _with_tile(keys: int, launch: Callable[[int], object]) -> None:
+    """Launch with tiles of `keys` keys, or smaller ones where the GPU has too little memory for
+    them."""
+    while True:
+        try:
+            launch(keys)
+            return
+        except OutOfResources:
+            if keys <= _LEAST_TILE:
+                raise
+            keys //= 2
