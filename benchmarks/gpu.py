@@ -1,9 +1,9 @@
 """python -m benchmarks.gpu --output benchmarks/results/gpu.json [--vllm-python PYTHON]
 
 Runs every GPU measurement of the project on this machine's NVIDIA GPU and writes one JSON with the
-device's name: the kernels' tests and benchmarks, the parts of a decoding forward, and the comparison
-with vLLM (whose environment `--vllm-python` names; without one the comparison has no served entry
-and says so).
+device's name: the kernels' tests and benchmarks, the parts of a decoding forward, and the
+comparison with vLLM (whose environment `--vllm-python` names; without one the comparison has no
+served entry and says so).
 """
 
 from __future__ import annotations
