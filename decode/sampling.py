@@ -10,6 +10,8 @@ from torch import Tensor
 
 from d2f.errors import NonFiniteLogitsError
 from decode.step import Predictions
+from triton_kernels.choice import use_kernel
+from triton_kernels.confidence import confidence_of_logits
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,23 @@ def predict(logits: Tensor, groups: list[tuple[Sampler, int]], forward: int) -> 
 
     groups: (sampler, number of rows). Raises NonFiniteLogitsError that names the forward.
     """
-    wide = logits.float()
     mask_ids = {sampler.mask_id for sampler, _ in groups if sampler.mask_id is not None}
-    allowed = wide.clone() if mask_ids else wide
-    for mask_id in mask_ids:
-        allowed[:, mask_id] = -torch.inf
-    if all(sampler.sampling.temperature == 0 for sampler, _ in groups):
-        token = allowed.argmax(-1)
+    greedy = all(sampler.sampling.temperature == 0 for sampler, _ in groups)
+    if greedy and len(mask_ids) < 2 and use_kernel(logits):
+        found = confidence_of_logits(logits, mask_id=next(iter(mask_ids), None), kernel=True)
+        token, confidence = found.token, found.probability
     else:
-        counts = [count for _, count in groups]
-        parts = zip(groups, allowed.split(counts), strict=True)
-        token = torch.cat([sampler.choose(part) for (sampler, _), part in parts])
-    confidence = wide.softmax(-1).gather(-1, token[:, None])[:, 0]
+        wide = logits.float()
+        allowed = wide.clone() if mask_ids else wide
+        for mask_id in mask_ids:
+            allowed[:, mask_id] = -torch.inf
+        if greedy:
+            token = allowed.argmax(-1)
+        else:
+            counts = [count for _, count in groups]
+            parts = zip(groups, allowed.split(counts), strict=True)
+            token = torch.cat([sampler.choose(part) for (sampler, _), part in parts])
+        confidence = wide.softmax(-1).gather(-1, token[:, None])[:, 0]
     # One transfer, and with it the only wait for the device in a forward.
     table = torch.stack((token.double(), confidence.double())).cpu().numpy()
     if not np.isfinite(table[1]).all():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny import random_model, tokenizer
 
 import decode
+import triton_kernels.span_attention
 from d2f.attention import Segment
 from decode import engine
 from decode.step import Step
@@ -82,3 +83,27 @@ def test_a_segment_is_called_whole_exactly_where_its_mask_would_hide_nothing(
         mask = span_mask(plan.spans[:, part.rows], stop - first, first)
         assert part.whole == bool(mask.all())
     assert {part.whole for _, part in segments} >= {False}
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatch):
+    """Attention and confidence by Triton, as on a GPU, here in its interpreter."""
+    import d2f.attention
+    import decode.sampling
+
+    model, prompts = random_model(family), [[5, 6, 7, 8], [9]]
+    decoder = decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=9)
+    plain = decode.generate(model, prompts, decoder)
+    used = []
+
+    def chosen(x: torch.Tensor) -> bool:
+        used.append(x.shape)
+        return True
+
+    for module in (d2f.attention, decode.sampling):
+        monkeypatch.setattr(module, "use_kernel", chosen)
+    for module in (d2f.attention, triton_kernels.span_attention):
+        monkeypatch.setattr(module, "HEAD_DIMS", (8,))
+    by_kernels = decode.generate(model, prompts, decoder)
+    assert [r.raw_tokens for r in by_kernels] == [r.raw_tokens for r in plain]
+    assert {len(shape) for shape in used} == {2, 4}, "logits and queries"
