@@ -2,7 +2,9 @@
 read, and layers with one input joined to one product.
 
 PyTorch's own fp32 product on a CPU takes the weights as they lie, at every call, which the few rows
-of a decoding step do not pay for. The packed weights are a second copy.
+of a decoding step do not pay for. The packed weights are a second copy, and oneDNN keeps code for
+each number of rows that it has met: memory grows until its cache is full (its environment variable
+ONEDNN_PRIMITIVE_CACHE_CAPACITY says when, 1,024 by default).
 """
 
 from __future__ import annotations
