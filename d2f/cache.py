@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from triton_kernels.span_attention import write_slots
+
 
 class SlotCache:
     """Flat key and value buffers of one model, given to transformers as ``past_key_values``.
@@ -40,8 +42,7 @@ class SlotCache:
         if self.slots is None:
             raise RuntimeError("SlotCache.slots must be set before a forward")
         k, v = self.layers[layer_idx]
-        k.index_copy_(2, self.slots, keys.to(k.dtype))
-        v.index_copy_(2, self.slots, values.to(v.dtype))
+        write_slots(k[0], v[0], self.slots, keys[0], values[0])
         return k, v
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
