@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import milliseconds
+from benchmarks.timing import about, milliseconds
 from decode.cli.output import write_beside
 from triton_kernels.confidence import (
     confidence_head,
@@ -65,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             line = "".join(f"{found[way]:>10.3f}" for way in ways)
             print(f"{vocabulary:>10}{rows:>6}{line}", flush=True)
     if options.json is not None:
-        about = {"device": name, "dtype": options.dtype, "width": options.width}
-        write_beside(options.json, json.dumps({**about, "measured": table}) + "\n")
+        found = {**about(options.dtype), "width": options.width, "measured": table}
+        write_beside(options.json, json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

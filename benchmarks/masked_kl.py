@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import statistics
-import time
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.timing import about, milliseconds
 from decode.cli.output import write_beside
 from decode.comparison.memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
@@ -44,18 +44,11 @@ def measure(
         else:
             loss = masked_linear_kl(student, teacher, head, weight, kernel=way == "kernel")
         torch.autograd.grad(loss, student)
-        if device == "cuda":
-            torch.cuda.synchronize()
 
     before = _memory(device)
     once()
     peak = _memory(device, peak=True) - before
-    times = []
-    for _ in range(repeat):
-        began = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - began)
-    return {"ms": 1e3 * statistics.median(times), "peak_mib": peak / 2**20}
+    return {"ms": milliseconds(once, device, repeat), "peak_mib": peak / 2**20}
 
 
 def _memory(device: str, *, peak: bool = False) -> int:
@@ -63,8 +56,6 @@ def _memory(device: str, *, peak: bool = False) -> int:
         if not peak:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
-    import os
-
     if not peak:
         reset_peak([os.getpid()])
     return peak_bytes([os.getpid()]) or 0
@@ -121,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     line += f"{found['ms']:>14.1f}{found['peak_mib']:>9.0f}"
             print(line, flush=True)
     if options.json is not None:
-        about = {"device": name, "dtype": options.dtype, "width": options.width}
-        write_beside(options.json, json.dumps({**about, "measured": table}) + "\n")
+        found = {**about(options.dtype), "width": options.width, "measured": table}
+        write_beside(options.json, json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.timing import milliseconds
+from benchmarks.timing import about, milliseconds
 from d2f import spans as sp
 from decode.cli.output import write_beside
 from triton_kernels.span_attention import span_attention
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = measure(heads, spans, length, True, options)
             show("training", model, found, positions=length)
     if options.json is not None:
-        about = {"device": name, "dtype": options.dtype}
-        write_beside(options.json, json.dumps({**about, "measured": table}) + "\n")
+        found = {**about(options.dtype), "measured": table}
+        write_beside(options.json, json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,29 @@
-"""Timing of a call on a device."""
+"""Timing of a call on a device, and what the device is."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+
+def about(dtype: str) -> dict[str, Any]:
+    """What a benchmark's numbers were measured on."""
+    import triton
+
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"cpu, {torch.get_num_threads()} threads",
+        "dtype": dtype,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:

@@ -96,8 +96,8 @@ class _MaskedLinearKL(torch.autograd.Function):
                 logits = F.linear(hidden, part.to(hidden.dtype))
                 totals.add(logits, kernel)
             log_sum, slope = totals.log_sum(), None
-            if len(head) <= columns:
-                slope = difference(logits, log_sum, _wide(weight), kernel)
+            if len(head) <= columns and ctx.needs_input_grad[0]:
+                slope = difference(_wide(logits), log_sum, _wide(weight), kernel)
             ctx.save_for_backward(hidden, head, weight, log_sum, slope)
         ctx.columns, ctx.kernel = columns, kernel
         return (totals.divergence() * weight).sum()
@@ -109,8 +109,7 @@ class _MaskedLinearKL(torch.autograd.Function):
         rest = (None,) * 5
         with torch.autocast(hidden.device.type, enabled=False):
             if slope is not None:
-                gradient = slope @ head.to(hidden.dtype)
-                return (_wide(gradient) * grads[0]).to(hidden.dtype), *rest
+                return (slope * grads[0]).to(hidden.dtype) @ head.to(hidden.dtype), *rest
             scale = _wide(weight) * grads[0]  # [N]
             gradient = torch.zeros_like(_wide(hidden[: len(weight)]))  # [N, C]
             for part in _tiles(head, ctx.columns):

@@ -29,8 +29,8 @@ def plan(
     config: CompareConfig, contestants: Sequence[Contestant], workloads: Sequence[Workload]
 ) -> list[Planned]:
     """Every run in order: for each workload and concurrency the entries in turn, A B A B, each run
-    after a warm-up of its own, because a process that has waited for the others may find its memory
-    swapped out and its caches cold; at last a pass over all problems that only judges, at the
+    after a warm-up of its own, because a process that has waited for the others finds its caches
+    cold; at last a pass over all problems that only judges, at the
     highest concurrency."""
     runs = []
     for workload in workloads:
