@@ -21,7 +21,7 @@ from d2f.cache import SlotCache, SlotPool
 from d2f.model import DiffusionModel
 from decode.request import Request
 from decode.result import Event
-from decode.sampling import predict
+from decode.sampling import Wanted, predict
 from decode.step import Ints, Step
 
 
@@ -81,7 +81,10 @@ class Engine:
             logits = self.model.decode_rows(
                 rows.tokens, rows.positions, rows.plan, self.cache, rows.read
             )
-            groups = [(request.sampler, len(step.read)) for request, step in fed]
+            groups = [
+                Wanted(request.sampler, len(step.read), step.named, step.uncertainty)
+                for request, step in fed
+            ]
             predictions = predict(logits, groups, self.forwards)
         now = time.perf_counter()
         for (request, step), prediction in zip(fed, predictions, strict=True):

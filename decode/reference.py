@@ -13,7 +13,7 @@ from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
 from decode.decoders import D2F, Autoregressive, Static
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-from decode.sampling import Sampler, predict
+from decode.sampling import Sampler, Wanted, predict
 
 
 class _Dense(SpanPlan):
@@ -35,7 +35,7 @@ def _predict(
     with torch.inference_mode():
         logits = model.forward(torch.tensor([x]), _Dense(allowed))[0]
     rows = logits[[p - shift for p in wanted]]
-    predictions = predict(rows, [(sampler, len(wanted))], forward=0)[0]
+    predictions = predict(rows, [Wanted(sampler, len(wanted))], forward=0)[0]
     return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
 
 
@@ -83,8 +83,9 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
                 ended = ended or out[p] in contract.end_ids
 
 
-def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> list[int]:
-    """LLaDA's low-confidence decoding, for a bidirectional model."""
+def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> list[int | None]:
+    """LLaDA's low-confidence decoding, for a bidirectional model; None where early exit left a
+    position undecoded."""
     contract, start, total = model.contract, len(prompt), options.max_new_tokens
     assert contract.mask_id is not None
     size = options.block_size or total
@@ -98,12 +99,15 @@ def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> 
         steps = options.steps // len(block_starts) if options.steps else len(masked)
         counts = [len(masked) // steps + (j < len(masked) % steps) for j in range(steps)]
         for count in filter(None, counts):
+            settled = [t for t in x[start : min(masked)] if t in contract.end_ids]
+            if options.early_exit and settled:
+                break
             found = _predict(model, x, allowed, masked, contract.logit_shift, sampler)
             ranked = sorted(range(len(masked)), key=lambda i: -found[i][1])  # stable
             for i in ranked[:count]:
                 x[masked[i]] = found[i][0]
             masked = [p for i, p in enumerate(masked) if i not in ranked[:count]]
-    return x[start:]
+    return [None if token == contract.mask_id else token for token in x[start:]]
 
 
 def decode_autoregressive(

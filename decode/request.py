@@ -78,6 +78,7 @@ class Request:
             seconds=now - self._began,
             finish_reason=reason,
             prompt_tokens=self.session.prompt_length,
+            counts=dict(self.session.counts),
         )
 
     def _decode(self, tokens: list[int]) -> str | None:

@@ -37,7 +37,8 @@ class Result:
     generated, uncut (a position that early exit left undecoded is not in it). text: tokens
     decoded, None without a tokenizer. forwards: calls of the model that this request was in.
     calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
-    finish_reason: ``end`` (an end id), ``stop`` (a stop string) or ``length``.
+    finish_reason: ``end`` (an end id), ``stop`` (a stop string) or ``length``. counts: what the
+    decoder counted, by name.
     """
 
     tokens: list[int]
@@ -48,6 +49,7 @@ class Result:
     seconds: float
     finish_reason: FinishReason
     prompt_tokens: int
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_forward(self) -> float:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from d2f.errors import NonFiniteLogitsError
-from decode.step import Predictions
+from decode.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
-from triton_kernels.confidence import confidence_of_logits
+from triton_kernels.confidence import Confidence, confidence_of_logits, confidence_reference
 
 
 @dataclass(frozen=True)
@@ -58,36 +59,88 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return logits
 
 
-def predict(logits: Tensor, groups: list[tuple[Sampler, int]], forward: int) -> list[Predictions]:
-    """Predictions of each group from logits ``[N, V]`` whose rows lie group after group.
+@dataclass(frozen=True)
+class Wanted:
+    """What one request wants of its `count` rows; named and uncertainty as in `Step`."""
 
-    groups: (sampler, number of rows). Raises NonFiniteLogitsError that names the forward.
+    sampler: Sampler
+    count: int
+    named: Ints | None = None
+    uncertainty: bool = False
+
+
+def predict(logits: Tensor, groups: list[Wanted], forward: int) -> list[Predictions]:
+    """Predictions of each group from logits ``[N, V]`` of one model, rows group after group.
+
+    Raises NonFiniteLogitsError that names the forward.
     """
-    mask_ids = {sampler.mask_id for sampler, _ in groups if sampler.mask_id is not None}
-    greedy = all(sampler.sampling.temperature == 0 for sampler, _ in groups)
-    if greedy and len(mask_ids) < 2 and use_kernel(logits):
-        found = confidence_of_logits(logits, mask_id=next(iter(mask_ids), None), kernel=True)
-        token, confidence = found.token, found.probability
-    else:
-        wide = logits.float()
-        allowed = wide.clone() if mask_ids else wide
-        for mask_id in mask_ids:
-            allowed[:, mask_id] = -torch.inf
-        if greedy:
-            token = allowed.argmax(-1)
-        else:
-            counts = [count for _, count in groups]
-            parts = zip(groups, allowed.split(counts), strict=True)
-            token = torch.cat([sampler.choose(part) for (sampler, _), part in parts])
-        confidence = wide.softmax(-1).gather(-1, token[:, None])[:, 0]
+    columns = _by_kernel(logits, groups)
+    if columns is None:
+        columns = _plain(logits, groups)
     # One transfer, and with it the only wait for the device in a forward.
-    table = torch.stack((token.double(), confidence.double())).cpu().numpy()
-    if not np.isfinite(table[1]).all():
+    table = torch.stack([column.double() for column in columns]).cpu().numpy()
+    return split(table, groups, forward)
+
+
+def split(table: NDArray[np.float64], groups: list[Wanted], forward: int) -> list[Predictions]:
+    """Predictions of each group from a table ``[2 to 5, N or more]`` of what `Predictions` has, in
+    its order. Raises NonFiniteLogitsError that names the forward."""
+    count = sum(group.count for group in groups)
+    if not np.isfinite(table[1, :count]).all():
         raise NonFiniteLogitsError(f"the model gave NaN or infinite logits at forward {forward}")
-    tokens, confidences = table[0].astype(np.int64), table[1].astype(np.float32)
+    tokens, values = table[0].astype(np.int64), table[1:].astype(np.float32)
     results, start = [], 0
-    for _, count in groups:
-        part = slice(start, start + count)
-        results.append(Predictions(tokens[part], confidences[part]))
-        start += count
+    for group in groups:
+        part = slice(start, start + group.count)
+        named = None if group.named is None else values[1, part]
+        scores = (values[2, part], values[3, part]) if group.uncertainty else (None, None)
+        results.append(Predictions(tokens[part], values[0, part], named, *scores))
+        start = part.stop
     return results
+
+
+def _by_kernel(logits: Tensor, groups: list[Wanted]) -> list[Tensor] | None:
+    """Columns of the table by the kernel, None where it cannot make them or is not chosen."""
+    if any(group.sampler.sampling.temperature for group in groups) or not use_kernel(logits):
+        return None
+    named = _named(groups, logits.device)
+    mask_id = groups[0].sampler.mask_id
+    found = confidence_of_logits(logits, mask_id=mask_id, named=named, kernel=True)
+    return [found.token, found.probability, *_more(found, groups)]
+
+
+def _plain(logits: Tensor, groups: list[Wanted]) -> list[Tensor]:
+    """Columns of the table."""
+    wide, mask_id = logits.float(), groups[0].sampler.mask_id
+    allowed = wide
+    if mask_id is not None:
+        allowed = wide.clone()
+        allowed[:, mask_id] = -torch.inf
+    if any(group.sampler.sampling.temperature for group in groups):
+        parts = allowed.split([group.count for group in groups])
+        chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
+        token = torch.cat(chosen)
+    else:
+        token = allowed.argmax(-1)
+    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
+    named = _named(groups, logits.device)
+    if named is not None or any(group.uncertainty for group in groups):
+        found = confidence_reference(wide, mask_id=mask_id, named=named)
+        columns += _more(found, groups)
+    return columns
+
+
+def _more(found: Confidence, groups: list[Wanted]) -> list[Tensor]:
+    """The columns that only some steps ask for; all of them where one does."""
+    if found.named is None and not any(group.uncertainty for group in groups):
+        return []
+    named = found.probability if found.named is None else found.named
+    return [named, found.entropy, found.margin]
+
+
+def _named(groups: list[Wanted], device: torch.device) -> Tensor | None:
+    """The tokens whose probability is wanted, int64 ``[N]``, 0 where none is."""
+    if all(group.named is None for group in groups):
+        return None
+    parts = [np.zeros(g.count, dtype=np.int64) if g.named is None else g.named for g in groups]
+    return torch.from_numpy(np.concatenate(parts)).to(device)

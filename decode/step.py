@@ -17,7 +17,9 @@ class Step:
 
     tokens, positions, slots: ``[T]``, what is fed, where it stands, which slot it overwrites.
     spans: ``[T, K, 2]``, the slots that each row sees. read: ``[N]``, the rows whose predictions
-    are wanted. cached: how many leading slots were final before this step.
+    are wanted; a row may be read more than once. cached: how many leading slots were final before
+    this step. named: ``[N]``, of each row that is read a token whose probability is wanted.
+    uncertainty: whether entropy and margin are wanted.
     """
 
     tokens: Ints
@@ -26,15 +28,25 @@ class Step:
     spans: Ints
     read: Ints
     cached: int
+    named: Ints | None = None
+    uncertainty: bool = False
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of each row that was read: the chosen token (int64 ``[N]``, never the mask id) and its
-    confidence (fp32 ``[N]``), the probability under the full softmax in fp32."""
+    """Of each row that was read, from its logits in fp32.
+
+    token: int64 ``[N]``, the chosen one, never the mask id. The others are fp32 ``[N]``, under the
+    full softmax. confidence: probability of that token. named: probability of the token that the
+    step named. entropy: in nats. margin: difference of the two largest probabilities, the mask id's
+    left out. None where the step did not ask.
+    """
 
     token: Ints
     confidence: Floats
+    named: Floats | None = None
+    entropy: Floats | None = None
+    margin: Floats | None = None
 
 
 def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_shift: int) -> Step:

@@ -88,6 +88,7 @@ def test_static_gives_the_official_tokens():
                 block_size=case["block_length"],
                 steps=case["steps"],
                 max_new_tokens=case["gen_length"],
+                early_exit=False,
             )
             for case in traces
         ],

@@ -48,6 +48,7 @@ statics = st.builds(
     sampling,
     block_size=st.sampled_from([None, 1, 4, 8]),
     max_new_tokens=st.integers(1, 20),
+    early_exit=st.booleans(),
     seed=st.integers(0, 9),
 )
 causals = st.builds(

@@ -185,6 +185,16 @@ def test_a_decoder_refuses_a_model_it_cannot_decode():
 def test_options_come_in_the_published_order():
     decoder = decode.D2F(32, 0.1, 0.95, 0.9, 256)
     assert (decoder.block_size, decoder.tau_add, decoder.max_new_tokens) == (32, 0.1, 256)
-    static = decode.Static(8, 64, 64)
+    static = decode.Static(block_size=8, max_new_tokens=64, steps=64)
     assert (static.block_size, static.steps, static.max_new_tokens) == (8, 64, 64)
     assert decode.Autoregressive(7).max_new_tokens == 7
+
+
+def test_every_option_of_every_decoder_is_on_the_command_line():
+    from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS, SAMPLING_OPTIONS
+    from decode.cli.settings import option_names
+    from decode.decoders import DECODERS
+
+    offered = {option.name for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS)} | {"stop"}
+    assert offered == {name for kind in DECODERS.values() for name in option_names(kind)}
+    assert set(DECODER_NAMES) == set(DECODERS)

@@ -12,7 +12,7 @@ from tiny import fresh_model, random_model, tokenizer
 import d2f
 import decode
 from d2f.errors import InputError, NonFiniteLogitsError
-from decode.sampling import Sampler, Sampling, keep_top, predict
+from decode.sampling import Sampler, Sampling, Wanted, keep_top, predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -104,7 +104,7 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
     logits = torch.randn(40, 12) * 2
     logits[:, 5] = 50.0  # the mask would be certain
     sampler = Sampler(Sampling(1.0, top_p, top_k, seed), mask_id=5)
-    found = predict(logits, [(sampler, 40)], 1)[0]
+    found = predict(logits, [Wanted(sampler, 40)], 1)[0]
     assert 5 not in found.token
     allowed = logits.clone()
     allowed[:, 5] = -torch.inf
@@ -123,9 +123,29 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
 def test_confidence_is_the_probability_under_the_full_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
     greedy = Sampler(Sampling(), mask_id=3)
-    found = predict(logits, [(greedy, 1)], 1)[0]
+    found = predict(logits, [Wanted(greedy, 1)], 1)[0]
     assert found.token.tolist() == [0]
     assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
+
+
+def test_each_request_gets_the_scores_that_its_step_asked_for():
+    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 5.0, 1.0]])
+    sampler = Sampler(Sampling(), mask_id=3)
+    p = logits.double().softmax(-1)
+    plain, named, scored = predict(
+        logits,
+        [
+            Wanted(sampler, 1),
+            Wanted(sampler, 1, named=np.array([2])),
+            Wanted(sampler, 1, uncertainty=True),
+        ],
+        1,
+    )
+    assert plain.named is plain.entropy is plain.margin is named.entropy is scored.named is None
+    assert named.named == pytest.approx([p[1, 2].item()])
+    assert scored.entropy == pytest.approx([-(p[2] * p[2].log()).sum().item()])
+    assert scored.margin == pytest.approx([(p[2, 2] - p[2, 0]).item()])
+    assert [x.token.tolist() for x in (plain, named, scored)] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -133,14 +153,15 @@ def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
     logits = torch.zeros(3, 5)
     logits[:, 0], logits[1, 4] = 9.0, bad
     with pytest.raises(NonFiniteLogitsError, match="forward 7"):
-        predict(logits, [(Sampler(Sampling(), mask_id=4), 3)], 7)
+        predict(logits, [Wanted(Sampler(Sampling(), mask_id=4), 3)], 7)
     logits[1, 4] = -torch.inf  # a token that the model rules out is no fault
-    assert predict(logits, [(Sampler(Sampling(), mask_id=3), 3)], 7)[0].token.tolist() == [0] * 3
+    found = predict(logits, [Wanted(Sampler(Sampling(), mask_id=3), 3)], 7)[0]
+    assert found.token.tolist() == [0] * 3
 
 
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
-    found = predict(logits, [(Sampler(Sampling(1.0), None), 20000)], 1)[0]
+    found = predict(logits, [Wanted(Sampler(Sampling(1.0), None), 20000)], 1)[0]
     shares = np.bincount(found.token, minlength=3) / 20000
     assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
 

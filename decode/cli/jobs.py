@@ -14,7 +14,8 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import TASKS, Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.cli.options import DEFAULT_MAX_NEW_TOKENS, DEFAULT_PROBLEMS
+from decode.cli.decoder_options import DEFAULT_MAX_NEW_TOKENS
+from decode.cli.options import DEFAULT_PROBLEMS
 from decode.cli.settings import DecoderSettings
 from decode.decoders import Decoder
 from decode.prompts import Prompt, check, encode

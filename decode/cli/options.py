@@ -8,11 +8,16 @@ from typing import NoReturn
 
 from d2f.errors import InputError
 from d2f.models import names
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks.registry import TASKS
+from decode.cli.decoder_options import (
+    DECODER_HELP,
+    DECODER_NAMES,
+    DECODER_OPTIONS,
+    SAMPLING_OPTIONS,
+)
 
 DEFAULT_MODEL = "tiny-d2f"
 DEFAULT_PROBLEMS = 2
-DEFAULT_MAX_NEW_TOKENS = 256
 
 _DESCRIPTION = """\
 python -m decode.pipeline --tau-add 0.1
@@ -146,82 +151,20 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_decoder(group: argparse._ArgumentGroup) -> None:
-    lengths = ", ".join(f"{task} {length}" for task, length in RESPONSE_LENGTH.items())
-    group.add_argument(
-        "--decoder",
-        choices=("d2f", "static", "autoregressive"),
-        help="d2f: the pipeline (default for a model with a mask id); static: LLaDA's "
-        "low-confidence decoding; autoregressive (default for a causal model)",
-    )
+    group.add_argument("--decoder", choices=DECODER_NAMES, metavar="NAME", help=DECODER_HELP)
     group.add_argument(
         "--config",
         metavar="FILE",
         help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f); the command line "
         "overrides it",
     )
-    _option(
-        group,
-        "--max-new-tokens",
-        int,
-        f"longest response, in tokens, at least 1, kept exactly (default: {lengths}; for prompts "
-        f"{DEFAULT_MAX_NEW_TOKENS}, less where the context leaves less)",
-    )
-    _option(
-        group,
-        "--block-size",
-        int,
-        "d2f, static: tokens a block, at least 1 (default: d2f the model's own, else 32; static "
-        "one block for the whole response)",
-    )
-    _option(
-        group,
-        "--tau-add",
-        float,
-        "d2f: share of the last block that must be decoded before another is appended, in [0, 1] "
-        "(default 0.1)",
-    )
-    _option(
-        group,
-        "--tau-act",
-        float,
-        "d2f: share of a block that must be decoded before the next becomes fully active, in "
-        "[0, 1] (default 0.95)",
-    )
-    _option(
-        group,
-        "--tau-conf",
-        float,
-        "d2f: confidence above which a token is revealed, in [0, 1] (default 0.9)",
-    )
-    group.add_argument(
-        "--early-exit",
-        action=argparse.BooleanOptionalAction,
-        default=argparse.SUPPRESS,
-        help="d2f: stop once the first end token and all before it are decoded (default), or "
-        "finish all open blocks",
-    )
-    _option(
-        group,
-        "--steps",
-        int,
-        "static: forwards a response, a multiple of its number of blocks (default: one token a "
-        "forward)",
-    )
+    for option in DECODER_OPTIONS:
+        option.add_to(group)
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--temperature", float, "0 is greedy, at least 0 (default 0)", metavar="T")
-    _option(
-        group,
-        "--top-p",
-        float,
-        "keep the likeliest tokens up to this share of the probability, in (0, 1] (default 1: off)",
-        metavar="P",
-    )
-    _option(
-        group, "--top-k", int, "keep the K likeliest tokens, at least 1 (default: off)", metavar="K"
-    )
-    _option(group, "--seed", int, "seed of each prompt's random numbers (default 0)")
+    for option in SAMPLING_OPTIONS:
+        option.add_to(group)
     group.add_argument(
         "--stop",
         action="append",
@@ -261,11 +204,3 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quiet", action="store_true", help="only the totals; with --prompt only the response"
     )
-
-
-def _option(
-    group: argparse._ArgumentGroup, flag: str, kind: type, text: str, metavar: str | None = None
-) -> None:
-    """A decoder option: absent from the namespace where it is not given."""
-    name = metavar or {int: "N", float: "SHARE"}[kind]
-    group.add_argument(flag, type=kind, default=argparse.SUPPRESS, metavar=name, help=text)

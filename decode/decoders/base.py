@@ -76,7 +76,7 @@ class Session(abc.ABC):
     """One request being decoded, over the sequence x of prompt and response.
 
     x: int64 ``[P + max_new_tokens]``, one slot a position. `revealed` holds what the last `accept`
-    decided. `length` is how far the response has opened.
+    decided. `counts` is what the decoder counts of itself, by name.
     """
 
     def __init__(self, prompt: list[int], fill: int, max_new_tokens: int, contract: Contract):
@@ -85,10 +85,11 @@ class Session(abc.ABC):
         self.x[: len(prompt)] = prompt
         self.contract = contract
         self.revealed: list[Revealed] = []
+        self.counts: dict[str, int] = {}
 
     @property
     def slots(self) -> int:
-        """Slots that the request needs."""
+        """Slots that the request needs: a position's own, then any scratch slots."""
         return len(self.x)
 
     @abc.abstractmethod

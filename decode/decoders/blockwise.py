@@ -1,0 +1,161 @@
+"""Decoding one block of the response after another, the frame of all decoders that do: which rows a
+step feeds, what stays cached, when the response is done. A decoder adds the rule that says which
+tokens a step reveals.
+
+Where a row's keys and values cannot change any more (it sees no masked position: under a
+block-causal or causal mask), it is fed no longer. That is exact and always done. Beyond it there
+are Fast-dLLM's approximate caches (arXiv 2505.22618), which are the same slots fed less often:
+
+    none     every step feeds every row that may still change
+    prefix   that on the first step of a block; then only from the block's start on
+    dual     that on the first step of a block; then only the block
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders.base import Decoder, MaskedSession, whole
+from decode.decoders.visibility import mask_kind, visible_ends
+from decode.result import BlockState, BlockView
+from decode.step import Ints, Predictions, Step
+
+CachePolicy = Literal["none", "prefix", "dual"]
+
+
+@dataclass(frozen=True)
+class Blockwise(Decoder):
+    """Options of all blockwise decoders.
+
+    block_size: None takes one block for the whole response. max_new_tokens: kept exactly, the last
+    block may be short. cache: none (exact), prefix or dual. early_exit: stop once the first end id
+    and all before it are decided; False decodes all blocks, as the official codes do.
+    """
+
+    block_size: int | None = None
+    max_new_tokens: int = 256
+    cache: CachePolicy = "none"
+    early_exit: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size is not None:
+            whole("block_size", self.block_size)
+        if self.cache not in get_args(CachePolicy):
+            raise InputError(
+                f"cache must be one of {', '.join(get_args(CachePolicy))}, got {self.cache!r}"
+            )
+        if not isinstance(self.early_exit, bool):
+            raise InputError(f"early_exit must be true or false, got {self.early_exit!r}")
+
+    def check(self, contract: Contract) -> None:
+        super().check(contract)
+        if mask_kind(contract) == "causal":
+            raise InputError(
+                f"the decoder {self.name} needs a bidirectional or block-causal model, the family "
+                f"{contract.family} is causal: take wedlm for it"
+            )
+
+    @property
+    def size(self) -> int:
+        """Tokens a block."""
+        return min(self.block_size or self.max_new_tokens, self.max_new_tokens)
+
+    @property
+    def block_count(self) -> int:
+        return -(-self.max_new_tokens // self.size)
+
+
+class BlockwiseSession(MaskedSession):
+    """One request, block after block.
+
+    block: number of the current one, at positions ``[start, end)``. wanted: int64 ``[N]``, the
+    positions whose predictions the last step reads. A scratch slot follows the sequence's own.
+    """
+
+    def __init__(self, decoder: Blockwise, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.max_new_tokens, contract)
+        self.decoder = decoder
+        self.ends = visible_ends(len(self.x), len(prompt), contract)
+        self.block = -1
+        self.start = self.end = len(prompt)
+        self.final = 0  # rows before it were fed with what they see all decided
+        self.refreshed = -1  # the block that all rows were last fed in
+        self.wanted = np.zeros(0, dtype=np.int64)
+
+    @property
+    def slots(self) -> int:
+        return len(self.x) + 1
+
+    @abc.abstractmethod
+    def choose(self, predictions: Predictions) -> Ints:
+        """Which of `wanted` to reveal, as indices into it; at least one."""
+
+    def begin_block(self) -> None:
+        """What a decoder prepares when a block begins."""
+
+    def step(self) -> Step | None:
+        while not self.masked[self.start : self.end].any():
+            if self.end == len(self.x) or self._ended():
+                return None
+            self.block += 1
+            self.start = self.end
+            self.end = min(self.start + self.decoder.size, len(self.x))
+            self.begin_block()
+        if self._ended():
+            return None
+        self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.end])
+        return self.feed_rows()
+
+    def feed_rows(self) -> Step:
+        """The step that reads the predictions of `wanted` under the cache policy."""
+        first, stop = self.final, int(self.ends[self.start : self.end].max())
+        cached = self.final
+        if self.decoder.cache != "none" and self.refreshed == self.block:
+            first = max(first, self.start)
+            if self.decoder.cache == "dual":
+                stop = self.end
+        self.refreshed = self.block
+        rows = self.wanted - self.contract.logit_shift
+        fed = np.arange(min(first, int(rows[0])), stop)
+        spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
+        spans[:, 0, 1] = self.ends[fed]
+        if first == self.final:
+            undecided = int(np.argmax(self.masked))
+            self.final = int(np.searchsorted(self.ends[:stop], undecided, "right"))
+        return Step(
+            tokens=self.x[fed],
+            positions=fed,
+            slots=np.where(fed < first, len(self.x), fed),  # a row fed again to be read: to scratch
+            spans=spans,
+            read=rows - fed[0],
+            cached=cached,
+        )
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        for i in np.sort(self.choose(predictions)):
+            confidence = float(predictions.confidence[i])
+            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+
+    def blocks(self) -> list[BlockView]:
+        views = []
+        for block in range(self.decoder.block_count):
+            start = self.prompt_length + block * self.decoder.size
+            end = min(start + self.decoder.size, len(self.x))
+            state: BlockState = "waiting" if block > self.block else "fully active"
+            if not self.masked[start:end].any():
+                state = "decoded"
+            shift, tokens = self.prompt_length, self.view(start, end)
+            views.append(BlockView(start - shift, end - shift, state, tokens))
+        return views
+
+    def _ended(self) -> bool:
+        """Whether nothing that is still masked matters."""
+        return self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled)
