@@ -1,28 +1,84 @@
 """python -m benchmarks.masked_kl --rows 256 512 1024 4096 --vocabularies 126464 152064
 
-Time and peak memory of the distillation loss, forward and backward: `masked_linear_kl` (on a GPU
-with its kernel and without), and the same from all logits at once. Each measurement is a process of
-its own; its peak is what it allocated beyond its inputs, on a CPU by the operating system's count.
+Time and peak memory of the distillation loss, forward and backward, with one weight for all rows so
+that the others can do the same. Each measurement is a process of its own; its peak is what it
+allocated beyond its inputs, on a CPU by the operating system's count.
+
+    plain          from all logits at once
+    chunked        `masked_linear_kl` in PyTorch
+    kernel         the same with its kernel, on a GPU
+    trl            TRL's chunked divergence, where trl is installed
+    liger          Liger's chunked JSD with beta 0, where liger-kernel is installed
+    liger fused    its Triton version, on a GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.timing import about, milliseconds
 from decode.cli.output import write_beside
 from decode.comparison.memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
-WAYS = ("plain", "chunked", "kernel")
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def ways(device: str) -> list[str]:
+    """The ways that can be measured here."""
+    found = ["plain", "chunked", "kernel"] if device == "cuda" else ["plain", "chunked"]
+    if importlib.util.find_spec("trl"):
+        found.append("trl")
+    if importlib.util.find_spec("liger_kernel"):
+        found += ["liger", "liger fused"] if device == "cuda" else ["liger"]
+    return found
+
+
+def loss_of(way: str) -> Loss:
+    """loss(student, teacher, head, weight), the mean KL(teacher || student) of the rows where every
+    weight is one over their number."""
+    if way == "plain":
+        return masked_linear_kl_reference
+    if way == "trl":
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+        def trl(student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor) -> Tensor:
+            rows = ChunkedDivergenceFunction.apply(student, head, None, teacher, head, None, 0.0)[0]
+            return (rows * weight).sum()
+
+        return trl
+    if way.startswith("liger"):
+        return _liger(fused=way == "liger fused")
+    return partial(masked_linear_kl, kernel=way == "kernel")
+
+
+def _liger(*, fused: bool) -> Loss:
+    if fused:
+        from liger_kernel.transformers import LigerFusedLinearJSD
+
+        module = LigerFusedLinearJSD(jsd_beta=0.0)
+    else:
+        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+        module = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0)
+
+    def liger(student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor) -> Tensor:
+        labels = torch.zeros(len(student), dtype=torch.int64, device=student.device)
+        loss: Tensor = module(student, head, teacher, head, labels)
+        return loss
+
+    return liger
 
 
 def measure(
@@ -35,15 +91,12 @@ def measure(
         torch.randn(rows, width, generator=rng, device=device).to(kind) for _ in range(2)
     )
     head = (torch.randn(vocabulary, width, generator=rng, device=device) / width**0.5).to(kind)
-    weight = torch.rand(rows, generator=rng, device=device)
+    weight = torch.full((rows,), 1 / rows, device=device)
     student.requires_grad_()
+    loss = loss_of(way)
 
     def once() -> None:
-        if way == "plain":
-            loss = masked_linear_kl_reference(student, teacher, head, weight)
-        else:
-            loss = masked_linear_kl(student, teacher, head, weight, kernel=way == "kernel")
-        torch.autograd.grad(loss, student)
+        torch.autograd.grad(loss(student, teacher, head, weight), student)
 
     before = _memory(device)
     once()
@@ -96,20 +149,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if cuda else "cpu"
     name = torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads"
     print(f"{name}, {options.dtype}, width {options.width}, torch {torch.__version__}")
-    ways = WAYS if cuda else WAYS[:2]
-    print(f"{'vocabulary':>10}{'rows':>6}" + "".join(f"{w + ', ms':>14}{'MiB':>9}" for w in ways))
+    measured = ways(device)
+    head = "".join(f"{way + ', ms':>16}{'MiB':>7}" for way in measured)
+    print(f"{'vocabulary':>10}{'rows':>6}{head}")
     table = []
     for vocabulary in options.vocabularies:
         for rows in options.rows:
             line = f"{vocabulary:>10}{rows:>6}"
-            for way in ways:
+            for way in measured:
                 shape = (rows, vocabulary, options.width, options.dtype)
                 found = apart(way, *shape, device, options.repeat)
                 table.append({"way": way, "rows": rows, "vocabulary": vocabulary, **found})
                 if found["ms"] is None:
                     line += f"{'no memory':>23}"
                 else:
-                    line += f"{found['ms']:>14.1f}{found['peak_mib']:>9.0f}"
+                    line += f"{found['ms']:>16.1f}{found['peak_mib']:>7.0f}"
             print(line, flush=True)
     if options.json is not None:
         found = {**about(options.dtype), "width": options.width, "measured": table}

@@ -74,7 +74,7 @@ class SpanPlan:
         """Attention of one layer: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S, D]`` to
         ``[B, T, H, D]`` in the values' dtype."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
-        if use_kernel(query) and query.shape[-1] in HEAD_DIMS:
+        if query.shape[-1] in HEAD_DIMS and use_kernel("span_attention", query):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)

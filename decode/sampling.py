@@ -101,7 +101,9 @@ def split(table: NDArray[np.float64], groups: list[Wanted], forward: int) -> lis
 
 def _by_kernel(logits: Tensor, groups: list[Wanted]) -> list[Tensor] | None:
     """Columns of the table by the kernel, None where it cannot make them or is not chosen."""
-    if any(group.sampler.sampling.temperature for group in groups) or not use_kernel(logits):
+    if any(group.sampler.sampling.temperature for group in groups) or not use_kernel(
+        "confidence", logits
+    ):
         return None
     named = _named(groups, logits.device)
     mask_id = groups[0].sampler.mask_id

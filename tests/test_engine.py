@@ -96,7 +96,7 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     plain = decode.generate(model, prompts, decoder)
     used = []
 
-    def chosen(x: torch.Tensor) -> bool:
+    def chosen(name: str, x: torch.Tensor) -> bool:
         used.append(x.shape)
         return True
 

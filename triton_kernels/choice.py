@@ -1,8 +1,16 @@
-"""Which computation runs: the Triton kernel or the plain one beside it."""
+"""Which computation runs: the Triton kernel or the plain one beside it.
+
+On CUDA the kernels are chosen of themselves, each after it has given what its reference gives on
+this device and in this dtype (`triton_kernels.self_check`); one that does not is left out with a
+warning. The environment variable ``D2F_KERNELS`` overrides that: ``0`` takes the plain computation,
+``1`` the kernels without asking.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,12 +18,39 @@ from torch import Tensor
 VARIABLE = "D2F_KERNELS"
 
 
-def use_kernel(x: Tensor, wanted: bool | None = None) -> bool:
-    """Whether the kernel computes on x. wanted: None is on CUDA where the environment says
-    ``D2F_KERNELS=1``; until the kernels have passed their tests on a GPU that is not the default.
-    fp64 is never for a kernel."""
+def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
+    """Whether the kernel `name` of `self_check.CHECKS` computes on x, whose last dimension is the
+    head dimension where the kernel has one. wanted: None chooses as this module says. fp64 is never
+    for a kernel. Raises ValueError for another value of ``D2F_KERNELS``."""
     if x.dtype == torch.float64:
         return False
-    if wanted is None:
-        return x.is_cuda and os.environ.get(VARIABLE) == "1"
-    return wanted
+    if wanted is not None:
+        return wanted
+    if not x.is_cuda:
+        return False
+    told = os.environ.get(VARIABLE, "")
+    if told not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0 or 1, or not set, got {told!r}")
+    if told:
+        return told == "1"
+    return is_sound(name, x.dtype, x.device, x.shape[-1])
+
+
+@cache
+def is_sound(name: str, dtype: torch.dtype, device: torch.device, dim: int) -> bool:
+    """Whether the kernel gives what its reference gives there; asked once, warns where not."""
+    from triton_kernels.self_check import CHECKS
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            CHECKS[name](dtype, device, dim)
+    except Exception as error:  # whatever a compiler or a driver may raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        warnings.warn(
+            f"the Triton kernel {name} does not work in {dtype} on {device}, the plain computation "
+            f"is used: {reason[0]}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True

@@ -90,7 +90,7 @@ def confidence_of_logits(
     options = {"mask_id": mask_id, "named": named, "temperature": temperature, "seed": seed}
     if logits.dim() != 2:
         raise ValueError(f"logits must be [N, V], got {list(logits.shape)}")
-    if not use_kernel(logits, kernel) or not len(logits):
+    if not use_kernel("confidence", logits, kernel) or not len(logits):
         return confidence_reference(logits, **options)  # type: ignore[arg-type]
     _check(len(logits), logits.shape[1], mask_id, named, temperature, seed)
     from triton_kernels import confidence_tiles
@@ -121,7 +121,7 @@ def confidence_head(
             f"hidden and head must share dtype and device, got {hidden.dtype} on {hidden.device} "
             f"and {head.dtype} on {head.device}"
         )
-    if not use_kernel(hidden, kernel) or not len(hidden):
+    if not use_kernel("confidence", hidden, kernel) or not len(hidden):
         return confidence_reference(F.linear(hidden, head), **options)  # type: ignore[arg-type]
     _check(len(hidden), len(head), mask_id, named, temperature, seed)
     from triton_kernels import confidence_tiles

@@ -74,7 +74,7 @@ def masked_linear_kl(
         head,
         weight,
         columns,
-        use_kernel(student_hidden, kernel),
+        use_kernel("masked_kl", student_hidden, kernel),
     )
 
 
@@ -115,8 +115,17 @@ class _MaskedLinearKL(torch.autograd.Function):
             for part in _tiles(head, ctx.columns):
                 part = part.to(hidden.dtype)
                 logits = F.linear(hidden, part)
-                gradient += difference(logits, log_sum, scale, ctx.kernel) @ part
+                _add_product(gradient, difference(logits, log_sum, scale, ctx.kernel), part)
             return gradient.to(hidden.dtype), *rest
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` in total's fp32 or fp64: the product of a tile is not rounded to a's dtype
+    before it is added, which over many tiles would bias the gradient."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> Tensor:

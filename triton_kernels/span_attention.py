@@ -46,7 +46,7 @@ def span_attention(
     if check:
         validate_spans(spans, k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    use = use_kernel(q, kernel) and (kernel is True or q.shape[-1] in HEAD_DIMS)
+    use = (kernel is True or q.shape[-1] in HEAD_DIMS) and use_kernel("span_attention", q, kernel)
     if not use or not len(q) or not k.shape[1]:
         rows = q.transpose(0, 1)[None]  # [1, H, T, D]
         plain = span_attention_reference(rows, k[None], v[None], spans[None], scale=scale)
@@ -89,7 +89,7 @@ def write_slots(
     kernel: bool | None = None,
 ) -> None:
     """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
-    if use_kernel(k, kernel):
+    if use_kernel("write_slots", k, kernel):
         from triton_kernels import span_attention_tiles as tiles
 
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))

@@ -1,0 +1,103 @@
+"""Which computation is chosen, and that a kernel which errs is found out before it is."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from triton_kernels import choice, confidence_tiles, masked_kl_tiles, span_attention_tiles
+from triton_kernels.self_check import CHECKS
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    choice.is_sound.cache_clear()
+    yield
+    choice.is_sound.cache_clear()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_every_kernel_is_sound_here(name, dtype, device):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the Triton kernel")
+        assert choice.is_sound(name, dtype, torch.device(device), 32)
+
+
+def spoiled(run):
+    """The same with a result that is wrong in one place."""
+
+    def wrong(*args, **options):
+        found = run(*args, **options)
+        whole = found[0] if isinstance(found, tuple) else found
+        whole.view(-1)[-1] += 1
+        return found
+
+    return wrong
+
+
+def wrong_token(run):
+    def wrong(*args, **options):
+        found = run(*args, **options)
+        found.token[0] += 1
+        return found
+
+    return wrong
+
+
+def writes_nothing(run):
+    return lambda *args, **options: None
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "function", "fault"),
+    [
+        ("span_attention", span_attention_tiles, "forward", spoiled),
+        ("span_attention", span_attention_tiles, "backward", spoiled),
+        ("write_slots", span_attention_tiles, "write_slots", writes_nothing),
+        ("confidence", confidence_tiles, "of_logits", wrong_token),
+        ("masked_kl", masked_kl_tiles, "difference", spoiled),
+    ],
+)
+def test_a_kernel_that_errs_is_left_out_with_a_warning(
+    monkeypatch, device, name, place, function, fault
+):
+    monkeypatch.setattr(place, function, fault(getattr(place, function)))
+    with pytest.warns(RuntimeWarning, match=f"{name} does not work in torch.float32"):
+        assert not choice.is_sound(name, torch.float32, torch.device(device), 32)
+
+
+def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch, device):
+    def broken(*args, **options):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(span_attention_tiles, "forward", broken)
+    with pytest.warns(RuntimeWarning, match="no such instruction"):
+        assert not choice.is_sound("span_attention", torch.float32, torch.device(device), 64)
+
+
+def on_a_gpu(dtype=torch.float32):
+    return SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cpu"), shape=(2, 32))
+
+
+@pytest.mark.parametrize(("told", "used"), [("0", False), ("1", True), (None, True)])
+def test_the_environment_overrides_what_is_chosen_on_a_gpu(monkeypatch, told, used):
+    if told is None:
+        monkeypatch.delenv(choice.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(choice.VARIABLE, told)
+    assert choice.use_kernel("confidence", on_a_gpu()) is used
+
+
+def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv(choice.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="must be 0 or 1, or not set, got 'yes'"):
+        choice.use_kernel("confidence", on_a_gpu())
+
+
+def test_a_cpu_and_fp64_take_the_plain_computation():
+    assert not choice.use_kernel("confidence", torch.zeros(2, 3))
+    assert not choice.use_kernel("confidence", on_a_gpu(torch.float64), True)
+    assert choice.use_kernel("confidence", torch.zeros(2, 3), True)
