@@ -6,8 +6,9 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
 
     forward   all of it
     build     the requests' steps as one flat batch on the device
-    model     the model's call; on a GPU only its launch, the wait for it is in `predict`
-    predict   from logits to tokens and confidences on the host
+    model     the model's call; on a GPU only its launch
+    predict   from logits to tokens and confidences; on a GPU only its launch
+    wait      for both, and their way to the host
     accept    the decoders' own work: taking the predictions, the next step
     event     what the caller is told of it
 
@@ -38,11 +39,13 @@ from d2f.tasks import make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.output import write_beside
 from decode.decoders import Decoder
-from decode.engine import Engine
+from decode.engine import Engine, Flight
 from decode.prompts import encode
 from decode.request import Request
+from decode.rows import FlatRows
+from decode.static_rows import StaticRows
 
-PARTS = ("build", "model", "predict", "accept", "event")
+PARTS = ("build", "model", "predict", "wait", "accept", "event")
 
 
 def requests_of(model: DiffusionModel, task: str, problems: int) -> list[Request]:
@@ -82,10 +85,19 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
 
         return timed_run
 
-    places = [(decode.engine, "join"), (model, "decode_rows"), (decode.engine, "predict")]
-    places += [(Request, "accept"), (Request, "event")]
+    places: list[tuple[str, Any, str]] = [
+        ("build", decode.engine, "join"),
+        ("build", FlatRows, "on"),
+        ("model", model, "decode_rows"),
+        ("model", StaticRows, "start"),
+        ("predict", decode.engine, "table_of"),
+        ("predict", decode.engine, "split"),
+        ("wait", Flight, "table"),
+        ("accept", Request, "accept"),
+        ("event", Request, "event"),
+    ]
     with ExitStack() as stack:
-        for part, (place, name) in zip(PARTS, places, strict=True):
+        for part, place, name in places:
             stack.enter_context(patch.object(place, name, timed(part, getattr(place, name))))
         yield seconds
 

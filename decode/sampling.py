@@ -12,7 +12,7 @@ from torch import Tensor
 from d2f.errors import NonFiniteLogitsError
 from decode.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
-from triton_kernels.confidence import Confidence, confidence_of_logits, confidence_reference
+from triton_kernels.confidence import confidence_of_logits, confidence_reference
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,53 @@ class Wanted:
     named: Ints | None = None
     uncertainty: bool = False
 
+    @property
+    def greedy(self) -> bool:
+        return self.sampler.sampling.temperature == 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether it wants more than token and confidence."""
+        return self.uncertainty or self.named is not None
+
 
 def predict(logits: Tensor, groups: list[Wanted], forward: int) -> list[Predictions]:
     """Predictions of each group from logits ``[N, V]`` of one model, rows group after group.
 
     Raises NonFiniteLogitsError that names the forward.
     """
-    columns = _by_kernel(logits, groups)
-    if columns is None:
-        columns = _plain(logits, groups)
-    # One transfer, and with it the only wait for the device in a forward.
-    table = torch.stack([column.double() for column in columns]).cpu().numpy()
-    return split(table, groups, forward)
+    return split(table_of(logits, groups).cpu().numpy(), groups, forward)
+
+
+def table_of(logits: Tensor, groups: list[Wanted]) -> Tensor:
+    """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 5, N]`` of what
+    `Predictions` has, in its order: so that it crosses from the device in one transfer."""
+    mask_id, scores = groups[0].sampler.mask_id, any(group.scored for group in groups)
+    named = named_ids(groups) if scores else None
+    ids = None if named is None else torch.from_numpy(named).to(logits.device)
+    if all(group.greedy for group in groups):
+        return greedy_table(logits, mask_id, ids)
+    wide = logits.float()
+    parts = _without(wide, mask_id).split([group.count for group in groups])
+    chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
+    return _table(wide, torch.cat(chosen), mask_id, ids)
+
+
+def greedy_table(logits: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+    """The table of greedy choices; 5 rows where tokens ``[N]`` are named, else 2."""
+    if use_kernel("confidence", logits):
+        found = confidence_of_logits(logits, mask_id=mask_id, named=named, kernel=True)
+        columns = [found.token, found.probability]
+        if found.named is not None:
+            columns += [found.named, found.entropy, found.margin]
+        return torch.stack([column.double() for column in columns])
+    wide = logits.float()
+    return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, named)
 
 
 def split(table: NDArray[np.float64], groups: list[Wanted], forward: int) -> list[Predictions]:
-    """Predictions of each group from a table ``[2 to 5, N or more]`` of what `Predictions` has, in
-    its order. Raises NonFiniteLogitsError that names the forward."""
+    """Predictions of each group from the table of all, which may be longer. Raises
+    NonFiniteLogitsError that names the forward."""
     count = sum(group.count for group in groups)
     if not np.isfinite(table[1, :count]).all():
         raise NonFiniteLogitsError(f"the model gave NaN or infinite logits at forward {forward}")
@@ -99,50 +129,25 @@ def split(table: NDArray[np.float64], groups: list[Wanted], forward: int) -> lis
     return results
 
 
-def _by_kernel(logits: Tensor, groups: list[Wanted]) -> list[Tensor] | None:
-    """Columns of the table by the kernel, None where it cannot make them or is not chosen."""
-    if any(group.sampler.sampling.temperature for group in groups) or not use_kernel(
-        "confidence", logits
-    ):
-        return None
-    named = _named(groups, logits.device)
-    mask_id = groups[0].sampler.mask_id
-    found = confidence_of_logits(logits, mask_id=mask_id, named=named, kernel=True)
-    return [found.token, found.probability, *_more(found, groups)]
-
-
-def _plain(logits: Tensor, groups: list[Wanted]) -> list[Tensor]:
-    """Columns of the table."""
-    wide, mask_id = logits.float(), groups[0].sampler.mask_id
-    allowed = wide
-    if mask_id is not None:
-        allowed = wide.clone()
-        allowed[:, mask_id] = -torch.inf
-    if any(group.sampler.sampling.temperature for group in groups):
-        parts = allowed.split([group.count for group in groups])
-        chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
-        token = torch.cat(chosen)
-    else:
-        token = allowed.argmax(-1)
-    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
-    named = _named(groups, logits.device)
-    if named is not None or any(group.uncertainty for group in groups):
-        found = confidence_reference(wide, mask_id=mask_id, named=named)
-        columns += _more(found, groups)
-    return columns
-
-
-def _more(found: Confidence, groups: list[Wanted]) -> list[Tensor]:
-    """The columns that only some steps ask for; all of them where one does."""
-    if found.named is None and not any(group.uncertainty for group in groups):
-        return []
-    named = found.probability if found.named is None else found.named
-    return [named, found.entropy, found.margin]
-
-
-def _named(groups: list[Wanted], device: torch.device) -> Tensor | None:
-    """The tokens whose probability is wanted, int64 ``[N]``, 0 where none is."""
-    if all(group.named is None for group in groups):
-        return None
+def named_ids(groups: list[Wanted]) -> Ints:
+    """The tokens whose probability is wanted, ``[N]``, 0 where none is."""
     parts = [np.zeros(g.count, dtype=np.int64) if g.named is None else g.named for g in groups]
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+    return np.concatenate(parts)
+
+
+def _table(wide: Tensor, token: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
+    if named is not None:
+        found = confidence_reference(wide, mask_id=mask_id, named=named)
+        assert found.named is not None
+        columns += [found.named, found.entropy, found.margin]
+    return torch.stack([column.double() for column in columns])
+
+
+def _without(wide: Tensor, mask_id: int | None) -> Tensor:
+    """Logits whose mask column is -inf."""
+    if mask_id is None:
+        return wide
+    allowed = wide.clone()
+    allowed[:, mask_id] = -torch.inf
+    return allowed

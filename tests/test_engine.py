@@ -14,7 +14,11 @@ from tiny import random_model, tokenizer
 import decode
 import triton_kernels.span_attention
 from d2f.attention import Segment
-from decode import engine
+from decode import static_rows
+from decode.engine import Engine
+from decode.request import Request
+from decode.rows import FlatRows, join
+from decode.sampling import Sampler, Sampling, Wanted, predict, split
 from decode.step import Step
 from triton_kernels.span_attention import span_mask
 
@@ -33,7 +37,7 @@ def request(base: int) -> SimpleNamespace:
 def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
     first = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
     second = step([9, 10, 11], [[(0, 3)]] * 3, [0, 2])
-    rows = engine.join([(request(5), first), (request(20), second)], CPU)
+    rows = join([(request(5), first), (request(20), second)]).on(CPU)
     assert rows.tokens.tolist() == [7, 8, 9, 10, 11]
     assert rows.positions.tolist() == [3, 4, 3, 4, 5]
     assert rows.slots.tolist() == [5, 6, 20, 21, 22]
@@ -51,7 +55,7 @@ def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
     "spans", [[[(0, 3)], [(0, 2)]], [[(1, 3)], [(1, 3)]], [[(0, 3), (0, 0)], [(0, 3), (0, 0)]]]
 )
 def test_rows_that_may_see_different_slots_keep_their_mask(spans):
-    plan = engine.join([(request(4), step([7, 8], spans, [0]))], CPU).plan
+    plan = join([(request(4), step([7, 8], spans, [0]))]).on(CPU).plan
     assert not plan.segments[0].whole
 
 
@@ -73,9 +77,9 @@ def test_a_segment_is_called_whole_exactly_where_its_mask_would_hide_nothing(
         plans.append(rows.plan)
         return rows
 
-    real = engine.join
+    real = FlatRows.on
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "join", keep)
+        patch.setattr(FlatRows, "on", keep)
         decode.generate(model, prompts, decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12))
     segments = [(plan, part) for plan in plans for part in plan.segments]
     for plan, part in segments:
@@ -107,3 +111,70 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     by_kernels = decode.generate(model, prompts, decoder)
     assert [r.raw_tokens for r in by_kernels] == [r.raw_tokens for r in plain]
     assert {len(shape) for shape in used} == {2, 4}, "logits and queries"
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(["llada", "dream"]),
+    st.lists(st.lists(st.integers(2, 200), min_size=1, max_size=30), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from([0.15, 0.9]),
+)
+def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_size, tau_conf):
+    """What a GPU replays as CUDA graphs; prompts beyond the largest size are fed as they are."""
+    model = random_model(family)
+    decoder = decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12)
+    plain = decode.generate(model, prompts, decoder, batch_size=batch_size)
+    requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
+    engine = Engine(model, batch_size=batch_size, slots=150, static=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_rows, "SIZES", (5, 8, 16, 24))
+        for request in requests:
+            engine.submit(request)
+        list(engine.run())
+    for request, want in zip(requests, plain, strict=True):
+        assert request.result.raw_tokens == want.raw_tokens
+        assert request.result.calls == want.calls
+    assert {size for size, _ in engine.static._forwards} <= {5, 8, 16, 24}
+
+
+def test_static_forwards_give_named_probabilities_and_scores():
+    model = random_model("llada")
+    tokens, ids = np.array([5, 6, 7]), np.array([9, 4])
+    asked = Step(
+        tokens, np.arange(3), np.arange(3), np.array([[[0, 3]]] * 3), np.array([2, 0]), cached=0,
+        named=ids, uncertainty=True,
+    )  # fmt: skip
+    rows = join([(request(0), asked)])
+    sampler = Sampler(Sampling(), model.mask_id)
+    groups = [Wanted(sampler, 2, ids, True)]
+    cache = model.new_cache(9)
+    cache.slots = rows.on(CPU).slots
+    on = rows.on(CPU)
+    with torch.inference_mode():
+        logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
+        want = predict(logits, groups, 1)[0]
+    table = static_rows.StaticRows(model, model.new_cache(9)).start(rows, ids)()
+    got = split(table, groups, 1)[0]
+    assert got.token.tolist() == want.token.tolist()
+    for name in ("confidence", "named", "entropy", "margin"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)
+
+
+def test_where_the_next_forward_is_started_early_the_tokens_are_the_same(monkeypatch):
+    """As on a GPU: requests that come while it runs enter one forward later, none is lost."""
+    model, prompts = random_model("dream"), [[5, 6, 7], [8], [9, 10], [11]]
+    decoder = decode.D2F(4, tau_conf=0.3, max_new_tokens=9)
+    plain = decode.generate(model, prompts, decoder)
+    engine = Engine(model, batch_size=2, slots=40)
+    monkeypatch.setattr(engine, "early", True)
+    results = {}
+    waiting = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
+    engine.submit(waiting.pop(0))
+    while engine.waiting or engine.running:
+        for event in engine.advance():
+            if event.result is not None:
+                results[event.request] = event.result.raw_tokens
+            if waiting:
+                engine.submit(waiting.pop(0))
+    assert [results[i] for i in range(4)] == [r.raw_tokens for r in plain]
