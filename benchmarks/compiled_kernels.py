@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 
 LIMIT = 227 * 1024  # shared memory of a block on compute capability 9.0
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -72,6 +72,8 @@ def cases(dtype: str) -> Iterator[Case]:
 def _span_cases(spans: Any, data: str, dtype: str) -> Iterator[Case]:
     import torch
 
+    from triton_kernels import span_attention_backward as gradients
+
     pointers = dict.fromkeys(("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v"), data)
     pointers |= dict.fromkeys(("keys", "values"), data)
     pointers |= dict.fromkeys(("part", "part_most", "part_total", "log_sum", "delta"), "*fp32")
@@ -92,9 +94,8 @@ def _span_cases(spans: Any, data: str, dtype: str) -> Iterator[Case]:
                 )
             if queries == 1024:
                 for name in ("_backward_queries", "_backward_keys"):
-                    yield Case(
-                        f"span attention {name}, {what}", getattr(spans, name), pointers, sizes
-                    )
+                    kernel = getattr(gradients, name)
+                    yield Case(f"span attention {name}, {what}", kernel, pointers, sizes)
     width = {"DIM": 128, "WIDTH": 128}
     yield Case("span attention join", spans._join, pointers, {**width, "SPLITS": 64})
     slots = pointers | {"slots": "*i64"}

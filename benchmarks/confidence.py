@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.timing import about, milliseconds
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 from triton_kernels.confidence import (
     confidence_head,
     confidence_of_logits,

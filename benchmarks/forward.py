@@ -34,10 +34,10 @@ import transformers
 import d2f
 import decode
 import decode.engine
+from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
-from decode.cli.output import write_beside
 from decode.decoders import Decoder
 from decode.engine import Engine, Flight
 from decode.prompts import encode

@@ -1,9 +1,11 @@
 """python -m benchmarks.gpu --output benchmarks/results/gpu.json [--vllm-python PYTHON]
 
 Runs every GPU measurement of the project on this machine's NVIDIA GPU and writes one JSON with the
-device's name: the kernels' tests and benchmarks, the parts of a decoding forward, and the
-comparison with vLLM (whose environment `--vllm-python` names; without one the comparison has no
-served entry and says so).
+device's name: the kernels' tests and benchmarks, a decoding forward of LLaDA-8B's and Dream-7B's
+shapes against the memory's speed, a training step of LLaDA-8B's shape, the parts of a decoding
+forward of the bundled models, and their comparison with vLLM (whose environment `--vllm-python`
+names; without one the comparison has no served entry and says so). `--only` takes some of them.
+What is measured is kept if a later part fails.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from d2f.configuration import read_mapping
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 
 ROOT = Path(__file__).parent.parent
+PARTS = ("kernels", "decode_step", "training", "forward", "compare")
 CONFIG = ROOT / "configs" / "compare-tiny.yaml"
 
 
@@ -38,6 +42,16 @@ def kernels() -> dict[str, Any]:
     for name in ("span_attention", "confidence", "masked_kl"):
         found[name] = _written(f"benchmarks.{name}")
     return found
+
+
+def training() -> dict[str, Any]:
+    """A training step of LLaDA-8B's shape at 1,024 tokens, and ours at 4,096 with gradient
+    checkpointing."""
+    long = ("--length", "4096", "--checkpointing", "--ways", "ours")
+    return {
+        "1024": _written("benchmarks.train_step"),
+        "4096": _written("benchmarks.train_step", *long),
+    }
 
 
 def compare(vllm_python: str | None) -> dict[str, Any]:
@@ -86,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the results")
     parser.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts")
     options = parser.parse_args(arguments)
     import torch
 
@@ -99,13 +114,23 @@ def main(arguments: list[str] | None = None) -> int:
         "date": time.strftime("%Y-%m-%d"),
         "served": options.vllm_python is not None,
     }
-    for name, measurement in (
-        ("kernels", kernels),
-        ("forward", lambda: {model: forward(model) for model in ("tiny-d2f", "tiny-ar")}),
-        ("compare", lambda: compare(options.vllm_python)),
-    ):
-        results[name] = measurement()
-        write_beside(options.output, json.dumps(results) + "\n")  # what is measured is kept
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "kernels": kernels,
+        "decode_step": lambda: _written("benchmarks.decode_step"),
+        "training": training,
+        "forward": lambda: {model: forward(model) for model in ("tiny-d2f", "tiny-ar")},
+        "compare": lambda: compare(options.vllm_python),
+    }
+    for name in options.only or parts:
+        try:
+            results[name] = parts[name]()
+        except subprocess.CalledProcessError as error:
+            results[name] = {"failed": f"{error.cmd[2]} ended with status {error.returncode}"}
+        write_beside(options.output, json.dumps(results) + "\n")
+    failed = [name for name in parts if "failed" in results.get(name, {})]
+    if failed:
+        print(f"error: {', '.join(failed)} failed, see above", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.apart import apart
 from benchmarks.timing import about, milliseconds
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 from decode.comparison.memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
@@ -114,26 +114,6 @@ def _memory(device: str, *, peak: bool = False) -> int:
     return peak_bytes([os.getpid()]) or 0
 
 
-def _serve(results: Any, arguments: tuple[Any, ...]) -> None:
-    try:
-        results.put(measure(*arguments))
-    except torch.cuda.OutOfMemoryError:
-        results.put({"ms": None, "peak_mib": None})
-
-
-def apart(*arguments: Any) -> dict[str, Any]:
-    """`measure` in a process of its own. Raises RuntimeError where it was killed."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(results, arguments))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{arguments[0]}: its process ended with status {process.exitcode}")
-    found: dict[str, Any] = results.get()
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -158,16 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             line = f"{vocabulary:>10}{rows:>6}"
             for way in measured:
                 shape = (rows, vocabulary, options.width, options.dtype)
-                found = apart(way, *shape, device, options.repeat)
-                table.append({"way": way, "rows": rows, "vocabulary": vocabulary, **found})
-                if found["ms"] is None:
+                found = apart(measure, way, *shape, device, options.repeat)
+                sizes = {"way": way, "rows": rows, "vocabulary": vocabulary}
+                table.append({**sizes, **(found or {"ms": None, "peak_mib": None})})
+                if found is None:
                     line += f"{'no memory':>23}"
                 else:
                     line += f"{found['ms']:>16.1f}{found['peak_mib']:>7.0f}"
             print(line, flush=True)
     if options.json is not None:
-        found = {**about(options.dtype), "width": options.width, "measured": table}
-        write_beside(options.json, json.dumps(found) + "\n")
+        facts = {**about(options.dtype), "width": options.width, "measured": table}
+        write_beside(options.json, json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 from decode.comparison.report import Report
 
 ROOT = Path(__file__).parent.parent

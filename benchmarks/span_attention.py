@@ -24,7 +24,8 @@ from torch import Tensor
 
 from benchmarks.timing import about, milliseconds
 from d2f import spans as sp
-from decode.cli.output import write_beside
+from d2f.files import write_beside
+from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import span_attention
 
 HEADS = {"LLaDA-8B": (32, 32), "Dream-7B": (28, 4)}
@@ -40,23 +41,10 @@ def decoding_spans(rows: int, cached: int) -> Tensor:
 
 def flex(spans: Tensor, slots: int, device: str) -> Callable[..., Tensor]:
     """flex_attention over these spans, from q ``[T, H, D]`` and k, v ``[H_kv, S, D]``."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    bounds = spans.to(device)
-
-    def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        inside = (key >= bounds[row, 0, 0]) & (key < bounds[row, 0, 1])
-        for i in range(1, bounds.shape[1]):
-            inside = inside | ((key >= bounds[row, i, 0]) & (key < bounds[row, i, 1]))
-        return inside
-
-    mask = create_block_mask(sees, None, None, len(spans), slots, device=device)
-    compiled = torch.compile(flex_attention)
+    attention = FlexSpans(spans.to(device)[None], slots)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = q.transpose(0, 1)[None]
-        out: Tensor = compiled(rows, k[None], v[None], block_mask=mask, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return attention(q.transpose(0, 1)[None], k[None], v[None])[0].transpose(0, 1)
 
     return run
 

@@ -7,15 +7,18 @@ needs no attention mask: what a query sees is in the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from triton_kernels.choice import use_kernel
+from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import HEAD_DIMS, masked_attention, span_attention, span_mask
 
 NAME = "span"
+Way = Literal["kernel", "sdpa", "flex"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,19 @@ class SpanPlan:
     spans: int32 ``[B or 1, T, K, 2]`` over the keys (or the slots of a cache).
     segments: for a flat batch of several requests, each request's rows and slots; the mask that
     is built is then rows x own slots, never rows x all slots. None: one mask of T x S.
+    way: what computes it; None takes the kernel where `use_kernel` says so, else sdpa, which is
+    scaled_dot_product_attention with a mask. flex, flex_attention, takes no segments.
     """
 
-    def __init__(self, spans: Tensor, segments: list[Segment] | None = None):
+    def __init__(
+        self, spans: Tensor, segments: list[Segment] | None = None, way: Way | None = None
+    ):
         if spans.dim() == 3:
             spans = spans[None]
         self.spans = spans
         self.segments = segments
+        self.way = way
+        self._flex: FlexSpans | None = None
         self._masks: dict[int, Tensor] = {}
         self._flat: Tensor | None = None
 
@@ -74,7 +83,11 @@ class SpanPlan:
         """Attention of one layer: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S, D]`` to
         ``[B, T, H, D]`` in the values' dtype."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
-        if query.shape[-1] in HEAD_DIMS and use_kernel("span_attention", query):
+        if self.way == "flex":
+            if self._flex is None:
+                self._flex = FlexSpans(self.spans.expand(len(query), -1, -1, -1), key.shape[2])
+            return self._flex(query, key, value, scale).transpose(1, 2)
+        if query.shape[-1] in HEAD_DIMS and self._takes_kernel(query):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
@@ -91,6 +104,11 @@ class SpanPlan:
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return out.transpose(1, 2)
+
+    def _takes_kernel(self, query: Tensor) -> bool:
+        if self.way is not None:
+            return self.way == "kernel"
+        return use_kernel("span_attention", query)
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """The batch as one flat batch over one flat cache."""

@@ -101,6 +101,8 @@ class TrainConfig(Section):
     noise: Noise = Noise()
     lora: Lora = Lora()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
+    attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     save_every: Positive = 200
     keep: Positive = 2  # newest checkpoints kept
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"

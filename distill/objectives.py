@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from d2f import noise, spans
-from d2f.attention import SpanPlan
+from d2f.attention import SpanPlan, Way
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, lay_out
@@ -52,6 +52,7 @@ class Objective(nn.Module):
         self.model = model
         self.network = model.adapter or model.backbone
         self.config = config
+        self.attention: Way | None = None  # None: as decoding chooses
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(mask ratio, loss weight if masked) of each response token, both ``[response]``."""
@@ -129,7 +130,9 @@ class Objective(nn.Module):
 
     def read(self, batch: Batch, which: Tensor) -> Tensor:
         """Hidden states ``[N, C]`` of the rows that are read."""
-        hidden = self.model.hidden(batch.input_ids, SpanPlan(which), batch.positions)
+        hidden = self.model.hidden(
+            batch.input_ids, SpanPlan(which, way=self.attention), batch.positions
+        )
         return hidden.flatten(0, 1).index_select(0, batch.rows)
 
     def forward(self, batch: Batch) -> Tensor:

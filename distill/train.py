@@ -103,9 +103,11 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     import torch
     from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list
     from tqdm import tqdm
 
     from distill import checkpoints
+    from distill.attention import attention_dtype, check_attention, choose_attention
     from distill.data import Stream, fill_rows
     from distill.export import export
     from distill.objectives import OBJECTIVES
@@ -117,6 +119,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=output,
     )
+    check_attention(config.attention, accelerator.device)
     if config.data.rows % accelerator.num_processes:
         raise InputError(
             f"data.rows must be a multiple of the {accelerator.num_processes} processes, "
@@ -169,6 +172,12 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     for step in range(first_step, last):
         rows, sample = fill_rows(stream, sample)
         batch = objective.batch(rows, mine).to(accelerator.device)
+        if objective.attention is None:
+            chosen: list[Any] = [None]  # by one process for all
+            if accelerator.is_main_process:
+                dtype = attention_dtype(accelerator)
+                chosen[0] = choose_attention(config.attention, model, batch.spans, dtype, output)
+            objective.attention = broadcast_object_list(chosen)[0]
         rate = learning_rate(config, step)
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -72,10 +72,10 @@ class _SpanAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from triton_kernels import span_attention_tiles as tiles
+        from triton_kernels.span_attention_backward import backward
 
         q, k, v, spans, out, log_sum = ctx.saved_tensors
-        gradients = tiles.backward(q, k, v, spans, ctx.scale, out, log_sum, grads[0])
+        gradients = backward(q, k, v, spans, ctx.scale, out, log_sum, grads[0])
         return (*gradients, None, None)
 
 

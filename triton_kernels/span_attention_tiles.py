@@ -1,11 +1,8 @@
-"""Kernels of `span_attention`: forward, its parts joined, backward, and writing to slots.
+"""Kernels of `span_attention`: forward, its parts joined, and writing to slots.
 
 A program takes a few queries with all heads that share one key head (their rows share the loads of
 keys and values), and of the keys only tiles that one of its rows sees. With few queries and many
 keys the tiles are split over programs, whose parts are joined afterwards.
-
-z = scale * q k^T, p = e^(z - lse), out = p v; backward, with delta = sum(out * d_out):
-d_v = p^T d_out, d_z = p * (d_out v^T - delta), d_q = scale * d_z k, d_k = scale * d_z^T q.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ _FILLS_A_GPU = 256  # programs
 
 
 @triton.jit
-def _rows(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
+def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
     """Query and head within the group of each row of a tile, and whether there is one."""
     row = tl.arange(0, QUERIES * PADDED)
     query = tile * QUERIES + row // PADDED
@@ -32,7 +29,7 @@ def _rows(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr
 
 
 @triton.jit
-def _seen(spans, query, real, SPAN: tl.constexpr, SPANS: tl.constexpr):
+def seen_by(spans, query, real, SPAN: tl.constexpr, SPANS: tl.constexpr):
     """Bounds of one span of each row; 0, 0 where there is no row."""
     place = spans + (query * SPANS + SPAN) * 2
     return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
@@ -47,7 +44,7 @@ def _forward(
     SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
+    query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
     head = kv_head * GROUP + member
     d = tl.arange(0, WIDTH)
     held = real[:, None] & (d < DIM)[None, :]
@@ -60,7 +57,7 @@ def _forward(
     acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
     keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
     for span in tl.static_range(SPANS):
-        start, end = _seen(spans, query, real, span, SPANS)
+        start, end = seen_by(spans, query, real, span, SPANS)
         low = tl.min(tl.where(end > start, start, 2147483647))
         high = tl.max(tl.where(end > start, end, 0))
         tiles = tl.cdiv(tl.maximum(high - low, 0), KEYS)
@@ -122,96 +119,6 @@ def _join(
     result = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
     tl.store(log_sum + row, largest + tl.log(total))
-
-
-@triton.jit
-def _backward_queries(
-    q, k, v, spans, d_out, log_sum, delta, d_q, scale, queries,
-    q_t, q_h, k_h, k_s, v_h, v_s,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
-    head = kv_head * GROUP + member
-    d = tl.arange(0, WIDTH)
-    held = real[:, None] & (d < DIM)[None, :]
-    place = query.to(tl.int64) * HEADS + head
-    flat = place[:, None] * DIM + d[None, :]
-    rows = tl.load(
-        q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
-        mask=held, other=0.0,
-    )  # fmt: skip
-    upstream = tl.load(d_out + flat, mask=held, other=0.0)
-    lse = tl.load(log_sum + place, mask=real, other=0.0)
-    own = tl.load(delta + place, mask=real, other=0.0)
-    acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
-    keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
-    for span in tl.static_range(SPANS):
-        start, end = _seen(spans, query, real, span, SPANS)
-        low = tl.min(tl.where(end > start, start, 2147483647))
-        high = tl.max(tl.where(end > start, end, 0))
-        for i in range(tl.cdiv(tl.maximum(high - low, 0), KEYS)):
-            key = low + i * KEYS + tl.arange(0, KEYS)
-            at, there = key.to(tl.int64), (key < high)[:, None] & (d < DIM)[None, :]
-            k_tile = tl.load(keys + at[:, None] * k_s + d[None, :], mask=there, other=0.0)
-            v_tile = tl.load(values + at[:, None] * v_s + d[None, :], mask=there, other=0.0)
-            z = tl.dot(rows, tl.trans(k_tile), input_precision=PRECISION) * scale
-            sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)
-            d_p = tl.dot(upstream, tl.trans(v_tile), input_precision=PRECISION)
-            d_z = p * (d_p - own[:, None]) * scale
-            acc = tl.dot(d_z.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
-    tl.store(d_q + flat, acc.to(d_q.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _backward_keys(
-    q, k, v, spans, bounds, d_out, log_sum, delta, d_k, d_v, scale, queries, slots, tiles,
-    q_t, q_h, k_h, k_s, v_h, v_s,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A tile of keys against the tiles of queries whose bounds [tiles, 2] reach it."""
-    first, kv_head = tl.program_id(0) * KEYS, tl.program_id(1)
-    key = first + tl.arange(0, KEYS)
-    d = tl.arange(0, WIDTH)
-    there = (key < slots)[:, None] & (d < DIM)[None, :]
-    at = key.to(tl.int64)[:, None]
-    k_tile = tl.load(k + kv_head.to(tl.int64) * k_h + at * k_s + d[None, :], mask=there, other=0.0)
-    v_tile = tl.load(v + kv_head.to(tl.int64) * v_h + at * v_s + d[None, :], mask=there, other=0.0)
-    k_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
-    v_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
-    for tile in range(tiles):
-        low, high = tl.load(bounds + 2 * tile), tl.load(bounds + 2 * tile + 1)
-        if (low < first + KEYS) & (high > first):
-            query, member, real = _rows(tile, QUERIES, GROUP, PADDED, queries)
-            head = kv_head * GROUP + member
-            held = real[:, None] & (d < DIM)[None, :]
-            place = query.to(tl.int64) * HEADS + head
-            rows = tl.load(
-                q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
-                mask=held, other=0.0,
-            )  # fmt: skip
-            upstream = tl.load(d_out + place[:, None] * DIM + d[None, :], mask=held, other=0.0)
-            lse = tl.load(log_sum + place, mask=real, other=0.0)
-            own = tl.load(delta + place, mask=real, other=0.0)
-            sees = tl.zeros((QUERIES * PADDED, KEYS), dtype=tl.int1)
-            for span in tl.static_range(SPANS):
-                start, end = _seen(spans, query, real, span, SPANS)
-                sees |= (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-            z = tl.dot(rows, tl.trans(k_tile), input_precision=PRECISION) * scale
-            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)
-            p_cast = p.to(upstream.dtype)
-            v_acc = tl.dot(tl.trans(p_cast), upstream, v_acc, input_precision=PRECISION)
-            d_p = tl.dot(upstream, tl.trans(v_tile), input_precision=PRECISION)
-            d_z = (p * (d_p - own[:, None]) * scale).to(rows.dtype)
-            k_acc = tl.dot(tl.trans(d_z), rows, k_acc, input_precision=PRECISION)
-    flat = (kv_head.to(tl.int64) * slots + at) * DIM + d[None, :]
-    tl.store(d_k + flat, k_acc.to(d_k.dtype.element_ty), mask=there)
-    tl.store(d_v + flat, v_acc.to(d_v.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -280,7 +187,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> tup
         )
         parts = (part, most, total)
     grid = (shape.tiles, shape.kv_heads, splits)
-    _with_tile(shape.keys, lambda keys: _forward[grid](
+    with_tile(shape.keys, lambda keys: _forward[grid](
         q, k, v, spans, out, log_sum, *parts, scale, shape.queries, *shape.strides,
         **shape.sizes, KEYS=keys, SPLITS=splits,
     ))  # fmt: skip
@@ -288,37 +195,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> tup
         rows = shape.queries * shape.heads
         _join[(rows,)](*parts, out, log_sum, rows, DIM=shape.dim, WIDTH=shape.width, SPLITS=splits)
     return out, log_sum
-
-
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Tensor,
-    scale: float,
-    out: Tensor,
-    log_sum: Tensor,
-    d_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous."""
-    shape = Shape(q, k, v, spans)
-    d_out = d_out.contiguous()
-    delta = (out.float() * d_out.float()).sum(-1)  # [T, H]
-    d_q = torch.empty_like(out)
-    d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    rest = (scale, shape.queries)
-    _with_tile(shape.keys, lambda keys: _backward_queries[(shape.tiles, shape.kv_heads)](
-        q, k, v, spans, d_out, log_sum, delta, d_q, *rest, *shape.strides,
-        **shape.sizes, KEYS=keys,
-    ))  # fmt: skip
-    bounds = _bounds(spans, shape.tile)
-    _with_tile(shape.keys, lambda keys: _backward_keys[
-        (triton.cdiv(shape.slots, keys), shape.kv_heads)
-    ](
-        q, k, v, spans, bounds, d_out, log_sum, delta, d_k, d_v, *rest, shape.slots, shape.tiles,
-        *shape.strides, **shape.sizes, KEYS=keys,
-    ))  # fmt: skip
-    return d_q, d_k, d_v
 
 
 def write_slots(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -331,19 +207,7 @@ def write_slots(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tenso
         )
 
 
-def _bounds(spans: Tensor, tile: int) -> Tensor:
-    """First and one past the last key that each tile of queries sees, int32 ``[tiles, 2]``."""
-    start, end = spans[..., 0], spans[..., 1]  # [T, K]
-    seen = end > start
-    low = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(1)
-    high = torch.where(seen, end, 0).amax(1)
-    lacking = -len(low) % tile
-    low = torch.nn.functional.pad(low, (0, lacking), value=torch.iinfo(torch.int32).max)
-    high = torch.nn.functional.pad(high, (0, lacking))
-    return torch.stack((low.view(-1, tile).amin(1), high.view(-1, tile).amax(1)), 1).contiguous()
-
-
-def _with_tile(keys: int, launch: Callable[[int], object]) -> None:
+def with_tile(keys: int, launch: Callable[[int], object]) -> None:
     """Launch with tiles of `keys` keys, or smaller ones where the GPU has too little memory for
     them."""
     while True:

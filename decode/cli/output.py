@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from d2f.errors import InputError
+from d2f.files import write_beside
 from decode.cli.record import Record
 
 
@@ -110,10 +111,3 @@ def check_place(path: Path, option: str) -> None:
         raise InputError(f"{option} {path} is not a file")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

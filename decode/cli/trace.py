@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from d2f.files import write_beside
 from decode.cli.jobs import Job
-from decode.cli.output import check_place, write_beside
+from decode.cli.output import check_place
 from decode.result import Event
 
 

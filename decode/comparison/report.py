@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.cli.output import write_beside
+from d2f.files import write_beside
 from decode.comparison.records import Record, as_json, from_json
 from decode.comparison.statistics import Accuracy, Row, accuracies, faster_at, rows
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from d2f.errors import InputError
-from decode.cli.output import check_place, json_line, refuse_another_run, write_beside
+from d2f.files import write_beside
+from decode.cli.output import check_place, json_line, refuse_another_run
 from decode.tuning.evidence import Evidence
 from decode.tuning.space import Setting
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from d2f.files import write_beside
 from decode.cli.options import DEFAULT_MODEL
-from decode.cli.output import write_beside
 from decode.tuning.outcome import FINAL_COLUMNS, ROLES, Outcome, final_row
 from decode.tuning.space import Setting, Space, named
 

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_kernels import choice, confidence_tiles, masked_kl_tiles, span_attention_tiles
+from triton_kernels import (
+    choice,
+    confidence_tiles,
+    masked_kl_tiles,
+    span_attention_backward,
+    span_attention_tiles,
+)
 from triton_kernels.self_check import CHECKS
 
 
@@ -55,7 +61,7 @@ def writes_nothing(run):
     ("name", "place", "function", "fault"),
     [
         ("span_attention", span_attention_tiles, "forward", spoiled),
-        ("span_attention", span_attention_tiles, "backward", spoiled),
+        ("span_attention", span_attention_backward, "backward", spoiled),
         ("write_slots", span_attention_tiles, "write_slots", writes_nothing),
         ("confidence", confidence_tiles, "of_logits", wrong_token),
         ("masked_kl", masked_kl_tiles, "difference", spoiled),

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "masked_kl": "--rows 3 --vocabularies 300 --width 8 --repeat 1",
     "confidence": "--rows 1 3 --vocabularies 300 --width 8 --repeat 1",
+    "decode_step": "--shapes tiny --rows 4 --cached 16 --repeat 1",
+    "train_step": "--shape tiny --length 64 --repeat 1",
     "span_attention": "--rows 4 --cached 16 --lengths 8 --repeat 1",
 }
 
@@ -43,3 +45,26 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_here():
     assert all(
         int(shared) <= 227 * 1024 and int(spilled) < 256 for _, shared, _, spilled, _ in lines
     )
+
+
+def test_the_plain_training_step_has_the_gradient_of_ours(monkeypatch):
+    """What the benchmark compares does one and the same."""
+    import torch
+
+    from benchmarks.decode_step import build
+    from benchmarks.train_step import draw, ours, plain
+    from d2f.adapters import new_lora
+
+    torch.manual_seed(0)
+    model = build("tiny", torch.float32, "cpu")
+    model.backbone.requires_grad_(False)
+    new_lora(model, r=4, alpha=8, dropout=0.0)
+    trained = {n: p for n, p in model.adapter.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter, std=0.2)
+    batch, share = draw(model, 2, 96)
+    got = torch.autograd.grad(ours(model, batch)(), list(trained.values()))
+    want = torch.autograd.grad(plain(model, batch, share)(), list(trained.values()))
+    for name, a, b in zip(trained, got, want, strict=True):
+        assert b.abs().max() > 0, name
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)

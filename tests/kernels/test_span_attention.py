@@ -124,10 +124,10 @@ def test_a_gpu_with_too_little_memory_for_a_tile_gets_a_smaller_one():
         if keys > 16:
             raise OutOfResources(300_000, 200_000, "shared memory")
 
-    tiles._with_tile(64, launch)
+    tiles.with_tile(64, launch)
     assert tried == [64, 32, 16]
     with pytest.raises(OutOfResources):
-        tiles._with_tile(16, lambda keys: launch(64))
+        tiles.with_tile(16, lambda keys: launch(64))
 
 
 def test_fp64_and_no_rows_are_the_references(device):

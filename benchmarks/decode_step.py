@@ -1,0 +1,242 @@
+"""python -m benchmarks.decode_step --shapes LLaDA-8B Dream-7B
+
+Time of one decoding forward of a large model with random weights, from the rows on the host to the
+tokens and confidences on the host, against its floor: the bytes that it must read (all weights but
+the embedding's table, keys and values of all cached positions) over the memory bandwidth, which is
+measured here by copying a large buffer (bytes read and written). 16 to 128 rows, which are two
+blocks being decoded, on 512 to 4,096 cached keys:
+
+    graph          the engine's on a GPU: kernels, padded rows, a CUDA graph
+    eager          the engine's without a graph
+    sdpa           the graph with attention by scaled_dot_product_attention and a mask
+    flex           without a graph, attention by flex_attention, its block mask made beforehand
+    transformers   the model's own forward with a DynamicCache and a mask, all logits of its rows
+
+On a CPU take `--shapes tiny`; it has no graph and no flex.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from benchmarks.span_attention import decoding_spans
+from benchmarks.timing import about
+from d2f.attention import SpanPlan
+from d2f.contract import Contract
+from d2f.files import write_beside
+from d2f.model import DiffusionModel
+from decode.rows import FlatRows
+from decode.sampling import greedy_table
+from decode.static_rows import StaticRows
+from triton_kernels.choice import VARIABLE
+
+MASK_ID = 3
+SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
+    "LLaDA-8B": lambda: LlamaConfig(
+        vocab_size=126464, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "Dream-7B": lambda: Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "tiny": lambda: LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+    ),
+}  # fmt: skip
+
+Forward = Callable[[], object]
+
+
+def build(shape: str, dtype: torch.dtype, device: str) -> DiffusionModel:
+    """A model of that shape with random weights."""
+    config = SHAPES[shape]()
+    config._attn_implementation = "span"
+    with torch.device(device):
+        backbone = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    llada = isinstance(config, LlamaConfig)
+    contract = Contract(
+        family="llada" if llada else "dream", mask_id=MASK_ID, end_ids=(2,),
+        logit_shift=0 if llada else 1, rope_fp32=llada, prompt_rule="bidirectional",
+    )  # fmt: skip
+    return DiffusionModel(backbone.eval(), contract)
+
+
+def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
+    """Bytes that one forward must read."""
+    backbone = model.backbone
+    weights = sum(p.numel() * p.element_size() for p in backbone.parameters())
+    table = backbone.model.embed_tokens.weight
+    keys = model.new_cache(1).layers
+    a_slot = sum(x.numel() * x.element_size() for layer in keys for x in layer)
+    return weights - table.numel() * table.element_size() + a_slot * (cached + rows)
+
+
+def bandwidth(device: str) -> float:
+    """Bytes a second, read and written, of copying a buffer far larger than any cache."""
+    source = torch.empty((4 << 30) if device == "cuda" else (256 << 20), dtype=torch.uint8)
+    source = source.to(device).fill_(7)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 10)
+
+
+def seconds(run: Forward, device: str, repeat: int) -> float:
+    """Median wall time of a call, waited for, after three that are not counted."""
+    times = []
+    for i in range(repeat + 3):
+        began = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if i >= 3:
+            times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def batch(rows: int, cached: int) -> FlatRows:
+    """Two blocks behind what is cached; every row is read."""
+    places = np.arange(cached, cached + rows)
+    spans = decoding_spans(rows, cached).numpy().astype(np.int64)
+    tokens = np.full(rows, MASK_ID)
+    return FlatRows(tokens, places, places, spans, np.arange(rows), [])
+
+
+def ours(model: DiffusionModel, rows: int, cached: int, device: str) -> dict[str, Forward]:
+    """The engine's forwards."""
+    flat, cache = batch(rows, cached), model.new_cache(cached + rows + 1)
+    for layer in cache.layers:
+        for buffer in layer:
+            buffer.normal_()
+
+    def eager(plan: SpanPlan | None = None) -> object:
+        with torch.inference_mode():
+            on = flat.on(model.device)
+            cache.slots = on.slots
+            plan = plan or SpanPlan(on.plan.spans)
+            logits = model.decode_rows(on.tokens, on.positions, plan, cache, on.read)
+            return greedy_table(logits, MASK_ID, None).cpu()
+
+    ways: dict[str, Forward] = {"eager": eager}
+    if device == "cuda":
+        static, plain = StaticRows(model, cache), StaticRows(model, cache)
+        flexible = SpanPlan(torch.from_numpy(flat.spans).to(device, torch.int32), way="flex")
+        ways["graph"] = lambda: _landed(static, flat)
+        ways["sdpa"] = lambda: _without_kernels(lambda: _landed(plain, flat))
+        ways["flex"] = lambda: eager(flexible)
+    return ways
+
+
+def _landed(static: StaticRows, flat: FlatRows) -> object:
+    wait = static.start(flat, None)
+    assert wait is not None
+    return wait()
+
+
+def _without_kernels(run: Forward) -> object:
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "0"
+    try:
+        return run()
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def theirs(model: DiffusionModel, rows: int, cached: int) -> Forward:
+    """transformers' own forward."""
+    config = model.backbone.config
+    dim = config.hidden_size // config.num_attention_heads
+    cache = DynamicCache()
+    shape = (1, config.num_key_value_heads, cached, dim)
+    for layer in range(config.num_hidden_layers):
+        keys = torch.randn(shape, dtype=model.dtype, device=model.device)
+        cache.update(keys, torch.randn_like(keys), layer)
+    places = torch.arange(cached, cached + rows, device=model.device)[None]
+    ends = decoding_spans(rows, cached)[:, 0, 1].to(model.device)
+    seen = torch.arange(cached + rows, device=model.device)[None] < ends[:, None]
+    mask = torch.zeros(seen.shape, dtype=model.dtype, device=model.device)
+    mask.masked_fill_(~seen, torch.finfo(model.dtype).min)
+    tokens = torch.full_like(places, MASK_ID)
+
+    def run() -> object:
+        with torch.inference_mode():
+            logits = model.backbone(
+                input_ids=tokens, attention_mask=mask[None, None], position_ids=places,
+                past_key_values=cache, use_cache=True,
+            ).logits[0]  # fmt: skip
+            cache.crop(-rows)
+            return greedy_table(logits, MASK_ID, None).cpu()
+
+    return run
+
+
+def measure(
+    model: DiffusionModel, rows: int, cached: int, device: str, repeat: int
+) -> dict[str, float]:
+    """Milliseconds of each way."""
+    found = {}
+    model.backbone.set_attn_implementation("span")
+    for way, run in ours(model, rows, cached, device).items():
+        found[way] = 1e3 * seconds(run, device, repeat)
+    model.backbone.set_attn_implementation("sdpa")
+    found["transformers"] = 1e3 * seconds(theirs(model, rows, cached), device, repeat)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", default=["LLaDA-8B", "Dream-7B"], choices=SHAPES)
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(arguments)
+    device = "cuda" if cuda else "cpu"
+    speed = bandwidth(device)
+    facts: dict[str, Any] = {**about(options.dtype), "bytes_per_second": speed}
+    print(f"{facts['device']}, {options.dtype}, {speed / 1e9:.0f} GB/s, torch {facts['torch']}; ms")
+    table = []
+    for shape in options.shapes:
+        model = build(shape, getattr(torch, options.dtype), device)
+        for cached in options.cached:
+            for rows in options.rows:
+                floor = 1e3 * bytes_needed(model, rows, cached) / speed
+                found = measure(model, rows, cached, device, options.repeat)
+                table.append(
+                    {"shape": shape, "rows": rows, "cached": cached, "floor": floor, **found}
+                )
+                times = "".join(f"  {way} {ms:.3f} ({ms / floor:.2f})" for way, ms in found.items())
+                print(f"{shape:<9}{rows:>4} on {cached:<5} floor {floor:.3f}{times}", flush=True)
+        del model
+    if options.json is not None:
+        write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""python -m benchmarks.train_step --shape LLaDA-8B --length 1024
+
+One training step of D2F (teacher, student, loss, backward, AdamW on the LoRA) on a model with
+random weights, ours beside the plain one, which is what the reference code does: a dense float
+mask, all logits of student and teacher, the teacher's softmax, soft cross-entropy over the ratio.
+Both see the same tokens and masks; both losses are printed: ours is the KL, theirs the
+cross-entropy, which is larger by the teacher's entropy. Each is a process of its own; its peak is
+all that it allocated on a GPU, and on a CPU what it took beyond the model by the operating system's
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.apart import apart
+from benchmarks.decode_step import MASK_ID, SHAPES, build, seconds
+from benchmarks.timing import about
+from d2f import noise
+from d2f import spans as sp
+from d2f.adapters import new_lora
+from d2f.files import write_beside
+from d2f.model import DiffusionModel
+from d2f.spans import block_ends
+from decode.comparison.memory import peak_bytes, reset_peak
+from distill.config import Data, TrainConfig
+from distill.objectives import D2F, Batch
+
+BLOCK_SIZE = 32
+
+
+def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tensor]:
+    """A step of samples of one length, a quarter of it prompt, and its mask ratios ``[B, L]``, 0
+    where nothing is masked."""
+    rng = np.random.default_rng(0)
+    prompt = length // 4
+    ids = torch.from_numpy(rng.integers(4, model.vocab_size, (samples, length)))
+    ratios = np.zeros((samples, length))
+    for row in ratios:
+        row[prompt:] = noise.monotone_ratios(length - prompt, BLOCK_SIZE, 0.2, 0.7, rng)
+    masked = rng.random(ratios.shape) < ratios
+    masked[:, : prompt + 1] = False  # row p - 1 must be in the sample
+    ids[torch.from_numpy(masked)] = MASK_ID
+    places = torch.from_numpy(np.flatnonzero(masked))
+    share = torch.from_numpy(np.where(masked, ratios, 0.0)).float()
+    one = sp.block_causal(length, prompt, BLOCK_SIZE)
+    batch = Batch(
+        input_ids=ids,
+        positions=torch.arange(length).expand(samples, -1),
+        spans=one.expand(samples, -1, -1, -1).contiguous(),
+        teacher_spans=sp.bidirectional(length).expand(samples, -1, -1, -1).contiguous(),
+        rows=places - model.logit_shift,
+        targets=ids.view(-1)[places],
+        weight=1 / share.view(-1)[places] / len(places),
+    )
+    return batch, share
+
+
+def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
+    """The loss as distill/train.py computes it."""
+    config = TrainConfig(
+        objective="d2f", output="-", init="-", steps=1, block_size=BLOCK_SIZE, data=Data(tasks={})
+    )
+    objective = D2F(model, config).train()
+    return lambda: objective(batch)
+
+
+def plain(model: DiffusionModel, batch: Batch, share: Tensor) -> Callable[[], Tensor]:
+    """The loss from dense masks and all logits, by transformers' own attention."""
+    model.backbone.set_attn_implementation("sdpa")
+    samples, length = share.shape
+    ends = block_ends(length, length // 4, BLOCK_SIZE).to(share.device)
+    seen = torch.arange(length, device=share.device)[None] < ends[:, None]
+    dense = torch.zeros(samples, 1, length, length, dtype=model.dtype, device=share.device)
+    causal = dense.masked_fill(~seen, torch.finfo(model.dtype).min)
+    network: Any = model.adapter
+
+    def logits(mask: Tensor) -> Tensor:
+        out: Tensor = network(
+            input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.positions,
+            use_cache=False,
+        ).logits  # fmt: skip
+        return torch.cat((out[:, :1], out[:, :-1]), 1) if model.logit_shift else out
+
+    def loss() -> Tensor:
+        network.eval()
+        with torch.no_grad(), model.adapter_disabled():
+            target = logits(dense).softmax(-1)
+        network.train()
+        each = F.cross_entropy(
+            logits(causal).transpose(1, 2), target.transpose(1, 2), reduction="none"
+        )
+        chosen = share > 0
+        return (each[chosen] / share[chosen]).mean()
+
+    return loss
+
+
+def measure(
+    way: str, shape: str, samples: int, length: int, dtype: str, checkpointing: bool, repeat: int
+) -> dict[str, Any]:
+    """Seconds of a step, tokens a second, the first step's loss and the peak in MiB."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = build(shape, getattr(torch, dtype), device)
+    model.backbone.requires_grad_(False)
+    new_lora(model, r=32, alpha=32, dropout=0.0)
+    if checkpointing:
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    batch, share = draw(model, samples, length)
+    batch, share = batch.to(torch.device(device)), share.to(device)
+    loss = ours(model, batch) if way == "ours" else plain(model, batch, share)
+    assert model.adapter is not None
+    trained = [p for p in model.adapter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    losses = []
+
+    def step() -> None:
+        found = loss()
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(found.detach())
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = 0
+    else:
+        reset_peak([os.getpid()])
+        before = peak_bytes([os.getpid()]) or 0
+    step()
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else peak_bytes([os.getpid()]) or 0
+    took = seconds(step, device, repeat)
+    return {
+        "seconds": took,
+        "tokens_per_second": samples * length / took,
+        "loss": losses[0].item(),
+        "peak_mib": (peak - before) / 2**20,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", default="LLaDA-8B", choices=SHAPES)
+    parser.add_argument("--samples", type=int, default=1, help="sequences in a step")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of each")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--checkpointing", action="store_true", help="of activations")
+    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=["plain", "ours"])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(arguments)
+    facts = about(options.dtype)
+    print(
+        f"{facts['device']}, {options.dtype}, torch {facts['torch']}; {options.shape}, "
+        f"{options.samples} x {options.length} tokens, blocks of {BLOCK_SIZE}"
+        f"{', gradient checkpointing' if options.checkpointing else ''}"
+    )
+    found = {}
+    for way in options.ways:
+        found[way] = one = apart(
+            measure, way, options.shape, options.samples, options.length, options.dtype,
+            options.checkpointing, options.repeat,
+        )  # fmt: skip
+        if one is None:
+            print(f"{way:<6} no memory")
+            continue
+        print(
+            f"{way:<6}{one['seconds']:>8.3f} s a step{one['tokens_per_second']:>9.0f} tokens/s"
+            f"{one['peak_mib']:>9.0f} MiB   loss {one['loss']:.4f}",
+            flush=True,
+        )
+    if options.json is not None:
+        sizes = {k: v for k, v in vars(options).items() if k != "json"}
+        write_beside(options.json, json.dumps({**facts, **sizes, "measured": found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
