@@ -86,7 +86,8 @@ DECODER_OPTIONS = (
         ("none", "prefix", "dual"),
         "blockwise decoders: none feeds every row that may still change (default, exact); prefix "
         "feeds from the current block's start on, dual only the block, after one whole forward at "
-        "its start (approximate on a bidirectional model)",
+        "its start (approximate on a bidirectional model, exact on a "
+        "block-causal one whose own block size divides block_size)",
     ),
     Option(
         "tau",
