@@ -9,10 +9,11 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
-DECODER_NAMES = ("d2f", "static", "autoregressive")
+DECODER_NAMES = ("d2f", "static", "threshold", "factor", "entropy", "autoregressive")
 DECODER_HELP = (
     "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
-    "decoding; autoregressive (default for a causal model)"
+    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; autoregressive "
+    "(default for a causal model)"
 )
 
 
@@ -54,8 +55,8 @@ DECODER_OPTIONS = (
     Option(
         "block_size",
         int,
-        "d2f, static: tokens a block, at least 1 (default: d2f the model's own, else 32; static "
-        "one block for the whole response)",
+        "tokens a block, at least 1 (default: d2f the model's own, else 32; static one block for "
+        "the whole response; the others 32)",
     ),
     Option(
         "tau_add",
@@ -85,7 +86,33 @@ DECODER_OPTIONS = (
         ("none", "prefix", "dual"),
         "blockwise decoders: none feeds every row that may still change (default, exact); prefix "
         "feeds from the current block's start on, dual only the block, after one whole forward at "
-        "its start (approximate on a bidirectional model)",
+        "its start (approximate on a bidirectional model, exact on a "
+        "block-causal one whose own block size divides block_size)",
+    ),
+    Option(
+        "tau",
+        float,
+        "threshold: confidence from which a token is revealed, at least 0; above 1 only the surest "
+        "one is (default 0.9)",
+    ),
+    Option(
+        "factor",
+        float,
+        "factor: the n-th surest token is revealed where its confidence is at least 1 - F / (n + "
+        "1), at least 0 (default 1)",
+        metavar="F",
+    ),
+    Option(
+        "gamma",
+        float,
+        "entropy: bound in nats on what tokens revealed together tell about each other, at least 0 "
+        "(default 0.1)",
+        metavar="NATS",
+    ),
+    Option(
+        "proxy",
+        ("entropy", "confidence", "margin"),
+        "entropy: what tokens are sorted by before the bound is taken (default entropy)",
     ),
     Option(
         "steps",

@@ -29,6 +29,9 @@ STYLES = {
 # What a state means for the decoders without a pipeline.
 LABELS: Mapping[str, Mapping[str, str]] = {
     "static": {"fully active": "current"},
+    "threshold": {"fully active": "current"},
+    "factor": {"fully active": "current"},
+    "entropy": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
 }
 

@@ -3,8 +3,23 @@
 from decode.decoders.autoregressive import Autoregressive
 from decode.decoders.base import Decoder, Session
 from decode.decoders.d2f import D2F
+from decode.decoders.entropy import EntropyBounded
+from decode.decoders.factor import Factor
 from decode.decoders.static import Static
+from decode.decoders.threshold import Threshold
 
-DECODERS: dict[str, type[Decoder]] = {d.name: d for d in (D2F, Static, Autoregressive)}
+DECODERS: dict[str, type[Decoder]] = {
+    d.name: d for d in (D2F, Static, Threshold, Factor, EntropyBounded, Autoregressive)
+}
 
-__all__ = ["D2F", "DECODERS", "Autoregressive", "Decoder", "Session", "Static"]
+__all__ = [
+    "D2F",
+    "DECODERS",
+    "Autoregressive",
+    "Decoder",
+    "EntropyBounded",
+    "Factor",
+    "Session",
+    "Static",
+    "Threshold",
+]

@@ -64,7 +64,7 @@ class Decoder(abc.ABC):
         if contract.mask_id is None:
             raise InputError(
                 f"the decoder {self.name} needs a model with a mask id, "
-                f"the family {contract.family} has none"
+                f"the family {contract.family} has none: take autoregressive for it"
             )
 
     @abc.abstractmethod
@@ -159,6 +159,12 @@ def ratio(name: str, value: object) -> None:
     """Raise InputError unless value lies in [0, 1]."""
     if not (_is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
         raise InputError(f"{name} must lie in [0, 1], got {value!r}")
+
+
+def not_negative(name: str, value: object) -> None:
+    """Raise InputError unless value is a finite number of at least 0."""
+    if not (_is_number(value) and 0 <= value < float("inf")):  # type: ignore[operator]
+        raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
 
 
 def _is_number(value: object) -> bool:

@@ -9,6 +9,8 @@ are Fast-dLLM's approximate caches (arXiv 2505.22618), which are the same slots 
     none     every step feeds every row that may still change
     prefix   that on the first step of a block; then only from the block's start on
     dual     that on the first step of a block; then only the block
+
+They change nothing under a block-causal mask where each block is made of whole blocks of the model.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import d2f
 import decode
 from d2f.tasks import TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.decoder_options import DECODER_OPTIONS
 from decode.cli.display import LiveDisplay
 from decode.cli.options import parse
 from decode.decoders import DECODERS
@@ -96,7 +97,8 @@ def test_help_reads_well_and_does_not_import_torch():
 
 def test_every_decoder_option_is_on_the_command_line():
     flags = {field.name for kind in DECODERS.values() for field in dataclasses.fields(kind)}
-    values = {"early_exit": []} | {name: ["1"] for name in flags if name != "early_exit"}
+    values = {name: ["1"] for name in flags} | {"early_exit": []}
+    values |= {o.name: [o.kind[0]] for o in DECODER_OPTIONS if isinstance(o.kind, tuple)}
     line = [part for name in flags for part in ["--" + name.replace("_", "-"), *values[name]]]
     assert flags <= vars(parse(line)).keys()
     assert not flags & vars(parse([])).keys()

@@ -7,6 +7,7 @@ from files import TAU, lines_of, prompts_file, untimed
 import d2f
 from d2f.export import save_model
 from decode.cli.display import Plain
+from decode.decoders import DECODERS
 from decode.pipeline import main
 
 # Resuming
@@ -130,8 +131,8 @@ def test_missing_model(name, capsys):
         ("max_new_tokens: [1]", "max_new_tokens must be a whole number"),
         ("early_exit: 3", "early_exit must be true or false, got 3"),
         ("stop: 3", "stop must be non-empty strings, got 3"),
-        ("decoder: beam", "decoder must be one of d2f, static, autoregressive, got 'beam'"),
-        ("decoder: [d2f]", "decoder must be one of d2f, static, autoregressive"),
+        ("decoder: beam", f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
+        ("decoder: [d2f]", f"decoder must be one of {', '.join(DECODERS)}"),
         ("- 1", "expected a mapping of keys, got list"),
         ("a: [", "is not YAML"),
     ],

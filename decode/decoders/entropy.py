@@ -1,0 +1,70 @@
+"""Entropy-bounded unmasking, the EB sampler (arXiv 2505.24857): as many tokens together as a bound
+on what they still tell about each other allows.
+
+The masked tokens of the current block are sorted by an error proxy, the smallest error first. The
+longest prefix U with sum_U H - max_U H <= gamma is revealed: the left side bounds the mutual
+information of U's tokens, which decoding them independently ignores. It never falls as U grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders.base import not_negative
+from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.step import Floats, Ints, Predictions, Step
+
+Proxy = Literal["entropy", "confidence", "margin"]
+
+
+@dataclass(frozen=True)
+class EntropyBounded(Blockwise):
+    """Options of entropy-bounded decoding. gamma: bound in nats, at least 0; the larger, the more
+    tokens a step; 0 reveals one, and others only where their entropy is 0. proxy: what the tokens
+    are sorted by: entropy, confidence (of the chosen token) or margin. block_size: 32, as Fast-dLLM
+    takes; None takes one block for the whole response."""
+
+    name: ClassVar[str] = "entropy"
+    block_size: int | None = 32
+    gamma: float = 0.1
+    proxy: Proxy = "entropy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        not_negative("gamma", self.gamma)
+        if self.proxy not in get_args(Proxy):
+            raise InputError(
+                f"proxy must be one of {', '.join(get_args(Proxy))}, got {self.proxy!r}"
+            )
+
+    def begin(self, prompt: list[int], contract: Contract) -> EntropySession:
+        return EntropySession(self, prompt, contract)
+
+
+class EntropySession(BlockwiseSession):
+    """One request. Entropies are those of the raw logits, whatever the temperature."""
+
+    decoder: EntropyBounded
+
+    def feed_rows(self) -> Step:
+        return replace(super().feed_rows(), uncertainty=True)
+
+    def choose(self, predictions: Predictions) -> Ints:
+        entropy, margin = predictions.entropy, predictions.margin
+        assert entropy is not None and margin is not None
+        errors = {"entropy": entropy, "confidence": -predictions.confidence, "margin": -margin}
+        return bounded(entropy, errors[self.decoder.proxy], self.decoder.gamma)
+
+
+def bounded(entropy: Floats, error: Floats, gamma: float) -> Ints:
+    """Indices into entropy ``[N]`` (nats), smallest error first and the first of equals first, of
+    the longest prefix within the bound gamma; at least one."""
+    order = np.argsort(error, kind="stable")
+    nats = np.maximum(entropy[order].astype(np.float64), 0)  # fp32 may give a little less than 0
+    ignored = np.cumsum(nats) - np.maximum.accumulate(nats)
+    return order[: np.count_nonzero(ignored <= gamma)]
