@@ -76,6 +76,7 @@ def run(config: CompareConfig, command: str) -> Report:
     from decode.comparison.records import Ledger
     from decode.comparison.report import Report
     from decode.comparison.server import VllmServer
+    from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
 
     reference = config.reference
@@ -90,12 +91,12 @@ def run(config: CompareConfig, command: str) -> Report:
     ledger = Ledger(folder / "measurements.jsonl")
     display = Display()
     contestants: list[Contestant] = []
-    servers: dict[str, VllmServer] = {}
+    started: dict[str, VllmServer | Worker] = {}
     try:
         with ExitStack() as stack:
             for entry in config.entries:
                 display.starting(entry)
-                contestant = make_ready(entry, config, workloads, folder / "logs", servers, stack)
+                contestant = make_ready(entry, config, workloads, folder / "logs", started, stack)
                 contestants.append(contestant)
                 about["entries"][entry.name] |= contestant.facts
             runs = plan(config, contestants, workloads)

@@ -34,11 +34,11 @@ LABEL_OFFSETS = [
 
 @dataclass(frozen=True)
 class Point:
-    """One setting. tokens_per_second: visible tokens. accuracy, low, high: shares, with the 95 %
-    interval. slowest, fastest: range of the tokens per second over repetitions. label: written
+    """One setting. x: visible tokens per second, or what its panel says. accuracy, low, high:
+    shares, with the 95 % interval. slowest, fastest: range of x over repetitions. label: written
     beside it. chosen: marked."""
 
-    tokens_per_second: float
+    x: float
     accuracy: float
     low: float
     high: float
@@ -62,11 +62,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. bound: an accuracy to mark with a line, a share, and what it is."""
+    """One pair of axes. bound: an accuracy to mark with a line, a share, and what it is. across:
+    what the points' `x` is."""
 
     title: str
     series: Sequence[Series]
     bound: tuple[float, str] | None = None
+    across: str = "speed, visible tokens per second"
 
 
 def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = None) -> Figure:
@@ -112,7 +114,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         value, what = panel.bound
         axes.axhline(100 * value, color="#444444", linewidth=1, linestyle=(0, (5, 3)), label=what)
     axes.set_title(panel.title, fontsize=11)
-    axes.set_xlabel("speed, visible tokens per second")
+    axes.set_xlabel(panel.across)
     axes.set_ylabel("accuracy, % of problems right")
     axes.grid(color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -121,21 +123,26 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
+def _marker(number: int) -> str:
+    """A series' marker; no two of the first 49 series share marker and colour."""
+    return MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
+
+
 def _draw_series(axes: Axes, series: Series, number: int) -> None:
-    points = sorted(series.points, key=lambda p: p.tokens_per_second)
-    x = [p.tokens_per_second for p in points]
+    points = sorted(series.points, key=lambda p: p.x)
+    x = [p.x for p in points]
     y = [100 * p.accuracy for p in points]
     up = [100 * max(0.0, p.high - p.accuracy) for p in points]  # 0 up to rounding at 100 %
     down = [100 * max(0.0, p.accuracy - p.low) for p in points]
-    left = [p.tokens_per_second - (p.slowest or p.tokens_per_second) for p in points]
-    right = [(p.fastest or p.tokens_per_second) - p.tokens_per_second for p in points]
+    left = [p.x - (p.slowest or p.x) for p in points]
+    right = [(p.fastest or p.x) - p.x for p in points]
     small = series.light or series.faint
     axes.errorbar(
         x,
         y,
         yerr=None if series.faint else [down, up],
         xerr=[left, right] if any(left + right) else None,
-        fmt="o" if small else MARKERS[number % len(MARKERS)],
+        fmt="o" if small else _marker(number),
         markersize=4 if small else 6,
         color=FAINT if series.faint else COLORS[number % len(COLORS)],
         elinewidth=0.7 if small else 1.1,
@@ -149,7 +156,7 @@ def _draw_series(axes: Axes, series: Series, number: int) -> None:
     chosen = [p for p in points if p.chosen]
     if chosen:
         axes.plot(
-            [p.tokens_per_second for p in chosen],
+            [p.x for p in chosen],
             [100 * p.accuracy for p in chosen],
             linestyle="none",
             marker="o",
@@ -195,7 +202,7 @@ def _place_labels(axes: Axes, panel: Panel) -> None:
         lines.append(line)
         axes.annotate(
             point.label,
-            (point.tokens_per_second, 100 * point.accuracy),
+            (point.x, 100 * point.accuracy),
             xytext=((place.x0 - x) * 72 / DPI, (place.y0 - y) * 72 / DPI),
             textcoords="offset points",
             va="bottom",
@@ -229,13 +236,13 @@ def _boxes(axes: Axes, panel: Panel) -> list[Bbox]:
             boxes.append(Bbox([[x - 6, min(y, end)], [x + 6, max(y, end)]]))
         for speed in (point.slowest, point.fastest):
             if speed is not None:
-                end = _pixels(axes, replace(point, tokens_per_second=speed))[0]
+                end = _pixels(axes, replace(point, x=speed))[0]
                 boxes.append(Bbox([[min(x, end), y - 6], [max(x, end), y + 6]]))
     return boxes
 
 
 def _pixels(axes: Axes, point: Point) -> tuple[float, float]:
-    x, y = axes.transData.transform((point.tokens_per_second, 100 * point.accuracy))
+    x, y = axes.transData.transform((point.x, 100 * point.accuracy))
     return float(x), float(y)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,7 +15,7 @@ class Answer:
     first_tokens: tokens there at `prefill`. text: what a reader gets. own_tokens: tokens as the
     entry itself counts them, its end token with it where it made one. forwards, rows: calls of the
     model that the request was in, and rows fed for it. attempts: tries that it took. error: why
-    the last of them failed.
+    the last of them failed. counts: what its decoder counted, by name.
     """
 
     item: int
@@ -30,6 +30,7 @@ class Answer:
     rows: int | None = None
     attempts: int = 1
     error: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -26,9 +26,15 @@ class Entry(Section):
 
 class Ours(Entry):
     """A decoder of this project. config: a YAML of decoder options, as `decode.pipeline --config`
-    takes; ``{task}`` in its name is replaced. options: over that file."""
+    takes; ``{task}`` in its name is replaced. options: over that file. sweep: values of one option:
+    the entry becomes one for each, named ``NAME OPTION VALUE``, a line of the figures together.
+    shares: an earlier entry of this kind whose process and model it uses; the memory that is
+    measured is then that of all. Entries of one sweep share."""
 
     kind: Literal["ours"]
+    shares: str | None = None
+    sweep: dict[str, tuple[Any, ...]] = Field(default_factory=dict)  # empty once read
+    series: str | None = None  # the line of the figures that it is a point of
     adapter: str | None = None
     family: str | None = None
     dtype: str | None = None
@@ -133,6 +139,8 @@ class CompareConfig(Section):
                         f"{entry.name}: shares must name an earlier entry of kind vllm with a "
                         f"server of its own, got {entry.shares!r}"
                     )
+            if isinstance(entry, Ours) and entry.shares is not None:
+                _check_shared(entry, self.entries[:i])
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
         if bool(self.tasks) == (self.prompts_file is not None):
@@ -151,10 +159,53 @@ class CompareConfig(Section):
         return (named or self.entries)[0]
 
 
+def _expanded(entry: Any, path: str | Path) -> list[Any]:
+    """An entry's mapping, or where it sweeps an option one for each of its values."""
+    sweep = entry.get("sweep") if isinstance(entry, dict) else None
+    if not sweep:
+        return [entry]
+    well = isinstance(sweep, dict) and len(sweep) == 1
+    values = next(iter(sweep.values())) if well else None
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(
+            f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
+            f"got {sweep!r}"
+        )
+    option, series = next(iter(sweep)), entry.get("name")
+    base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
+    names = [f"{series} {option} {'none' if value is None else value}" for value in values]
+    entries = []
+    for name, value in zip(names, values, strict=True):
+        one = base | {"name": name, "options": {**(entry.get("options") or {}), option: value}}
+        if name != names[0] and entry.get("shares") is None:
+            one["shares"] = names[0]
+        entries.append(one)
+    return entries
+
+
+def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
+    owners = [e for e in before if isinstance(e, Ours) and e.shares is None]
+    owner = next((e for e in owners if e.name == entry.shares), None)
+    if owner is None:
+        raise ValueError(
+            f"{entry.name}: shares must name an earlier entry of kind ours with a process of its "
+            f"own, got {entry.shares!r}"
+        )
+    for key in ("model", "adapter", "family", "dtype", "device", "compile", "threads"):
+        theirs, own = getattr(owner, key), getattr(entry, key)
+        if theirs != own:
+            raise ValueError(
+                f"{entry.name} shares {owner.name}'s process, so its {key} must be {theirs!r}, "
+                f"got {own!r}"
+            )
+
+
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
     """The configuration in a YAML file with ``--key value`` overrides. Raises InputError."""
     values = read_mapping(path)
     override(values, overrides)
+    if isinstance(values.get("entries"), list):
+        values["entries"] = [one for entry in values["entries"] for one in _expanded(entry, path)]
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
         if isinstance(entry, Ours):

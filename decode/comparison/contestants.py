@@ -14,7 +14,7 @@ from decode.comparison.config import AnyEntry, CompareConfig, Endpoint, Ours, Tr
 from decode.comparison.prompts import encode_all, tokenizer_of
 from decode.comparison.served import Client, check_endpoint
 from decode.comparison.server import VllmServer, check_python
-from decode.comparison.worker import Worker
+from decode.comparison.worker import Worker, WorkerContestant
 from decode.comparison.workload import Workload
 
 
@@ -100,28 +100,47 @@ def make_ready(
     config: CompareConfig,
     workloads: list[Workload],
     logs: Path,
-    servers: dict[str, VllmServer],
+    started: dict[str, VllmServer | Worker],
     stack: ExitStack,
 ) -> Contestant:
-    """Start what an entry needs; `stack` stops it. servers: those started so far, by entry; a new
-    one is put there. Raises InputError."""
+    """Start what an entry needs; `stack` stops it. started: servers and workers so far, by entry; a
+    new one is put there. Raises InputError."""
     if isinstance(entry, Ours | Transformers):
-        return stack.enter_context(Worker(entry, workloads))
+        return _local(entry, config, workloads, started, stack)
     server = None
     if isinstance(entry, Vllm):
         tokenizer = tokenizer_of(entry.model)
         owner = entry.shares or entry.name
-        if owner not in servers:
+        if owner not in started:
             python = entry.python or config.vllm_python
             log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
-            servers[owner] = stack.enter_context(VllmServer(entry, python, log))
-        server = servers[owner]
+            started[owner] = stack.enter_context(VllmServer(entry, python, log))
+        found = started[owner]
+        assert isinstance(found, VllmServer)
+        server = found
         url, served_name = server.url, owner
     else:
         tokenizer = tokenizer_of(entry.tokenizer)
         url, served_name = entry.url.rstrip("/"), entry.model
     client = Client(entry, url, served_name, config.limits, config.retries, headers(entry))
     return ServedContestant(entry, client, tokenizer, workloads, server)
+
+
+def _local(
+    entry: Ours | Transformers,
+    config: CompareConfig,
+    workloads: list[Workload],
+    started: dict[str, VllmServer | Worker],
+    stack: ExitStack,
+) -> WorkerContestant:
+    """An entry in a process of its own, or in that of the entry whose it shares."""
+    owner = getattr(entry, "shares", None) or entry.name
+    if owner not in started:
+        sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
+        started[owner] = stack.enter_context(Worker([entry, *sharing], workloads))
+    worker = started[owner]
+    assert isinstance(worker, Worker)
+    return WorkerContestant(worker, entry)
 
 
 def headers(entry: Vllm | Endpoint) -> dict[str, str]:

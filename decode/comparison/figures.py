@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,11 +13,19 @@ from decode.figures import COLORS, DPI, MARKERS, Panel, Point, Series, frontier,
 
 
 def draw(report: Report, folder: Path) -> None:
-    """Write throughput and, where answers were judged, frontier, each as PNG and SVG."""
-    save(throughput(report), folder / "throughput")
-    panels = [panel for workload in report.workloads if (panel := _panel(report, workload)).series]
+    """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
+    judged, frontier and, where an option was swept, forwards; each as PNG and SVG."""
+    caption = f"{_caption(report)}; 95 % intervals"
+    swept = any(row.series for row in report.rows)
+    if not swept or len({row.concurrency for row in report.rows}) > 1:
+        save(throughput(report), folder / "throughput")
+    panel = _sweep_panel if swept else _panel
+    panels = [p for workload in report.workloads if (p := panel(report, workload)).series]
     if panels:
-        save(frontier(panels, f"{_caption(report)}; 95 % intervals"), folder / "frontier")
+        save(frontier(panels, caption), folder / "frontier")
+    if panels and swept:
+        forwards = [_sweep_panel(report, workload, forwards=True) for workload in report.workloads]
+        save(frontier(forwards, caption), folder / "forwards")
 
 
 def throughput(report: Report) -> Figure:
@@ -64,7 +73,7 @@ def _panel(report: Report, workload: str) -> Panel:
             share = found.right / found.problems
             points = [
                 Point(
-                    tokens_per_second=row.throughput,
+                    x=row.throughput,
                     accuracy=share,
                     low=found.low,
                     high=found.high,
@@ -76,6 +85,39 @@ def _panel(report: Report, workload: str) -> Panel:
             ]
             series.append(Series(entry, points, line=True))
     return Panel(f"{workload}, labels: requests in flight", series)
+
+
+def _sweep_panel(report: Report, workload: str, *, forwards: bool = False) -> Panel:
+    """A line a sweep, its points in the order of its values, at the lowest concurrency; an entry of
+    its own is a point. forwards: over the tokens of a forward, not of a second."""
+    lowest = min(row.concurrency for row in report.rows)
+    points: dict[str, list[Point]] = {}
+    for row in report.rows:
+        found = report.accuracy(row.entry, workload)
+        x = row.tokens_per_forward if forwards else row.throughput
+        if (row.workload, row.concurrency) != (workload, lowest) or found is None or x is None:
+            continue
+        name = row.series or row.entry
+        points.setdefault(name, []).append(
+            Point(
+                x=x,
+                accuracy=found.right / found.problems,
+                low=found.low,
+                high=found.high,
+                label=row.entry.removeprefix(row.series).split()[-1] if row.series else "",
+                slowest=None if forwards else row.throughput_low,
+                fastest=None if forwards else row.throughput_high,
+            )
+        )
+    series = [Series(name, _ends_labelled(own), line=len(own) > 1) for name, own in points.items()]
+    across = "visible tokens a forward" if forwards else "speed, visible tokens per second"
+    return Panel(f"{workload}, {lowest} in flight", series, across=across)
+
+
+def _ends_labelled(points: list[Point]) -> list[Point]:
+    """Only the first and the last value are written, the others lie between."""
+    last = len(points) - 1
+    return [p if i in (0, last) else replace(p, label="") for i, p in enumerate(points)]
 
 
 def _lines(report: Report, workload: str) -> list[tuple[str, list[Row]]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import d2f
 from d2f.configuration import read_mapping
+from d2f.model import DiffusionModel
 from decode.cli.settings import DecoderSettings, split
 from decode.comparison.answers import Answer, Run
 from decode.comparison.config import Ours, options_file
@@ -20,27 +21,17 @@ from decode.request import Request
 
 
 class OursRunner:
-    """Loads the model, merges its adapter, encodes the prompts. Raises InputError.
+    """Loads the model and merges its adapter, or takes one that another entry has made ready;
+    encodes the prompts. Raises InputError.
 
     facts: what the report says of the entry.
     """
 
-    def __init__(self, entry: Ours, workloads: list[Workload]):
+    def __init__(self, entry: Ours, workloads: list[Workload], model: DiffusionModel | None = None):
         import torch
 
-        if entry.threads is not None:
-            torch.set_num_threads(entry.threads)
         self.entry = entry
-        self.model = d2f.load(
-            entry.model,
-            adapter=entry.adapter,
-            family=entry.family,
-            dtype=entry.dtype,
-            device=entry.device,
-        )
-        self.model.merge_adapter()
-        if entry.compile:
-            self.model.compile()
+        self.model = model or _load(entry)
         self.decoders: dict[str, Decoder] = {}
         self.prompts: dict[str, list[list[int]]] = {}
         for workload in workloads:
@@ -91,6 +82,7 @@ class OursRunner:
                     answer.first = answer.first if answer.first is not None else now
                     answer.forwards = result.forwards
                     answer.rows = sum(rows for rows, _ in result.calls)
+                    answer.counts = result.counts
                     answer.own_tokens = len(result.tokens) + (result.finish_reason == "end")
                     del running[event.request]
         return Run(answers, time.perf_counter() - began, calls=engine.forwards)
@@ -114,3 +106,22 @@ class OursRunner:
         name, given = split(values, path or "options")
         given |= {"stop": workload.stop}
         return DecoderSettings(name, given).decoder(self.model, workload.max_new_tokens)
+
+
+def _load(entry: Ours) -> DiffusionModel:
+    """The entry's model, made ready."""
+    import torch
+
+    if entry.threads is not None:
+        torch.set_num_threads(entry.threads)
+    model = d2f.load(
+        entry.model,
+        adapter=entry.adapter,
+        family=entry.family,
+        dtype=entry.dtype,
+        device=entry.device,
+    )
+    model.merge_adapter()
+    if entry.compile:
+        model.compile()
+    return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from decode.comparison.workload import Workload, visible
 
 COLUMNS = (
     "item", "submitted", "prefill", "first", "finished", "first_tokens", "tokens", "own_tokens",
-    "forwards", "rows", "attempts", "right", "text", "error",
+    "forwards", "rows", "attempts", "right", "text", "error", "counts",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Judged:
     right: bool | None
     text: str
     error: str | None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def judge(
                 right=False if answer.error and right is not None else right,
                 text=text,
                 error=answer.error,
+                counts=answer.counts,
             )
         )
     return Record(

@@ -25,7 +25,8 @@ class Report:
         self.about = about
         self.records = list(records)
         self.baseline: str = about["baseline"]
-        self.rows = rows(self.records)
+        series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
+        self.rows = rows(self.records, series)
         self.accuracies = accuracies(self.records, self.baseline)
 
     @classmethod
@@ -67,7 +68,7 @@ class Report:
         for workload in self.workloads:
             lines += [f"## {workload}", "", *self.verdict(workload), ""]
             lines += [*self._accuracy_table(workload), *self._table(workload, SPEED), ""]
-            lines += [*self._table(workload, WORK), ""]
+            lines += [*self._table(workload, WORK), "", *self._counts_table(workload)]
         lines += ["## What was counted", "", *COUNTED, "", "## Entries", ""]
         for name, facts in about["entries"].items():
             lines += [f"- **{name}**: " + _facts(facts)]
@@ -138,6 +139,19 @@ class Report:
                 f"| {a.entry} | {a.right} of {a.problems} | {a.right / a.problems:.1%} "
                 f"| {a.low:.1%} to {a.high:.1%} | {points} | {same} | {a.unstable} |"
             )
+        return [*lines, ""]
+
+    def _counts_table(self, workload: str) -> list[str]:
+        """What decoders counted of themselves, a request."""
+        own = [row for row in self.rows if row.workload == workload and row.counts]
+        names = list(dict.fromkeys(name for row in own for name in row.counts))
+        if not names:
+            return []
+        head = ["concurrency", "entry", *(f"{name.replace('_', ' ')} a request" for name in names)]
+        lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        for row in own:
+            cells = [_number(row.counts.get(name), 2) for name in names]
+            lines.append("| " + " | ".join([str(row.concurrency), row.entry, *cells]) + " |")
         return [*lines, ""]
 
     def _table(self, workload: str, columns: Sequence[Column]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -22,10 +23,12 @@ class Row:
     prefill: to the end of the first forward; decode_throughput: visible tokens a second after
     that, of one request. tokens, forwards: mean a request; calls_tokens: visible tokens a call of
     the model, whichever requests share it. peak_bytes: most over the runs. failed, retried: of the
-    timed requests. unstable: prompts whose text was not the same in every run of this entry.
+    timed requests. series: the sweep that the entry is of. counts: what its decoder counted, a
+    request.
     """
 
     entry: str
+    series: str | None
     workload: str
     concurrency: int
     repetitions: int
@@ -48,6 +51,7 @@ class Row:
     peak_bytes: int | None
     failed: int
     retried: int
+    counts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -69,16 +73,20 @@ class Accuracy:
     unstable: int
 
 
-def rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each workload, concurrency and entry, in the order of the records."""
+def rows(
+    records: Sequence[Record], series: Mapping[str, str | None] = MappingProxyType({})
+) -> list[Row]:
+    """A row for each workload, concurrency and entry, in the order of the records. series: of the
+    entries that a sweep made."""
     keys = dict.fromkeys(
         (r.workload, r.concurrency, r.entry) for r in records if r.repetition is not None
     )
     timed = [r for r in records if r.repetition is not None]
-    return [_row([r for r in timed if (r.workload, r.concurrency, r.entry) == key]) for key in keys]
+    runs = [[r for r in timed if (r.workload, r.concurrency, r.entry) == key] for key in keys]
+    return [_row(own, series.get(own[0].entry)) for own in runs]
 
 
-def _row(runs: list[Record]) -> Row:
+def _row(runs: list[Record], series: str | None) -> Row:
     answers = [a for run in runs for a in run.answers]
     good = [a for a in answers if a.error is None]
     speeds = [run.tokens / run.seconds for run in runs]
@@ -91,6 +99,7 @@ def _row(runs: list[Record]) -> Row:
     forwards = sum(a.forwards or 0 for a in fed)
     return Row(
         entry=runs[0].entry,
+        series=series,
         workload=runs[0].workload,
         concurrency=runs[0].concurrency,
         repetitions=len(runs),
@@ -113,6 +122,10 @@ def _row(runs: list[Record]) -> Row:
         peak_bytes=max(peaks) if peaks else None,
         failed=sum(a.error is not None for a in answers),
         retried=sum(a.attempts > 1 for a in answers),
+        counts={
+            name: sum(a.counts.get(name, 0) for a in good) / len(good)
+            for name in dict.fromkeys(name for a in good for name in a.counts)
+        },
     )
 
 

@@ -1,5 +1,5 @@
-"""A process of its own for each local entry: its memory is its own, and one that is not being
-measured holds no thread of another."""
+"""A process of its own for each local entry, or for several that share a model: its memory is its
+own, and one that is not being measured holds no thread of another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
@@ -25,17 +26,39 @@ class WorkerError(InputError):
     """An entry whose process failed; says what it said."""
 
 
-class Worker:
-    """The parent's end: starts the process, waits until the model is loaded, asks for runs."""
+Local = Ours | Transformers
 
-    def __init__(self, entry: Ours | Transformers, workloads: list[Workload]):
+
+class WorkerContestant:
+    """One entry of a worker."""
+
+    def __init__(self, worker: Worker, entry: Local):
         self.entry = entry
+        self.worker = worker
+        self.facts: dict[str, Any] = worker.facts[entry.name]
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """One run in the process. Raises WorkerError."""
+        return self.worker.run(self.entry.name, workload, count, concurrency)
+
+
+class Worker:
+    """The parent's end: starts the process, waits until the model is loaded, asks for runs.
+
+    entries: those that the process serves, all with the first one's model. facts: what the report
+    says of each, by name.
+    """
+
+    def __init__(self, entries: Sequence[Local], workloads: list[Workload]):
+        self.entry = entries[0]
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, entry, workloads), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(other, entries, workloads), daemon=True
+        )
         self._process.start()
         other.close()
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Worker:
         try:
@@ -53,9 +76,9 @@ class Worker:
     ) -> None:
         self.stop()
 
-    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
-        """One run in the process. Raises WorkerError."""
-        self._connection.send((workload.name, count, concurrency))
+    def run(self, entry: str, workload: Workload, count: int, concurrency: int) -> Run:
+        """One run of one of its entries. Raises WorkerError."""
+        self._connection.send((entry, workload.name, count, concurrency))
         run: Run = self._receive()
         return run
 
@@ -82,26 +105,31 @@ class Worker:
         return value
 
 
-def _serve(connection: Connection, entry: Ours | Transformers, workloads: list[Workload]) -> None:
+def _serve(connection: Connection, entries: Sequence[Local], workloads: list[Workload]) -> None:
     """The process: load, then answer requests for runs until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     with contextlib.suppress(BrokenPipeError):  # it has gone: nobody waits for an answer
-        _answer(connection, entry, workloads)
+        _answer(connection, entries, workloads)
 
 
-def _answer(connection: Connection, entry: Ours | Transformers, workloads: list[Workload]) -> None:
+def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Workload]) -> None:
+    current = entries[0].name
     try:
         import torch
         import transformers
 
         transformers.logging.disable_progress_bar()
-        runner = _runner(entry, workloads)
-        connection.send(("done", runner.facts))
+        runners: dict[str, Any] = {}
+        for entry in entries:
+            current = entry.name
+            runners[current] = _runner(entry, workloads, next(iter(runners.values()), None))
+        connection.send(("done", {name: runner.facts for name, runner in runners.items()}))
         while True:
             try:
-                name, count, concurrency = connection.recv()
+                current, name, count, concurrency = connection.recv()
             except EOFError:
                 return
+            runner = runners[current]
             cuda = torch.cuda.is_available() and runner.facts["device"] != "cpu"
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -113,18 +141,19 @@ def _answer(connection: Connection, entry: Ours | Transformers, workloads: list[
             )
             connection.send(("done", run))
     except InputError as error:
-        connection.send(("input error", f"entry {entry.name}: {error}"))
+        connection.send(("input error", f"entry {current}: {error}"))
     except BrokenPipeError:
         raise
     except Exception:  # whatever it is, the parent shows it
         connection.send(("error", traceback.format_exc()))
 
 
-def _runner(entry: Ours | Transformers, workloads: list[Workload]) -> Any:
+def _runner(entry: Local, workloads: list[Workload], before: Any) -> Any:
+    """The runner of an entry; before: another one of the process, whose model it takes."""
     if isinstance(entry, Ours):
         from decode.comparison.ours import OursRunner
 
-        return OursRunner(entry, workloads)
+        return OursRunner(entry, workloads, None if before is None else before.model)
     from decode.comparison.hf import TransformersRunner
 
     return TransformersRunner(entry, workloads)

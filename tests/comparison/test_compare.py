@@ -238,7 +238,7 @@ def test_flags_reach_every_key(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"options": {"tau": 1}}, "unknown key tau"),
+        ({"options": {"tau": 1}}, "no option tau"),
         ({"options": {"tau_conf": 2.0}}, "tau_conf must lie in"),
         ({"model": "nowhere"}, "nowhere"),
         ({"decoder": "autoregressive"}, "autoregressive"),
