@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decode.api import generate, stream
-    from decode.decoders import D2F, Autoregressive, Decoder, Static
+    from decode.decoders import D2F, Autoregressive, Block, Decoder, Static, WeDLM
     from decode.result import Event, Result
 
-__all__ = ["D2F", "Autoregressive", "Decoder", "Event", "Result", "Static", "generate", "stream"]
+__all__ = [
+    "D2F",
+    "Autoregressive",
+    "Block",
+    "Decoder",
+    "Event",
+    "Result",
+    "Static",
+    "WeDLM",
+    "generate",
+    "stream",
+]
 
 _HOMES = {
     "generate": "decode.api",
@@ -22,6 +33,8 @@ _HOMES = {
     "D2F": "decode.decoders",
     "Static": "decode.decoders",
     "Autoregressive": "decode.decoders",
+    "Block": "decode.decoders",
+    "WeDLM": "decode.decoders",
     "Event": "decode.result",
     "Result": "decode.result",
 }

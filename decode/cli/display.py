@@ -30,6 +30,8 @@ STYLES = {
 LABELS: Mapping[str, Mapping[str, str]] = {
     "static": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
+    "block": {"fully active": "current"},
+    "wedlm": {"cached": "committed", "fully active": "window"},
 }
 
 

@@ -2,9 +2,12 @@
 
 from decode.decoders.autoregressive import Autoregressive
 from decode.decoders.base import Decoder, Session
+from decode.decoders.block import Block
 from decode.decoders.d2f import D2F
 from decode.decoders.static import Static
+from decode.decoders.wedlm import WeDLM
 
-DECODERS: dict[str, type[Decoder]] = {d.name: d for d in (D2F, Static, Autoregressive)}
+_ALL = (D2F, Static, Autoregressive, Block, WeDLM)
+DECODERS: dict[str, type[Decoder]] = {decoder.name: decoder for decoder in _ALL}
 
-__all__ = ["D2F", "DECODERS", "Autoregressive", "Decoder", "Session", "Static"]
+__all__ = ["D2F", "DECODERS", "Autoregressive", "Block", "Decoder", "Session", "Static", "WeDLM"]
