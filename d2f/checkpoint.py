@@ -228,4 +228,16 @@ def _derive_contract(
         rope_fp32=family.rope_fp32,
         prompt_rule=family.prompt_rule,
         objective=None if family.needs_mask else "next_token",
+        block_size=_trained_blocks(family, raw),
     )
+
+
+def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
+    """The block size in config.json of a family that is trained on blocks. Raises
+    CheckpointError."""
+    size = raw.get("block_size") if family.prompt_rule == "block_causal" else None
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise CheckpointError(
+            f"config.json: block_size must be a whole number of at least 1, got {size!r}"
+        )
+    return size

@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from decode.decoders import (
         D2F,
         Autoregressive,
+        Block,
         Decoder,
         EntropyBounded,
         Factor,
         Static,
         Threshold,
+        WeDLM,
     )
     from decode.result import Event, Result
 
 __all__ = [
     "D2F",
     "Autoregressive",
+    "Block",
     "Decoder",
     "EntropyBounded",
     "Event",
@@ -31,6 +34,7 @@ __all__ = [
     "Result",
     "Static",
     "Threshold",
+    "WeDLM",
     "generate",
     "stream",
 ]
@@ -45,6 +49,8 @@ _HOMES = {
     "Factor": "decode.decoders",
     "EntropyBounded": "decode.decoders",
     "Autoregressive": "decode.decoders",
+    "Block": "decode.decoders",
+    "WeDLM": "decode.decoders",
     "Event": "decode.result",
     "Result": "decode.result",
 }

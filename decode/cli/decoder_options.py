@@ -9,11 +9,21 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
-DECODER_NAMES = ("d2f", "static", "threshold", "factor", "entropy", "autoregressive")
+DECODER_NAMES = (
+    "d2f",
+    "static",
+    "threshold",
+    "factor",
+    "entropy",
+    "block",
+    "wedlm",
+    "autoregressive",
+)
 DECODER_HELP = (
     "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
-    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; autoregressive "
-    "(default for a causal model)"
+    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; block: block "
+    "diffusion with an exact cache (SDAR, D2F students); wedlm: streaming decoding of a causal "
+    "diffusion model; autoregressive (default for a causal model)"
 )
 
 
@@ -55,8 +65,8 @@ DECODER_OPTIONS = (
     Option(
         "block_size",
         int,
-        "tokens a block, at least 1 (default: d2f the model's own, else 32; static one block for "
-        "the whole response; the others 32)",
+        "tokens a block, at least 1 (default: d2f and block the model's own, else 32, for block on "
+        "absolute blocks 4; static one block for the whole response; the others 32)",
     ),
     Option(
         "tau_add",
@@ -119,6 +129,49 @@ DECODER_OPTIONS = (
         int,
         "static: forwards a response, a multiple of its number of blocks (default: one token a "
         "forward)",
+    ),
+    Option(
+        "denoising_steps",
+        int,
+        "block: forwards a block is given, from 1 to its size (default: one token a forward)",
+    ),
+    Option(
+        "reveal",
+        ("static", "dynamic", "sequential"),
+        "block: static the n most confident tokens, n what makes the steps even; dynamic all above "
+        "tau if these are n or more (default); sequential the n leftmost",
+    ),
+    Option("tau", float, "block: confidence above which dynamic reveals, in [0, 1] (default 0.85)"),
+    Option(
+        "align",
+        ("absolute", "prompt"),
+        "block: blocks begin at position 0 or at the prompt's end (default: as the model was "
+        "trained)",
+    ),
+    Option("window", int, "wedlm: slots of the window, at least 1 (default 16)"),
+    Option(
+        "entropy_threshold",
+        float,
+        "wedlm: entropy below which a mask is filled, its penalty included, at least 0; 0 fills "
+        "one a forward (default 0.4)",
+        metavar="NATS",
+    ),
+    Option(
+        "distance_penalty",
+        float,
+        "wedlm: what is added to the entropy for each position from the first mask, at least 0 "
+        "(default 0.02)",
+        metavar="NATS",
+    ),
+    Option(
+        "refill",
+        ("paper", "repository"),
+        "wedlm: paper tops the window up after it commits (default), repository before",
+    ),
+    Option(
+        "verify",
+        ("ar",),
+        "wedlm: commit only what greedy autoregressive decoding of the model confirms",
     ),
 )
 

@@ -33,6 +33,8 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     "factor": {"fully active": "current"},
     "entropy": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
+    "block": {"fully active": "current"},
+    "wedlm": {"cached": "committed", "fully active": "window"},
 }
 
 

@@ -167,5 +167,17 @@ def not_negative(name: str, value: object) -> None:
         raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
 
 
+def boolean(name: str, value: object) -> None:
+    """Raise InputError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {value!r}")
+
+
+def one_of(name: str, value: object, words: tuple[str, ...]) -> None:
+    """Raise InputError unless value is one of the words."""
+    if value not in words:
+        raise InputError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

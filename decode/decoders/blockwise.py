@@ -23,7 +23,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Decoder, MaskedSession, whole
+from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, whole
 from decode.decoders.visibility import mask_kind, visible_ends
 from decode.result import BlockState, BlockView
 from decode.step import Ints, Predictions, Step
@@ -49,12 +49,8 @@ class Blockwise(Decoder):
         super().__post_init__()
         if self.block_size is not None:
             whole("block_size", self.block_size)
-        if self.cache not in get_args(CachePolicy):
-            raise InputError(
-                f"cache must be one of {', '.join(get_args(CachePolicy))}, got {self.cache!r}"
-            )
-        if not isinstance(self.early_exit, bool):
-            raise InputError(f"early_exit must be true or false, got {self.early_exit!r}")
+        one_of("cache", self.cache, get_args(CachePolicy))
+        boolean("early_exit", self.early_exit)
 
     def check(self, contract: Contract) -> None:
         super().check(contract)

@@ -14,8 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError
-from decode.decoders.base import Decoder, MaskedSession, ratio, whole
+from decode.decoders.base import Decoder, MaskedSession, boolean, ratio, whole
 from decode.result import BlockState, BlockView
 from decode.step import Predictions, Step, feed
 
@@ -48,8 +47,7 @@ class D2F(Decoder):
             whole("block_size", self.block_size)
         for name in ("tau_add", "tau_act", "tau_conf"):
             ratio(name, getattr(self, name))
-        if not isinstance(self.early_exit, bool):
-            raise InputError(f"early_exit must be true or false, got {self.early_exit!r}")
+        boolean("early_exit", self.early_exit)
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
         return D2FSession(self, prompt, contract)

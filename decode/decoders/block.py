@@ -1,0 +1,161 @@
+"""Block diffusion decoding with an exact cache, as of BD3-LM (arXiv 2503.09573), SDAR and TraDo.
+
+One block after the other is denoised; a block sees itself and all before it. A finished block is
+fed once more, with its final tokens, and then no longer. The official codes spend a forward of its
+own on that, as on the prompt; here either is part of the next block's first forward: the same
+tokens, one forward less a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from d2f.spans import block_ends
+from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, ratio, whole
+from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+from decode.decoders.static import reveal_counts
+from decode.decoders.visibility import SDAR_BLOCK_SIZE, mask_kind
+from decode.result import BlockState, BlockView
+from decode.step import Floats, Ints, Predictions, Step, feed
+
+Reveal = Literal["static", "dynamic", "sequential"]
+Align = Literal["absolute", "prompt"]
+
+
+@dataclass(frozen=True)
+class Block(Decoder):
+    """Options of block diffusion.
+
+    block_size: None takes the model's own, else 4 for absolute blocks and 32 for others.
+    denoising_steps: forwards a block is given, at most its size; step j may reveal the n_j tokens
+    that make them even, the larger first; None reveals one token a step. reveal: ``static`` the
+    n_j most confident; ``dynamic`` all with a confidence above tau where these are n_j or more,
+    else the n_j most confident; ``sequential`` the n_j leftmost. align: where blocks begin,
+    ``absolute`` at position 0 (SDAR, TraDo: the prompt's tail is part of the first block that is
+    decoded) or at the ``prompt``'s end (D2F students); None takes what the model was trained with,
+    and refuses one that was trained without blocks. max_new_tokens: kept exactly, the last block
+    may be short. early_exit: stop once the first end id and all before it are decided; False
+    decodes all blocks.
+    """
+
+    name: ClassVar[str] = "block"
+    block_size: int | None = None
+    denoising_steps: int | None = None
+    reveal: Reveal = "dynamic"
+    tau: float = 0.85
+    max_new_tokens: int = 256
+    align: Align | None = None
+    early_exit: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block_size", "denoising_steps"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name))
+        if self.block_size is not None:
+            self._check_steps(self.block_size)
+        one_of("reveal", self.reveal, get_args(Reveal))
+        ratio("tau", self.tau)
+        if self.align is not None:
+            one_of("align", self.align, get_args(Align))
+        boolean("early_exit", self.early_exit)
+
+    def check(self, contract: Contract) -> None:
+        super().check(contract)
+        kind = mask_kind(contract)
+        if kind == "causal":
+            raise InputError(
+                "the decoder block needs a model that sees whole blocks, this one of the family "
+                f"{contract.family} is causal: take wedlm for it"
+            )
+        if kind == "bidirectional" and self.align is None:
+            raise InputError(
+                "the decoder block needs a block-causal model, this one of the family "
+                f"{contract.family} is bidirectional: take static for it, or say align for a model "
+                "that was trained on blocks without saying so"
+            )
+        self._check_steps(self.size(contract))
+
+    def _check_steps(self, size: int) -> None:
+        if self.denoising_steps is not None and self.denoising_steps > size:
+            raise InputError(
+                f"denoising_steps must be at most the block size {size}, got {self.denoising_steps}"
+            )
+
+    def is_absolute(self, contract: Contract) -> bool:
+        """Whether blocks begin at position 0."""
+        if self.align is not None:
+            return self.align == "absolute"
+        return mask_kind(contract) == "absolute block-causal"
+
+    def size(self, contract: Contract) -> int:
+        """Positions a block."""
+        default = SDAR_BLOCK_SIZE if self.is_absolute(contract) else DEFAULT_BLOCK_SIZE
+        return self.block_size or contract.block_size or default
+
+    def begin(self, prompt: list[int], contract: Contract) -> BlockSession:
+        return BlockSession(self, prompt, contract)
+
+
+class BlockSession(MaskedSession):
+    """One request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
+    block's own positions are ``[start, end)``; quotas: the n_j of its remaining steps. wanted:
+    int64 ``[N]``, the positions that the last step reads. cached: rows before it are final."""
+
+    def __init__(self, decoder: Block, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.max_new_tokens, contract)
+        self.decoder = decoder
+        self.size = decoder.size(contract)
+        first = 0 if decoder.is_absolute(contract) else len(prompt)
+        self.ends: Ints = block_ends(len(self.x), first, self.size).numpy().astype(np.int64)
+        self.start = self.end = len(prompt)
+        self.quotas: list[int] = []
+        self.wanted: Ints = np.zeros(0, dtype=np.int64)
+        self.cached = 0
+
+    def step(self) -> Step | None:
+        if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
+            return None
+        if not self.masked[self.start : self.end].any():
+            if self.end == len(self.x):
+                return None
+            self.start, self.end = self.end, int(self.ends[self.end])
+            self.quotas = reveal_counts(self.size, self.decoder.denoising_steps or self.size)
+        self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.end])
+        ends = self.ends[: self.end]
+        shift = self.contract.logit_shift
+        step = feed(self.x, self.cached, ends, self.wanted, cached=self.cached, logit_shift=shift)
+        self.cached = int(np.searchsorted(ends, self.start, "right"))
+        return step
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        for i in np.sort(self._choose(predictions.confidence, self.quotas.pop(0))):
+            confidence = float(predictions.confidence[i])
+            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+
+    def _choose(self, confidence: Floats, count: int) -> Ints:
+        """Which of `wanted` to reveal, as indices, where the step's number is `count`."""
+        if self.decoder.reveal == "sequential":
+            return np.arange(len(confidence))[:count]
+        above = np.flatnonzero(confidence > self.decoder.tau)
+        if self.decoder.reveal == "dynamic" and len(above) >= count:
+            return above
+        return np.argsort(-confidence, kind="stable")[:count]
+
+    def blocks(self) -> list[BlockView]:
+        views = []
+        start, shift = self.prompt_length, self.prompt_length
+        while start < len(self.x):
+            end = int(self.ends[start])
+            state: BlockState = "waiting" if start >= self.end else "fully active"
+            if not self.masked[start:end].any():
+                state = "cached" if end <= self.cached else "decoded"
+            views.append(BlockView(start - shift, end - shift, state, self.view(start, end)))
+            start = end
+        return views

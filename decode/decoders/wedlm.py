@@ -1,0 +1,250 @@
+"""WeDLM's streaming decoding (arXiv 2512.22737, section 4): parallel decoding under a causal mask.
+
+A window of masks follows what is decoded. Each forward feeds the window reordered, filled slots
+before masked ones, each kind in ascending order, causally in that order and with the positions of
+the text: a filled slot sees what is filled before it, a masked one all that is filled and the masks
+before it. Masks of low entropy are filled, earlier ones more readily. Filled slots that follow the
+decoded text without a gap are fed as any causal model feeds them, so their keys and values are
+final: they are committed. Filled tokens are never revised.
+
+The published algorithm feeds the prompt in a forward of its own and discards its logits, and ends
+with one that only commits the last tokens. Both are left out here, the tokens are the same: the
+prompt is fed with the first window, and nothing is fed once the response is known. So `forwards`
+counts every call of the model, the prompt's included, and is two less than the calls there.
+
+With verify="ar" only what greedy autoregressive decoding of the same model would give is committed.
+The row of a filled slot without a gap before it, read for nothing otherwise, predicts the next
+position as in any causal model. So each forward checks the tokens that masks were filled with
+before (drafts), from left to right: one that is the greedy next token stays, the first that is not
+becomes that token and all after it are masked again, and where all stay the last row says one token
+more. The response is the greedy one whatever the drafts are (up to the rounding of forwards with
+other rows in them), at least one token a forward. Drafts hold where the model was trained on next
+tokens too, as WeDLM's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders.base import Decoder, MaskedSession, not_negative, one_of, whole
+from decode.decoders.visibility import mask_kind
+from decode.result import BlockView
+from decode.step import Floats, Ints, Predictions, Step
+
+Refill = Literal["paper", "repository"]
+
+
+@dataclass(frozen=True)
+class WeDLM(Decoder):
+    """Options of streaming decoding.
+
+    window: slots W of the window. entropy_threshold: a mask is filled where its entropy in nats
+    plus its penalty lies below it; where none does, and always for None, the lowest is filled.
+    distance_penalty: nats a position, counted from the first mask. max_new_tokens: kept exactly;
+    decoding stops at the first end id. refill: ``paper`` keeps W slots and none beyond
+    max_new_tokens (a window without masks goes on with the next one in the same forward);
+    ``repository`` adds a mask for each slot that is about to be committed, before it is, and goes
+    on past max_new_tokens by up to W - 1 positions, which are then cut off. verify: ``ar``
+    commits only the model's own greedy next tokens; None takes the masks' word.
+    """
+
+    name: ClassVar[str] = "wedlm"
+    window: int = 16
+    entropy_threshold: float | None = 0.4
+    distance_penalty: float = 0.02
+    max_new_tokens: int = 256
+    refill: Refill = "paper"
+    verify: Literal["ar"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole("window", self.window)
+        if self.entropy_threshold is not None:
+            not_negative("entropy_threshold", self.entropy_threshold)
+        not_negative("distance_penalty", self.distance_penalty)
+        one_of("refill", self.refill, get_args(Refill))
+        if self.verify not in (None, "ar"):
+            raise InputError(f"verify must be ar or left out, got {self.verify!r}")
+        if self.verify and self.temperature:
+            raise InputError(
+                f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "
+                "cannot be confirmed"
+            )
+
+    def check(self, contract: Contract) -> None:
+        super().check(contract)
+        kind = mask_kind(contract)
+        if kind != "causal":
+            other = "static or d2f" if kind == "bidirectional" else "block"
+            raise InputError(
+                f"the decoder wedlm needs a causal model with a mask id, the family "
+                f"{contract.family} is {kind}: take {other} for it"
+            )
+
+    def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
+        kind = VerifiedSession if self.verify else WeDLMSession
+        return kind(self, prompt, contract)
+
+
+class WeDLMSession(MaskedSession):
+    """One request. The rows of a step, in their physical order, take the slots that follow the
+    committed ones: a committed row's slot is its position, every row sees the slots up to its own.
+
+    limit: where the response ends; with refill ``repository`` x goes on beyond it. committed: rows
+    before it are fed no longer. wanted: int64 ``[N]``, the masks of the window, ascending.
+    """
+
+    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
+        past = decoder.window - 1 if decoder.refill == "repository" and not decoder.verify else 0
+        super().__init__(prompt, decoder.max_new_tokens + past, contract)
+        self.decoder = decoder
+        self.limit = len(prompt) + decoder.max_new_tokens
+        self.committed = 0
+        self.end = len(prompt)  # of the window
+        self.wanted: Ints = np.zeros(0, dtype=np.int64)
+
+    @property
+    def leading(self) -> int:
+        """The first masked position."""
+        return int(np.argmax(self.masked)) if self.masked.any() else len(self.x)
+
+    @property
+    def settled(self) -> list[int]:
+        return self.x[self.prompt_length : min(self.leading, self.limit)].tolist()
+
+    @property
+    def tokens(self) -> list[int]:
+        part = slice(self.prompt_length, self.limit)
+        return self.x[part][~self.masked[part]].tolist()
+
+    @property
+    def done(self) -> bool:
+        """Whether the response is known up to its first end id or its limit."""
+        settled = self.settled
+        ended = any(token in self.contract.end_ids for token in settled)
+        return ended or len(settled) == self.decoder.max_new_tokens
+
+    def step(self) -> Step | None:
+        if self.done:
+            return None
+        leading = self.leading
+        step = self.feed_window(leading)
+        self.committed = leading
+        return step
+
+    def feed_window(self, first: int) -> Step:
+        """The step that reads the filled rows from position `first` up to the first mask, then
+        the masks of the window. It feeds what is not committed, at first with it the prompt."""
+        size, leading = self.decoder.window, self.leading
+        begin = max(self.committed, self.prompt_length)
+        self.end = begin + size
+        if self.decoder.refill == "repository" or leading >= self.end:
+            self.end += leading - begin
+        self.end = min(self.end, len(self.x))
+        fed = np.arange(self.committed, self.end)
+        filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
+        order = np.concatenate((filled, self.wanted))
+        spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
+        spans[:, 0, 1] = fed + 1
+        return Step(
+            tokens=self.x[order],
+            positions=order,
+            slots=fed,
+            spans=spans,
+            read=np.concatenate(
+                (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
+            ),
+            cached=self.committed,
+            uncertainty=True,
+        )
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        assert predictions.entropy is not None
+        for i in self.choose(self.wanted, predictions.entropy):
+            confidence = float(predictions.confidence[i])
+            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+
+    def choose(self, masks: Ints, entropy: Floats) -> Ints:
+        """Which of the masks at these positions, ascending, to fill, as indices."""
+        penalised = entropy + self.decoder.distance_penalty * (masks - masks[0])
+        threshold = self.decoder.entropy_threshold
+        chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
+        return chosen if len(chosen) else penalised.argmin(keepdims=True)
+
+    def reveal(self, position: int, token: int, confidence: float) -> None:
+        super().reveal(position, token, confidence)
+        if position >= self.limit:
+            self.revealed.pop()  # of no response
+
+    def blocks(self) -> list[BlockView]:
+        views, first = [], self.prompt_length
+        start, end = max(self.committed, first), min(self.end, self.limit)
+        if start > first:
+            views.append(BlockView(0, start - first, "cached", self.view(first, start)))
+        if end > start:
+            tokens = self.view(start, end)
+            views.append(BlockView(start - first, end - first, "fully active", tokens))
+        return views
+
+
+class VerifiedSession(WeDLMSession):
+    """One request with verify="ar". Positions before `known` are verified, all but the last of them
+    committed; filled ones from there on are drafts.
+
+    counts: accepted, drafts that were the greedy next token; rejected, those that were not, with
+    the drafts after them.
+    """
+
+    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
+        self.known = len(prompt)
+        self.counts = {"accepted": 0, "rejected": 0}
+
+    @property
+    def settled(self) -> list[int]:
+        return self.x[self.prompt_length : self.known].tolist()
+
+    tokens = settled
+
+    def step(self) -> Step | None:
+        return None if self.done else self.feed_window(self.known - 1)
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        rows = len(predictions.token) - len(self.wanted)  # of filled slots
+        for i in range(rows):
+            token = int(predictions.token[i])
+            drafted, right = not self.masked[self.known], self.x[self.known] == token
+            self.reveal(self.known, token, float(predictions.confidence[i]))
+            self.known += 1
+            self.counts["accepted"] += int(drafted and right)
+            if drafted and not right:
+                self._undo_drafts()
+                break
+            if self.done:
+                break
+        else:
+            self._draft(rows, predictions)
+        self.committed = self.known - 1
+
+    def _undo_drafts(self) -> None:
+        drafts = ~self.masked[self.known :]
+        self.counts["rejected"] += 1 + int(drafts.sum())
+        assert self.contract.mask_id is not None
+        self.x[self.known :] = self.contract.mask_id
+        self.masked[self.known :] = True
+
+    def _draft(self, rows: int, predictions: Predictions) -> None:
+        """Fill masks, whose predictions follow the first `rows`; the first one is known by now."""
+        assert predictions.entropy is not None
+        masks, own = self.wanted[1:], slice(rows + 1, None)
+        if len(masks):
+            chosen = self.choose(masks, predictions.entropy[own])
+            self.x[masks[chosen]] = predictions.token[own][chosen]
+            self.masked[masks[chosen]] = False
