@@ -103,7 +103,8 @@ DECODER_OPTIONS = (
         "tau",
         float,
         "threshold: confidence from which a token is revealed, at least 0; above 1 only the surest "
-        "one is (default 0.9)",
+        "one is (default 0.9); block: confidence above which dynamic reveals, in [0, 1] (default "
+        "0.85)",
     ),
     Option(
         "factor",
@@ -141,7 +142,6 @@ DECODER_OPTIONS = (
         "block: static the n most confident tokens, n what makes the steps even; dynamic all above "
         "tau if these are n or more (default); sequential the n leftmost",
     ),
-    Option("tau", float, "block: confidence above which dynamic reveals, in [0, 1] (default 0.85)"),
     Option(
         "align",
         ("absolute", "prompt"),
