@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decode.api import generate, stream
-    from decode.decoders import D2F, Autoregressive, Decoder, Static
+    from decode.decoders import D2F, Autoregressive, Decoder, FreeDave, Static
     from decode.result import Event, Result
 
-__all__ = ["D2F", "Autoregressive", "Decoder", "Event", "Result", "Static", "generate", "stream"]
+__all__ = [
+    "D2F",
+    "Autoregressive",
+    "Decoder",
+    "Event",
+    "FreeDave",
+    "Result",
+    "Static",
+    "generate",
+    "stream",
+]
 
 _HOMES = {
     "generate": "decode.api",
     "stream": "decode.api",
     "Decoder": "decode.decoders",
     "D2F": "decode.decoders",
+    "FreeDave": "decode.decoders",
     "Static": "decode.decoders",
     "Autoregressive": "decode.decoders",
     "Event": "decode.result",

@@ -9,10 +9,11 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
-DECODER_NAMES = ("d2f", "static", "autoregressive")
+DECODER_NAMES = ("d2f", "static", "freedave", "autoregressive")
 DECODER_HELP = (
     "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
-    "decoding; autoregressive (default for a causal model)"
+    "decoding; freedave: static decoding that drafts itself, without loss; "
+    "autoregressive (default for a causal model)"
 )
 
 
@@ -54,8 +55,8 @@ DECODER_OPTIONS = (
     Option(
         "block_size",
         int,
-        "d2f, static: tokens a block, at least 1 (default: d2f the model's own, else 32; static "
-        "one block for the whole response)",
+        "tokens a block, at least 1 (default: d2f the model's own, else 32; blockwise decoders one "
+        "block for the whole response)",
     ),
     Option(
         "tau_add",
@@ -86,6 +87,28 @@ DECODER_OPTIONS = (
         "blockwise decoders: none feeds every row that may still change (default, exact); prefix "
         "feeds from the current block's start on, dual only the block, after one whole forward at "
         "its start (approximate on a bidirectional model)",
+    ),
+    Option(
+        "lossless",
+        int,
+        "d2f: states that a forward checks, at least 1, drafted from the predictions at hand: the "
+        "same tokens in no more forwards, each with more rows (default: off)",
+    ),
+    Option(
+        "drafts",
+        int,
+        "freedave: states that a forward checks, at least 1; 1 is static decoding (default 4)",
+    ),
+    Option(
+        "drafting",
+        ("tree", "batch"),
+        "freedave: tree feeds once what is the same in all states (default), batch feeds all of "
+        "each",
+    ),
+    Option(
+        "eager",
+        bool,
+        "freedave: let drafts go on in the next blocks; for block-causal models (default: no)",
     ),
     Option(
         "steps",

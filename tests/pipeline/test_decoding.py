@@ -14,6 +14,7 @@ import d2f
 import decode
 from d2f.tasks import TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.decoder_options import DECODER_OPTIONS, SAMPLING_OPTIONS
 from decode.cli.display import LiveDisplay
 from decode.cli.options import parse
 from decode.decoders import DECODERS
@@ -96,8 +97,12 @@ def test_help_reads_well_and_does_not_import_torch():
 
 def test_every_decoder_option_is_on_the_command_line():
     flags = {field.name for kind in DECODERS.values() for field in dataclasses.fields(kind)}
-    values = {"early_exit": []} | {name: ["1"] for name in flags if name != "early_exit"}
-    line = [part for name in flags for part in ["--" + name.replace("_", "-"), *values[name]]]
+    kinds = {option.name: option.kind for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS)}
+    line = []
+    for name in flags:
+        kind = kinds.get(name)
+        value = [] if kind is bool else [kind[0]] if isinstance(kind, tuple) else ["1"]
+        line += ["--" + name.replace("_", "-"), *value]
     assert flags <= vars(parse(line)).keys()
     assert not flags & vars(parse([])).keys()
 

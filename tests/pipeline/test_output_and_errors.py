@@ -130,8 +130,11 @@ def test_missing_model(name, capsys):
         ("max_new_tokens: [1]", "max_new_tokens must be a whole number"),
         ("early_exit: 3", "early_exit must be true or false, got 3"),
         ("stop: 3", "stop must be non-empty strings, got 3"),
-        ("decoder: beam", "decoder must be one of d2f, static, autoregressive, got 'beam'"),
-        ("decoder: [d2f]", "decoder must be one of d2f, static, autoregressive"),
+        (
+            "decoder: beam",
+            "decoder must be one of d2f, static, freedave, autoregressive, got 'beam'",
+        ),
+        ("decoder: [d2f]", "decoder must be one of d2f, static, freedave, autoregressive"),
         ("- 1", "expected a mapping of keys, got list"),
         ("a: [", "is not YAML"),
     ],

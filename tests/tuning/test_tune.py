@@ -224,7 +224,10 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
     [
         (["--task", "chess"], "task must be some of story,countdown,sudoku, each once, got 'che"),
         (["--task", "story,story"], "task must be some of story,countdown,sudoku, each once"),
-        (["--decoder", "beam"], "decoder must be one of d2f, static, autoregressive, got 'beam'"),
+        (
+            ["--decoder", "beam"],
+            "decoder must be one of d2f, static, freedave, autoregressive, got 'beam'",
+        ),
         (["--steps", "4"], "the decoder d2f has no option steps; of those that can be searched"),
         (["--decoder", "static", "--tau-add", "0"], "the decoder static has no option tau_add"),
         (["--decoder", "static"], "the decoder static has no default grid: give block_size, steps"),
