@@ -241,7 +241,10 @@ def test_a_draft_that_fails_becomes_the_greedy_token_and_later_ones_are_masked_a
 
 BAD = [
     ({"window": 0}, "window must be a whole number of at least 1, got 0"),
-    ({"entropy_threshold": -0.1}, "entropy_threshold must be a finite number of at least 0, got -0.1"),
+    (
+        {"entropy_threshold": -0.1},
+        "entropy_threshold must be a finite number of at least 0, got -0.1",
+    ),
     ({"entropy_threshold": float("nan")}, "entropy_threshold .* got nan"),
     ({"distance_penalty": "far"}, "distance_penalty .* got 'far'"),
     ({"refill": "both"}, "refill must be one of paper, repository, got 'both'"),

@@ -15,15 +15,17 @@ DECODER_NAMES = (
     "threshold",
     "factor",
     "entropy",
+    "freedave",
     "block",
     "wedlm",
     "autoregressive",
 )
 DECODER_HELP = (
     "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
-    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; block: block "
-    "diffusion with an exact cache (SDAR, D2F students); wedlm: streaming decoding of a causal "
-    "diffusion model; autoregressive (default for a causal model)"
+    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; freedave: static "
+    "decoding that drafts itself, without loss; block: block diffusion with an exact cache (SDAR, "
+    "D2F students); wedlm: streaming decoding of a causal diffusion model; autoregressive (default "
+    "for a causal model)"
 )
 
 
@@ -66,7 +68,7 @@ DECODER_OPTIONS = (
         "block_size",
         int,
         "tokens a block, at least 1 (default: d2f and block the model's own, else 32, for block on "
-        "absolute blocks 4; static one block for the whole response; the others 32)",
+        "absolute blocks 4; static and freedave one block for the whole response; the others 32)",
     ),
     Option(
         "tau_add",
@@ -124,6 +126,28 @@ DECODER_OPTIONS = (
         "proxy",
         ("entropy", "confidence", "margin"),
         "entropy: what tokens are sorted by before the bound is taken (default entropy)",
+    ),
+    Option(
+        "lossless",
+        int,
+        "d2f: states that a forward checks, at least 1, drafted from the predictions at hand: the "
+        "same tokens in no more forwards, each with more rows (default: off)",
+    ),
+    Option(
+        "drafts",
+        int,
+        "freedave: states that a forward checks, at least 1; 1 is static decoding (default 4)",
+    ),
+    Option(
+        "drafting",
+        ("tree", "batch"),
+        "freedave: tree feeds once what is the same in all states (default), batch feeds all of "
+        "each",
+    ),
+    Option(
+        "eager",
+        bool,
+        "freedave: let drafts go on in the next blocks; for block-causal models (default: no)",
     ),
     Option(
         "steps",

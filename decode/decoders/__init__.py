@@ -6,11 +6,12 @@ from decode.decoders.block import Block
 from decode.decoders.d2f import D2F
 from decode.decoders.entropy import EntropyBounded
 from decode.decoders.factor import Factor
+from decode.decoders.freedave import FreeDave
 from decode.decoders.static import Static
 from decode.decoders.threshold import Threshold
 from decode.decoders.wedlm import WeDLM
 
-_ALL = (D2F, Static, Threshold, Factor, EntropyBounded, Block, WeDLM, Autoregressive)
+_ALL = (D2F, Static, Threshold, Factor, EntropyBounded, FreeDave, Block, WeDLM, Autoregressive)
 DECODERS: dict[str, type[Decoder]] = {decoder.name: decoder for decoder in _ALL}
 
 __all__ = ["DECODERS", "Decoder", "Session", *(decoder.__name__ for decoder in _ALL)]

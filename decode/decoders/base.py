@@ -179,5 +179,14 @@ def one_of(name: str, value: object, words: tuple[str, ...]) -> None:
         raise InputError(f"{name} must be one of {', '.join(words)}, got {value!r}")
 
 
+def greedy_only(what: str, temperature: float) -> None:
+    """Raise InputError unless decoding is greedy, which is what drafts are checked against."""
+    if temperature:
+        raise InputError(
+            f"{what} needs temperature 0: what it drafts is checked against greedy decoding, got "
+            f"{temperature!r}"
+        )
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -98,6 +98,10 @@ class BlockwiseSession(MaskedSession):
     def begin_block(self) -> None:
         """What a decoder prepares when a block begins."""
 
+    def reach(self) -> int:
+        """Where the positions that a step predicts end: with the block, unless it looks ahead."""
+        return self.end
+
     def step(self) -> Step | None:
         while not self.masked[self.start : self.end].any():
             if self.end == len(self.x) or self._ended():
@@ -108,12 +112,12 @@ class BlockwiseSession(MaskedSession):
             self.begin_block()
         if self._ended():
             return None
-        self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.end])
+        self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.reach()])
         return self.feed_rows()
 
     def feed_rows(self) -> Step:
         """The step that reads the predictions of `wanted` under the cache policy."""
-        first, stop = self.final, int(self.ends[self.start : self.end].max())
+        first, stop = self.final, int(self.ends[self.start : self.reach()].max())
         cached = self.final
         if self.decoder.cache != "none" and self.refreshed == self.block:
             first = max(first, self.start)

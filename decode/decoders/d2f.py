@@ -14,9 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import Decoder, MaskedSession, boolean, ratio, whole
+from decode.decoders.base import Decoder, MaskedSession, boolean, greedy_only, ratio, whole
 from decode.result import BlockState, BlockView
-from decode.step import Predictions, Step, feed
+from decode.step import Ints, Predictions, Step, feed
 
 DEFAULT_BLOCK_SIZE = 32
 
@@ -30,7 +30,9 @@ class D2F(Decoder):
     must be decoded before the next becomes fully active. tau_conf: confidence above which a token
     is revealed. max_new_tokens: kept exactly, the last block may be short. early_exit: stop when
     the first end id and all before it are decoded; False finishes all open blocks, as the
-    official code does.
+    official code does. lossless: states of the pipeline that a forward checks, the fed one and
+    drafts of the next (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None
+    drafts nothing.
     """
 
     name: ClassVar[str] = "d2f"
@@ -40,6 +42,7 @@ class D2F(Decoder):
     tau_conf: float = 0.9
     max_new_tokens: int = 256
     early_exit: bool = True
+    lossless: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,8 +51,15 @@ class D2F(Decoder):
         for name in ("tau_add", "tau_act", "tau_conf"):
             ratio(name, getattr(self, name))
         boolean("early_exit", self.early_exit)
+        if self.lossless is not None:
+            whole("lossless", self.lossless)
+            greedy_only("lossless", self.temperature)
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
+        if self.lossless is not None:
+            from decode.decoders.d2f_lossless import LosslessSession
+
+            return LosslessSession(self, prompt, contract)
         return D2FSession(self, prompt, contract)
 
 
@@ -88,21 +98,12 @@ class D2FSession(MaskedSession):
         self.wanted = np.zeros(0, dtype=np.int64)
 
     def step(self) -> Step | None:
-        self._append()
-        self._activate()
-        if not any(block.active for block in self.pipeline):
+        if not self.advance():
             return None
-        if self.decoder.early_exit and not self.masked[: self.limit].any():
-            return None
-        end = self.pipeline[-1].end
-        ends = np.empty(end, dtype=np.int64)
-        for block in self.pipeline:
-            ends[block.start : block.end] = block.end
-        self.wanted = np.flatnonzero(self.masked[:end])
         step = feed(
             self.x,
             self.cached,
-            ends,
+            self.ends(),
             self.wanted,
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
@@ -112,6 +113,24 @@ class D2FSession(MaskedSession):
                 block.state = "cached"
                 self.cached = block.end
         return step
+
+    def advance(self) -> bool:
+        """Append and activate blocks, say what is wanted; False where the request is done."""
+        self._append()
+        self._activate()
+        if not any(block.active for block in self.pipeline):
+            return False
+        if self.decoder.early_exit and not self.masked[: self.limit].any():
+            return False
+        self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
+        return True
+
+    def ends(self) -> Ints:
+        """Where what each opened position sees ends."""
+        ends = np.empty(self.pipeline[-1].end, dtype=np.int64)
+        for block in self.pipeline:
+            ends[block.start : block.end] = block.end
+        return ends
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []

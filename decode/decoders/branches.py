@@ -1,0 +1,74 @@
+"""Several states of one request in one forward: its own rows in its own slots, and beside them
+branches, which are rows of other states of the same sequence in scratch slots (FreeDave's
+candidates, arXiv 2510.00294; their masks are `d2f.spans.candidate_branches`, cut to what is fed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.step import Ints, Predictions, Step
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Another state of the sequence.
+
+    x: its tokens, at least ``[stop]``. ends: ``[stop]`` or more, position p sees ``[0, ends[p])``.
+    stop: where the rows that it feeds end. differs: what ends there or before is the same in the
+    own rows, which are then not fed again; 0 feeds all. rows: the rows to read, ascending.
+    """
+
+    x: Ints
+    ends: Ints
+    stop: int
+    differs: int
+    rows: Ints
+
+
+def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: int) -> Step:
+    """The step `own` with branches beside it; each branch's reads follow, in order.
+
+    A branch row sees the own slots where they are not fed, or are fed and the same for it, its own
+    branch for the rest, and behind what is fed the own slots again. scratch: the first of the
+    slots that branches overwrite, one after the other, at most a slot a row. spare: a slot that
+    nothing sees, for rows that are fed only to be read.
+    """
+    if not branches:
+        return own
+    first = int(own.positions[own.slots == own.positions][0])  # rows before it keep their slots
+    spans = np.pad(own.spans, ((0, 0), (0, 3 - own.spans.shape[1]), (0, 0)))
+    columns = [[own.tokens], [own.positions], [own.slots], [spans], [own.read]]
+    fed_rows = len(own.tokens)
+    for branch in branches:
+        low = max(first, int(np.searchsorted(branch.ends, branch.differs, "right")))
+        shared = branch.ends[branch.rows] <= branch.differs
+        alone = branch.rows[~shared]
+        fed = np.arange(min(low, int(alone[0])) if len(alone) else low, branch.stop)
+        ends = branch.ends[fed]
+        spans = np.zeros((len(fed), 3, 2), dtype=np.int64)
+        spans[:, 0, 1] = np.minimum(low, ends)
+        spans[:, 1, 0] = scratch
+        spans[:, 1, 1] = scratch + np.clip(ends, low, branch.stop) - low
+        behind = ends > branch.stop
+        spans[behind, 2, 0], spans[behind, 2, 1] = branch.stop, ends[behind]
+        slots = np.where(fed < low, spare, scratch + fed - low)
+        begin = int(fed[0]) if len(fed) else low
+        read = np.where(shared, branch.rows - own.positions[0], fed_rows + branch.rows - begin)
+        parts = (branch.x[fed], fed, slots, spans, read)
+        for column, part in zip(columns, parts, strict=True):
+            column.append(part)
+        scratch += branch.stop - low
+        fed_rows += len(fed)
+    tokens, positions, slots, spans, read = (np.concatenate(column) for column in columns)
+    return Step(tokens, positions, slots, spans, read, own.cached)
+
+
+def split(predictions: Predictions, counts: Sequence[int]) -> list[Predictions]:
+    """Tokens and confidences of a step's states one by one, counts: how many each reads."""
+    cuts = np.cumsum(counts)[:-1]
+    tokens, confidences = np.split(predictions.token, cuts), np.split(predictions.confidence, cuts)
+    return [Predictions(t, c) for t, c in zip(tokens, confidences, strict=True)]

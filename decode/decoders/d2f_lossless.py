@@ -1,0 +1,108 @@
+"""D2F's pipeline that drafts itself, without loss: FreeDave's rule (arXiv 2510.00294) with D2F's
+whole deterministic step in the place of static decoding's.
+
+While a state of the pipeline is fed, the states that would follow it by the predictions at hand
+(which are of the state before: stale) are fed beside it as branches. What the pipeline does in the
+fed state is then known; where that is the first branch's state, what it does there is known too,
+and so on. A forward takes one step of the pipeline and one more for each branch that holds.
+
+What is cached is fixed while branches are checked: branches see the keys and values of finished
+blocks in the request's own slots, write to scratch slots only, and a block that a branch finished
+is fed with its final tokens into its own slots before it counts as cached.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+
+import numpy as np
+
+from d2f.contract import Contract
+from decode.decoders.branches import Branch, split, with_branches
+from decode.decoders.d2f import D2F, D2FSession
+from decode.step import Predictions, Step
+
+
+class LosslessSession(D2FSession):
+    """One request. branches: the states drafted after the one that is fed, each from the last.
+
+    guesses: (token, confidence) by position, the last predictions. counts: ``drafted`` branches,
+    and how many of them were ``accepted``.
+    """
+
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
+        self.branches: list[D2FSession] = []
+        self.guesses: dict[int, tuple[int, float]] = {}
+        self.counts = {"drafted": 0, "accepted": 0}
+
+    @property
+    def slots(self) -> int:
+        assert self.decoder.lossless is not None
+        return len(self.x) + 1 + (self.decoder.lossless - 1) * self.decoder.max_new_tokens
+
+    def step(self) -> Step | None:
+        own = super().step()
+        if own is None:
+            return None
+        self.branches = self._drafts()
+        end, parts = self.pipeline[-1].end, []
+        for state in self.branches:
+            stop = state.pipeline[-1].end
+            other = np.flatnonzero(state.x[:end] != self.x[:end])
+            differs = int(other[0]) if len(other) else end
+            rows = state.wanted - self.contract.logit_shift
+            parts.append(Branch(state.x, state.ends(), stop, differs, rows))
+        return with_branches(own, parts, scratch=len(self.x) + 1, spare=len(self.x))
+
+    def accept(self, predictions: Predictions) -> None:
+        counts = [len(state.wanted) for state in (self, *self.branches)]
+        first, *others = split(predictions, counts)
+        self._take(first)
+        revealed = self.revealed
+        for state, found in zip(self.branches, others, strict=True):
+            if not np.array_equal(state.x, self.x):
+                break
+            self.advance()
+            self._take(found)
+            revealed = revealed + self.revealed
+            self.counts["accepted"] += 1
+        self.revealed = revealed
+        self.counts["drafted"] += len(self.branches)
+
+    def _take(self, found: Predictions) -> None:
+        """One step of the pipeline; what it predicted drafts the next ones."""
+        pairs = zip(found.token.tolist(), found.confidence.tolist(), strict=True)
+        self.guesses = dict(zip(self.wanted.tolist(), pairs, strict=True))
+        super().accept(found)
+
+    def _drafts(self) -> list[D2FSession]:
+        """States after this one by the stale predictions, as far as these tell."""
+        assert self.decoder.lossless is not None
+        states: list[D2FSession] = []
+        state: D2FSession = self
+        while len(states) < self.decoder.lossless - 1 and self._tells(state):
+            state = _fork(state)
+            unknown = (0, -1.0)  # a block that was not open: it reveals nothing yet
+            guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]
+            tokens, confidence = zip(*guesses, strict=True)
+            stale = Predictions(np.array(tokens), np.array(confidence, dtype=np.float32))
+            D2FSession.accept(state, stale)
+            if not state.advance():
+                break
+            states.append(state)
+        return states
+
+    def _tells(self, state: D2FSession) -> bool:
+        """Whether there are predictions for all blocks that must reveal a token."""
+        must = [b.start for b in state.pipeline if b.state == "fully active" and b.masked]
+        first = state.wanted[np.searchsorted(state.wanted, must)]  # masked, of each such block
+        return all(position in self.guesses for position in first.tolist())
+
+
+def _fork(state: D2FSession) -> D2FSession:
+    """A copy that goes its own way."""
+    twin = copy(state)
+    twin.x, twin.masked = state.x.copy(), state.masked.copy()
+    twin.pipeline = [copy(block) for block in state.pipeline]
+    return twin
