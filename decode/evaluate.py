@@ -13,18 +13,23 @@ import math
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
+from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from d2f.tasks import Problem
     from decode.decoders import Decoder
     from decode.result import Result
+
+
+OPTIONS = [option for option in DECODER_OPTIONS if option.name != "max_new_tokens"]
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
@@ -103,6 +108,7 @@ def evaluate(
         "unfinished": sum(result.finish_reason == "length" for result in results),
         "batch_size": batch_size,
         "seconds": judged.seconds,
+        "counts": dict(sum((Counter(result.counts) for result in results), Counter())),
     }
 
 
@@ -142,17 +148,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
-    parser.add_argument(
-        "--decoder", choices=("d2f", "static", "autoregressive"), help="default: what fits"
-    )
+    parser.add_argument("--decoder", choices=DECODER_NAMES, help="default: what fits")
     parser.add_argument("--tasks", default="story,countdown,sudoku")
     parser.add_argument("--split", default="heldout", choices=("tuning", "heldout"))
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--block-size", type=int)
-    parser.add_argument("--tau-add", type=float)
-    parser.add_argument("--tau-act", type=float)
-    parser.add_argument("--tau-conf", type=float)
+    decoder = parser.add_argument_group("decoder, greedy")
+    for option in OPTIONS:
+        option.add_to(decoder)
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, help="file for the numbers")
@@ -165,27 +168,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     import d2f
     from d2f.tasks.registry import RESPONSE_LENGTH
-    from decode.decoders import DECODERS
+    from decode.cli.settings import DecoderSettings
 
     transformers.logging.disable_progress_bar()
     model = d2f.load(
         options.model, adapter=options.adapter, dtype=options.dtype, device=options.device
     )
     model.merge_adapter()
-    name = options.decoder or ("d2f" if model.is_diffusion else "autoregressive")
-    settings = {
-        key: value
-        for key in ("block_size", "tau_add", "tau_act", "tau_conf")
-        if (value := getattr(options, key)) is not None
-    }
-    known = set(DECODERS[name].__dataclass_fields__)
-    if set(settings) - known:
-        raise InputError(f"the decoder {name} has no {sorted(set(settings) - known)}")
+    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    chosen = DecoderSettings(options.decoder, given)
     rows = []
     for task in options.tasks.split(","):
         if task not in RESPONSE_LENGTH:
             raise InputError(f"--tasks must be among {list(RESPONSE_LENGTH)}, got {task!r}")
-        decoder = DECODERS[name](max_new_tokens=RESPONSE_LENGTH[task], **settings)  # type: ignore[call-arg]
+        decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+        decoder.check(model.contract)
         row = evaluate(
             model,
             decoder,
@@ -199,8 +196,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": options.model,
         "adapter": options.adapter,
-        "decoder": name,
-        "settings": settings,
+        "decoder": decoder.name,
+        "settings": given,
         "environment": environment(model),
         "rows": rows,
     }

@@ -21,11 +21,11 @@ DECODER_NAMES = (
     "autoregressive",
 )
 DECODER_HELP = (
-    "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
+    "d2f: the pipeline (default for LLaDA- and Dream-like models); static: LLaDA's low-confidence "
     "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; freedave: static "
     "decoding that drafts itself, without loss; block: block diffusion with an exact cache (SDAR, "
-    "D2F students); wedlm: streaming decoding of a causal diffusion model; autoregressive (default "
-    "for a causal model)"
+    "where it is the default, D2F students); wedlm: streaming decoding of a causal diffusion "
+    "model, where it is the default; autoregressive (default for a causal model)"
 )
 
 

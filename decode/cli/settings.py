@@ -10,8 +10,9 @@ from typing import Any
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders import D2F, DECODERS, Autoregressive, Decoder
+from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, WeDLM
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+from decode.decoders.visibility import mask_kind
 
 
 def option_names(decoder: type[Decoder]) -> list[str]:
@@ -40,10 +41,14 @@ class DecoderSettings:
                 self._build(kind, length)
 
     def choose(self, model: DiffusionModel) -> type[Decoder]:
-        """The named decoder, else the pipeline, or for a causal model one token at a time."""
+        """The named decoder, else the one that suits the model's mask: the pipeline, WeDLM, block
+        diffusion, or for a model without a mask id one token at a time."""
         if self.name is not None:
             return DECODERS[self.name]
-        return Autoregressive if model.mask_id is None else D2F
+        if model.mask_id is None:
+            return Autoregressive
+        kinds: dict[str, type[Decoder]] = {"causal": WeDLM, "absolute block-causal": Block}
+        return kinds.get(mask_kind(model.contract), D2F)
 
     def decoder(self, model: DiffusionModel, length: int) -> Decoder:
         """The decoder of a prompt whose response has at most `length` tokens, every option

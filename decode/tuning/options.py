@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from d2f.tasks.registry import TASKS
+from decode.cli.decoder_options import DECODER_OPTIONS
 from decode.cli.extras import require_matplotlib
 from decode.cli.options import DEFAULT_MODEL, Parser
+from decode.tuning.grids import DEFAULT_GRIDS, OPTIONS
 
 _DESCRIPTION = """\
 python -m decode.tune --task story --output runs/tune
@@ -32,8 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     options = _parser().parse_args(arguments)
     options.tasks = options.task.split(",")
-    given = {name: getattr(options, name) for name in ("block_size", "steps")}
-    given |= {name: getattr(options, name) for name in ("tau_add", "tau_act", "tau_conf")}
+    given = {name: getattr(options, name) for name in OPTIONS}
     options.lists = {name: values for name, values in given.items() if values is not None}
     if options.figures:
         require_matplotlib("--no-figures")
@@ -91,15 +92,17 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--decoder", default="d2f", metavar="NAME", help="default d2f")
-    shares, whole = _numbers(float), _numbers(int)
-    for flag, kind, text in (
-        ("--block-size", whole, "d2f, static: tokens a block (default: d2f the model's own)"),
-        ("--tau-add", shares, "d2f (default 0.1,0.5)"),
-        ("--tau-act", shares, "d2f (default 0.95,1)"),
-        ("--tau-conf", shares, "d2f (default 0.8,0.9,0.95,0.97,0.99)"),
-        ("--steps", whole, "static: forwards a response"),
-    ):
-        group.add_argument(flag, type=kind, metavar="LIST", help=text)
+    for option in DECODER_OPTIONS:
+        if option.name in OPTIONS:
+            flag = "--" + option.name.replace("_", "-")
+            kind = _numbers(float if option.kind is float else int)
+            tried = [
+                f"{name} {','.join(f'{value:g}' for value in grid[option.name])}"
+                for name, grid in DEFAULT_GRIDS.items()
+                if option.name in grid
+            ]
+            said = f"; searched by default: {'; '.join(tried)}" if tried else ""
+            group.add_argument(flag, type=kind, metavar="LIST", help=f"{option.help}{said}")
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:

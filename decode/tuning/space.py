@@ -12,15 +12,7 @@ from d2f.errors import InputError
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.decoders import D2F, DECODERS, Decoder
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-
-OPTIONS = ("block_size", "tau_add", "tau_act", "tau_conf", "steps")
-DEFAULT_GRIDS: Mapping[str, Mapping[str, tuple[float, ...]]] = {
-    "d2f": {
-        "tau_add": (0.1, 0.5),
-        "tau_act": (0.95, 1.0),
-        "tau_conf": (0.8, 0.9, 0.95, 0.97, 0.99),
-    }
-}
+from decode.tuning.grids import DEFAULT_GRIDS, OPTIONS
 
 Setting = Mapping[str, int | float]
 """Values of some of `OPTIONS`."""
