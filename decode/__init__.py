@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decode.api import generate, stream
-    from decode.decoders import D2F, Autoregressive, Decoder, Static
+    from decode.decoders import D2F, Autoregressive, Decoder, Static, Wino
     from decode.result import Event, Result
 
-__all__ = ["D2F", "Autoregressive", "Decoder", "Event", "Result", "Static", "generate", "stream"]
+__all__ = [
+    "D2F",
+    "Autoregressive",
+    "Decoder",
+    "Event",
+    "Result",
+    "Static",
+    "Wino",
+    "generate",
+    "stream",
+]
 
 _HOMES = {
     "generate": "decode.api",
@@ -21,6 +31,7 @@ _HOMES = {
     "Decoder": "decode.decoders",
     "D2F": "decode.decoders",
     "Static": "decode.decoders",
+    "Wino": "decode.decoders",
     "Autoregressive": "decode.decoders",
     "Event": "decode.result",
     "Result": "decode.result",

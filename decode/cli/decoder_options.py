@@ -9,10 +9,11 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
-DECODER_NAMES = ("d2f", "static", "autoregressive")
+DECODER_NAMES = ("d2f", "static", "wino", "autoregressive")
 DECODER_HELP = (
     "d2f: the pipeline (default for a model with a mask id); static: LLaDA's low-confidence "
-    "decoding; autoregressive (default for a causal model)"
+    "decoding; wino: drafts widely, takes back what the rest does not bear out; autoregressive "
+    "(default for a causal model)"
 )
 
 
@@ -54,8 +55,8 @@ DECODER_OPTIONS = (
     Option(
         "block_size",
         int,
-        "d2f, static: tokens a block, at least 1 (default: d2f the model's own, else 32; static "
-        "one block for the whole response)",
+        "d2f, static, wino: tokens a block, at least 1 (default: d2f the model's own, else 32; "
+        "static one block for the whole response; wino 128)",
     ),
     Option(
         "tau_add",
@@ -73,6 +74,34 @@ DECODER_OPTIONS = (
         "tau_conf",
         float,
         "d2f: confidence above which a token is revealed, in [0, 1] (default 0.9)",
+    ),
+    Option(
+        "revoke",
+        ("always", "commit"),
+        "d2f: take decided tokens back that WINO's check does not bear out: always, in the active "
+        "blocks, or once, when a block would be cached (default: never)",
+    ),
+    Option(
+        "tau_revoke",
+        float,
+        "d2f with --revoke: probability below which a token is taken back, in [0, 1] (default 0.9)",
+    ),
+    Option(
+        "tau1",
+        float,
+        "wino: confidence above which a token is drafted, in [0, 1], below tau2 (default 0.6)",
+    ),
+    Option(
+        "tau2",
+        float,
+        "wino: probability below which a drafted token is taken back, in [0, 1]; 0 takes none back "
+        "(default 0.9)",
+    ),
+    Option(
+        "caps",
+        bool,
+        "wino: the official code's bounds on tokens drafted and taken back in a forward (default), "
+        "or the paper's two thresholds alone",
     ),
     Option(
         "early_exit",

@@ -29,6 +29,7 @@ STYLES = {
 # What a state means for the decoders without a pipeline.
 LABELS: Mapping[str, Mapping[str, str]] = {
     "static": {"fully active": "current"},
+    "wino": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
 }
 

@@ -9,7 +9,7 @@ a forward that also advances later blocks, and from then on is cached, exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from decode.result import BlockState, BlockView
 from decode.step import Predictions, Step, feed
 
 DEFAULT_BLOCK_SIZE = 32
+Revoke = Literal["always", "commit"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class D2F(Decoder):
     is revealed. max_new_tokens: kept exactly, the last block may be short. early_exit: stop when
     the first end id and all before it are decoded; False finishes all open blocks, as the
     official code does.
+
+    revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
+    tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``, once,
+    in the forward that would cache a block. It helps a tau_conf below tau_revoke.
     """
 
     name: ClassVar[str] = "d2f"
@@ -41,17 +46,28 @@ class D2F(Decoder):
     tau_conf: float = 0.9
     max_new_tokens: int = 256
     early_exit: bool = True
+    revoke: Revoke | None = None
+    tau_revoke: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size is not None:
             whole("block_size", self.block_size)
-        for name in ("tau_add", "tau_act", "tau_conf"):
+        if self.revoke is not None and self.revoke not in get_args(Revoke):
+            raise InputError(
+                f"revoke must be None or one of {', '.join(get_args(Revoke))}, got {self.revoke!r}"
+            )
+        for name in ("tau_add", "tau_act", "tau_conf", "tau_revoke"):
             ratio(name, getattr(self, name))
         if not isinstance(self.early_exit, bool):
             raise InputError(f"early_exit must be true or false, got {self.early_exit!r}")
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
+        if self.revoke is not None and self.tau_revoke > 0:
+            from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
+
+            kind = AlwaysSession if self.revoke == "always" else CommitSession
+            return kind(self, prompt, contract)
         return D2FSession(self, prompt, contract)
 
 
@@ -92,9 +108,7 @@ class D2FSession(MaskedSession):
     def step(self) -> Step | None:
         self._append()
         self._activate()
-        if not any(block.active for block in self.pipeline):
-            return None
-        if self.decoder.early_exit and not self.masked[: self.limit].any():
+        if self._done():
             return None
         end = self.pipeline[-1].end
         ends = np.empty(end, dtype=np.int64)
@@ -109,10 +123,7 @@ class D2FSession(MaskedSession):
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
         )
-        for block in self.pipeline:
-            if block.state == "to cache":
-                block.state = "cached"
-                self.cached = block.end
+        self._fed()
         return step
 
     def accept(self, predictions: Predictions) -> None:
@@ -120,13 +131,29 @@ class D2FSession(MaskedSession):
         for block in self.pipeline:
             if block.active:
                 self._reveal_in(block, predictions)
+        self._close()
+        if self.decoder.early_exit and self.limit < len(self.x):
+            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
+
+    def _done(self) -> bool:
+        if not any(block.active for block in self.pipeline):
+            return True
+        return self.decoder.early_exit and not self.masked[: self.limit].any()
+
+    def _fed(self) -> None:
+        """Finished blocks are in the cache with this step."""
+        for block in self.pipeline:
+            if block.state == "to cache":
+                block.state = "cached"
+                self.cached = block.end
+
+    def _close(self) -> None:
+        """Finish the blocks without masks that no active block precedes."""
         waiting = False
         for block in self.pipeline:
             if block.active and not waiting and not block.masked:
                 block.state = "to cache"
             waiting = waiting or block.active
-        if self.decoder.early_exit and self.limit < len(self.x):
-            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
 
     def _append(self) -> None:
         last = self.pipeline[-1]
