@@ -112,7 +112,7 @@ class Session(abc.ABC):
     @property
     @abc.abstractmethod
     def settled(self) -> list[int]:
-        """Response ids up to the first position that may still change: what may be shown as text."""
+        """Response ids before the first that may still change: what may be shown as text."""
 
     def reveal(self, position: int, token: int, confidence: float) -> None:
         """Decide one position of the sequence."""
