@@ -40,6 +40,8 @@ class Wino(Blockwise):
     False takes the paper's two thresholds alone (equation 4), but after n forwards of a block n of
     its positions stay decided: where more would be taken back, the least likely are. Either way a
     block takes at most as many forwards as it has positions.
+
+    cache: as for all blockwise decoders; the shadow sees the slots that the block's rows see.
     """
 
     name: ClassVar[str] = "wino"
