@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Static,
         Threshold,
         WeDLM,
+        Wino,
     )
     from decode.result import Event, Result
 
@@ -37,6 +38,7 @@ __all__ = [
     "Static",
     "Threshold",
     "WeDLM",
+    "Wino",
     "generate",
     "stream",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "Autoregressive": "decode.decoders",
     "Block": "decode.decoders",
     "WeDLM": "decode.decoders",
+    "Wino": "decode.decoders",
     "Event": "decode.result",
     "Result": "decode.result",
 }

@@ -15,6 +15,7 @@ DECODER_NAMES = (
     "threshold",
     "factor",
     "entropy",
+    "wino",
     "freedave",
     "block",
     "wedlm",
@@ -22,9 +23,10 @@ DECODER_NAMES = (
 )
 DECODER_HELP = (
     "d2f: the pipeline (default for LLaDA- and Dream-like models); static: LLaDA's low-confidence "
-    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; freedave: static "
-    "decoding that drafts itself, without loss; block: block diffusion with an exact cache (SDAR, "
-    "where it is the default, D2F students); wedlm: streaming decoding of a causal diffusion "
+    "decoding; threshold, factor: Fast-dLLM's rules; entropy: the EB sampler; wino: drafts "
+    "widely, takes back what the rest does not bear out; freedave: static decoding that drafts "
+    "itself, without loss; block: block diffusion with an exact cache (SDAR, where it is the "
+    "default, D2F students); wedlm: streaming decoding of a causal diffusion "
     "model, where it is the default; autoregressive (default for a causal model)"
 )
 
@@ -68,7 +70,8 @@ DECODER_OPTIONS = (
         "block_size",
         int,
         "tokens a block, at least 1 (default: d2f and block the model's own, else 32, for block on "
-        "absolute blocks 4; static and freedave one block for the whole response; the others 32)",
+        "absolute blocks 4; static and freedave one block for the whole response; wino 128; the "
+        "others 32)",
     ),
     Option(
         "tau_add",
@@ -86,6 +89,39 @@ DECODER_OPTIONS = (
         "tau_conf",
         float,
         "d2f: confidence above which a token is revealed, in [0, 1] (default 0.9)",
+    ),
+    Option(
+        "revoke",
+        ("always", "commit"),
+        "d2f: take decided tokens back that WINO's check does not bear out: always, in the active "
+        "blocks, or once, when a block would be cached (default: never)",
+    ),
+    Option(
+        "tau_revoke",
+        float,
+        "d2f with --revoke: probability below which a token is taken back, in [0, 1] (default 0.9)",
+    ),
+    Option(
+        "tau1",
+        float,
+        "wino: confidence above which a token is drafted, in [0, 1], below tau2 (default 0.6)",
+    ),
+    Option(
+        "tau2",
+        float,
+        "wino: probability below which a drafted token is taken back, in [0, 1]; 0 takes none back "
+        "(default 0.9)",
+    ),
+    Option(
+        "leakage",
+        bool,
+        "wino: let the shadow see the tokens that it verifies, the paper's ablation (default: no)",
+    ),
+    Option(
+        "caps",
+        bool,
+        "wino: the official code's bounds on tokens drafted and taken back in a forward (default), "
+        "or the paper's two thresholds alone",
     ),
     Option(
         "early_exit",

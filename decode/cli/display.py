@@ -32,6 +32,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
     "threshold": {"fully active": "current"},
     "factor": {"fully active": "current"},
     "entropy": {"fully active": "current"},
+    "wino": {"fully active": "current"},
     "autoregressive": {"cached": "decoded"},
     "block": {"fully active": "current"},
     "wedlm": {"cached": "committed", "fully active": "window"},

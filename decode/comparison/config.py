@@ -117,6 +117,7 @@ class CompareConfig(Section):
     accuracy_problems: Whole = 500  # a task, judged, in a pass of their own; 0: only the timed ones
     max_new_tokens: Positive | None = None  # default: the task's; 256 for prompts
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    accuracy_concurrency: Positive | None = None  # of that pass; default: the highest below
     concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
     repetitions: Positive = 3
     warmup: Positive = 4  # requests before each run, not counted; at least the concurrency

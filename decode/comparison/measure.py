@@ -30,8 +30,8 @@ def plan(
 ) -> list[Planned]:
     """Every run in order: for each workload and concurrency the entries in turn, A B A B, each run
     after a warm-up of its own, because a process that has waited for the others finds its caches
-    cold; at last a pass over all problems that only judges, at the
-    highest concurrency."""
+    cold; at last a pass over all problems that only judges."""
+    judging = config.accuracy_concurrency or config.concurrency[-1]
     runs = []
     for workload in workloads:
         for concurrency in config.concurrency:
@@ -41,10 +41,7 @@ def plan(
                     runs.append(Planned(workload, c, concurrency, warm, None, True))
                     runs.append(Planned(workload, c, concurrency, workload.timed, repetition))
         if len(workload.items) > workload.timed:
-            runs += [
-                Planned(workload, c, config.concurrency[-1], len(workload.items), None)
-                for c in contestants
-            ]
+            runs += [Planned(workload, c, judging, len(workload.items), None) for c in contestants]
     return runs
 
 

@@ -10,8 +10,20 @@ from decode.decoders.freedave import FreeDave
 from decode.decoders.static import Static
 from decode.decoders.threshold import Threshold
 from decode.decoders.wedlm import WeDLM
+from decode.decoders.wino import Wino
 
-_ALL = (D2F, Static, Threshold, Factor, EntropyBounded, FreeDave, Block, WeDLM, Autoregressive)
+_ALL = (
+    D2F,
+    Static,
+    Threshold,
+    Factor,
+    EntropyBounded,
+    Wino,
+    FreeDave,
+    Block,
+    WeDLM,
+    Autoregressive,
+)
 DECODERS: dict[str, type[Decoder]] = {decoder.name: decoder for decoder in _ALL}
 
 __all__ = ["DECODERS", "Decoder", "Session", *(decoder.__name__ for decoder in _ALL)]

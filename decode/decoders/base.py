@@ -112,7 +112,7 @@ class Session(abc.ABC):
     @property
     @abc.abstractmethod
     def settled(self) -> list[int]:
-        """Response ids up to the first undecoded position: what may be shown as text."""
+        """Response ids before the first that may still change: what may be shown as text."""
 
     def reveal(self, position: int, token: int, confidence: float) -> None:
         """Decide one position of the sequence."""
@@ -134,10 +134,14 @@ class MaskedSession(Session):
         return self.x[part][~self.masked[part]].tolist()
 
     @property
-    def settled(self) -> list[int]:
+    def settled_end(self) -> int:
+        """The first position of the sequence that may still change."""
         masked = np.flatnonzero(self.masked)
-        end = int(masked[0]) if len(masked) else len(self.x)
-        return self.x[self.prompt_length : end].tolist()
+        return int(masked[0]) if len(masked) else len(self.x)
+
+    @property
+    def settled(self) -> list[int]:
+        return self.x[self.prompt_length : self.settled_end].tolist()
 
     def reveal(self, position: int, token: int, confidence: float) -> None:
         super().reveal(position, token, confidence)

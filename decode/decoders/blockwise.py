@@ -83,7 +83,7 @@ class BlockwiseSession(MaskedSession):
         self.ends = visible_ends(len(self.x), len(prompt), contract)
         self.block = -1
         self.start = self.end = len(prompt)
-        self.final = 0  # rows before it were fed with what they see all decided
+        self.final = 0  # rows before it were fed with what they see all settled
         self.refreshed = -1  # the block that all rows were last fed in
         self.wanted = np.zeros(0, dtype=np.int64)
 
@@ -129,8 +129,7 @@ class BlockwiseSession(MaskedSession):
         spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
         spans[:, 0, 1] = self.ends[fed]
         if first == self.final:
-            undecided = int(np.argmax(self.masked))
-            self.final = int(np.searchsorted(self.ends[:stop], undecided, "right"))
+            self.final = int(np.searchsorted(self.ends[:stop], self.settled_end, "right"))
         return Step(
             tokens=self.x[fed],
             positions=fed,

@@ -9,16 +9,18 @@ a forward that also advances later blocks, and from then on is cached, exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import Decoder, MaskedSession, boolean, greedy_only, ratio, whole
+from d2f.errors import InputError
+from decode.decoders.base import Decoder, MaskedSession, boolean, greedy_only, one_of, ratio, whole
 from decode.result import BlockState, BlockView
 from decode.step import Ints, Predictions, Step, feed
 
 DEFAULT_BLOCK_SIZE = 32
+Revoke = Literal["always", "commit"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,13 @@ class D2F(Decoder):
     must be decoded before the next becomes fully active. tau_conf: confidence above which a token
     is revealed. max_new_tokens: kept exactly, the last block may be short. early_exit: stop when
     the first end id and all before it are decoded; False finishes all open blocks, as the
-    official code does. lossless: states of the pipeline that a forward checks, the fed one and
-    drafts of the next (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None
-    drafts nothing.
+    official code does.
+
+    lossless: states of the pipeline that a forward checks, the fed one and drafts of the next
+    (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts nothing.
+    revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
+    tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``, once,
+    in the forward that would cache a block. It helps a tau_conf below tau_revoke.
     """
 
     name: ClassVar[str] = "d2f"
@@ -43,23 +49,37 @@ class D2F(Decoder):
     max_new_tokens: int = 256
     early_exit: bool = True
     lossless: int | None = None
+    revoke: Revoke | None = None
+    tau_revoke: float = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size is not None:
             whole("block_size", self.block_size)
-        for name in ("tau_add", "tau_act", "tau_conf"):
+        if self.revoke is not None:
+            one_of("revoke", self.revoke, get_args(Revoke))
+        for name in ("tau_add", "tau_act", "tau_conf", "tau_revoke"):
             ratio(name, getattr(self, name))
         boolean("early_exit", self.early_exit)
         if self.lossless is not None:
             whole("lossless", self.lossless)
             greedy_only("lossless", self.temperature)
+            if self.revoke is not None:
+                raise InputError(
+                    "lossless drafts the pipeline that takes nothing back: expected lossless or "
+                    f"revoke, got lossless {self.lossless!r} and revoke {self.revoke!r}"
+                )
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
         if self.lossless is not None:
             from decode.decoders.d2f_lossless import LosslessSession
 
             return LosslessSession(self, prompt, contract)
+        if self.revoke is not None and self.tau_revoke > 0:
+            from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
+
+            kind = AlwaysSession if self.revoke == "always" else CommitSession
+            return kind(self, prompt, contract)
         return D2FSession(self, prompt, contract)
 
 
@@ -83,7 +103,7 @@ class Block:
 
 
 class D2FSession(MaskedSession):
-    """One request in the pipeline."""
+    """One request in the pipeline. counts: ``active_blocks``, summed over the forwards."""
 
     def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         super().__init__(prompt, decoder.max_new_tokens, contract)
@@ -96,10 +116,12 @@ class D2FSession(MaskedSession):
         self.ended = False  # an end id was revealed: no block is appended any more
         self.limit = len(self.x)  # with early_exit, nothing after the first end id matters
         self.wanted = np.zeros(0, dtype=np.int64)
+        self.counts["active_blocks"] = 0
 
     def step(self) -> Step | None:
         if not self.advance():
             return None
+        self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
         step = feed(
             self.x,
             self.cached,
@@ -108,19 +130,14 @@ class D2FSession(MaskedSession):
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
         )
-        for block in self.pipeline:
-            if block.state == "to cache":
-                block.state = "cached"
-                self.cached = block.end
+        self._fed()
         return step
 
     def advance(self) -> bool:
         """Append and activate blocks, say what is wanted; False where the request is done."""
         self._append()
         self._activate()
-        if not any(block.active for block in self.pipeline):
-            return False
-        if self.decoder.early_exit and not self.masked[: self.limit].any():
+        if self._done():
             return False
         self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
         return True
@@ -137,13 +154,29 @@ class D2FSession(MaskedSession):
         for block in self.pipeline:
             if block.active:
                 self._reveal_in(block, predictions)
+        self._close()
+        if self.decoder.early_exit and self.limit < len(self.x):
+            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
+
+    def _done(self) -> bool:
+        if not any(block.active for block in self.pipeline):
+            return True
+        return self.decoder.early_exit and not self.masked[: self.limit].any()
+
+    def _fed(self) -> None:
+        """Finished blocks are in the cache with this step."""
+        for block in self.pipeline:
+            if block.state == "to cache":
+                block.state = "cached"
+                self.cached = block.end
+
+    def _close(self) -> None:
+        """Finish the blocks without masks that no active block precedes."""
         waiting = False
         for block in self.pipeline:
             if block.active and not waiting and not block.masked:
                 block.state = "to cache"
             waiting = waiting or block.active
-        if self.decoder.early_exit and self.limit < len(self.x):
-            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
 
     def _append(self) -> None:
         last = self.pipeline[-1]

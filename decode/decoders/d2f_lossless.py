@@ -34,7 +34,7 @@ class LosslessSession(D2FSession):
         super().__init__(decoder, prompt, contract)
         self.branches: list[D2FSession] = []
         self.guesses: dict[int, tuple[int, float]] = {}
-        self.counts = {"drafted": 0, "accepted": 0}
+        self.counts |= {"drafted": 0, "accepted": 0}
 
     @property
     def slots(self) -> int:

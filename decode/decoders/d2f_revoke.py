@@ -1,0 +1,166 @@
+"""WINO's check (arXiv 2507.18578) inside D2F's pipeline, with the exact cache: a block is cached
+once its tokens can no longer be taken back, and its shadow never is.
+
+A shadow (`decode.decoders.shadow`) sees what its block sees: the blocks before it and its own.
+Taking tokens back lowers the decoded share of a block; what it once set off (an appended block, a
+fully active successor) stays. End ids are looked for anew after each forward, since one may be
+taken back: while there is one no block is appended, and decoding stops early only for one that is
+final. Blocks after an end that is not yet final are kept, so early exit changes no visible token.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import Counter
+
+import numpy as np
+
+from d2f.contract import Contract
+from decode.decoders.d2f import D2F, Block, D2FSession
+from decode.decoders.revocations import Revocations
+from decode.decoders.shadow import add_shadow, shadow_slots, weakest
+from decode.step import Floats, Ints, Predictions, Step
+
+Checked = list[tuple[Block, Ints, Floats]]  # a block, its positions, their shadow's probabilities
+
+
+class RevokingSession(D2FSession):
+    """One request. Each response position has scratch slots for its shadow.
+
+    verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
+    """
+
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
+        self.revocations = Revocations(self)
+        self.verified: list[tuple[Block, Ints]] = []
+
+    @property
+    def slots(self) -> int:
+        return len(self.x) + shadow_slots(len(self.x) - self.prompt_length, self.contract)
+
+    @property
+    def settled_end(self) -> int:
+        end = self.prompt_length
+        for block in self.pipeline:
+            if block.active or len(self._doubtful(block)):
+                break
+            end = block.end
+        return end
+
+    @abc.abstractmethod
+    def _doubtful(self, block: Block) -> Ints:
+        """Positions of a block whose tokens may be taken back after the next forward."""
+
+    @abc.abstractmethod
+    def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
+        """Take tokens back. drafted: how many were just decided, by a block's start."""
+
+    def step(self) -> Step | None:
+        step = super().step()
+        if step is None:
+            return None
+        self.verified = [(block, self._doubtful(block)) for block in self.pipeline]
+        ends = self.ends()
+        for block, positions in self.verified:
+            slot = len(self.x) + shadow_slots(block.start - self.prompt_length, self.contract)
+            step = add_shadow(
+                step, self.x, ends, block.start, block.end, positions, slot, self.contract
+            )
+        return step
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        drafted = {}
+        for block in self.pipeline:
+            if block.active:
+                masked = block.masked
+                self._reveal_in(block, predictions)
+                drafted[block.start] = masked - block.masked
+        self._judge(self._checked(predictions), drafted)
+        self._close()
+        response = self.x[self.prompt_length :]
+        self.ended = bool(np.isin(response, self.contract.end_ids).any())
+        self.revocations.count()
+
+    def revoke_in(self, block: Block, positions: Ints) -> None:
+        """Take decided positions of a block back."""
+        self.revocations.revoke(positions)
+        block.masked += len(positions)
+
+    def _checked(self, predictions: Predictions) -> Checked:
+        """What the step's shadows said, block after block."""
+        checked, first = [], len(self.wanted)
+        named = predictions.named if predictions.named is not None else np.zeros(0, np.float32)
+        for block, positions in self.verified:
+            checked.append((block, positions, named[first : first + len(positions)]))
+            first += len(positions)
+        return checked
+
+    def _done(self) -> bool:
+        if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
+            return True
+        return not any(block.active or len(self._doubtful(block)) for block in self.pipeline)
+
+
+class AlwaysSession(RevokingSession):
+    """Each forward verifies the decided tokens of the active blocks.
+
+    A block may take back fewer tokens than its last deciding forward decided, so that after n of
+    these it holds at least n: the response takes at most max_new_tokens forwards. That is WINO's
+    bound; its condition that two tokens be decided beside is left out, so that a block that waits
+    for its predecessor is verified too. A finished block whose predecessors are finished is final.
+    """
+
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        self.spare: Counter[int] = Counter()  # tokens that may be taken back, by a block's start
+        super().__init__(decoder, prompt, contract)
+
+    def _doubtful(self, block: Block) -> Ints:
+        if not (block.active and self.spare[block.start]):
+            return np.zeros(0, dtype=np.int64)
+        return block.start + np.flatnonzero(~self.masked[block.start : block.end])
+
+    def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
+        for block, positions, probability in checked:
+            spare = self.spare[block.start]
+            chosen = weakest(probability, self.decoder.tau_revoke, spare)
+            self.revoke_in(block, positions[chosen])
+            decided = drafted.get(block.start, 0)
+            self.spare[block.start] = decided - 1 if decided else spare - len(chosen)
+
+
+class CommitSession(RevokingSession):
+    """The forward that would cache a block verifies all of it, also what its last forward decided.
+
+    Where a token falls below tau_revoke it is masked, the block is active again and not cached,
+    nor is any after it. A position is taken back at most once: what is decided there a second time
+    stays, so the response takes at most 3 * max_new_tokens + 1 forwards. The last block is
+    verified too, by a forward that the plain pipeline does not have.
+    """
+
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
+        self.sure = np.arange(len(self.x)) < len(prompt)  # never taken back (again)
+
+    def _doubtful(self, block: Block) -> Ints:
+        if block.state != "to cache":
+            return np.zeros(0, dtype=np.int64)
+        return block.start + np.flatnonzero(~self.sure[block.start : block.end])
+
+    def _fed(self) -> None:
+        """What is fed is cached only once its predictions are there."""
+
+    def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
+        refused = False
+        for block, positions, probability in checked:
+            if block.state != "to cache":
+                continue
+            if not refused:
+                chosen = weakest(probability, self.decoder.tau_revoke, len(positions))
+                self.revoke_in(block, positions[chosen])
+                self.sure[positions[chosen]] = True
+                refused = len(chosen) > 0
+            block.state = "fully active" if refused else "cached"
+            if not refused:
+                self.cached = block.end

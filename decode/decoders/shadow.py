@@ -1,0 +1,102 @@
+"""WINO's shadow (arXiv 2507.18578, section 4): rows that predict decided positions as if they were
+still masked, beside a step's own rows, which do not see them.
+
+Where row p predicts position p, the shadow of a block is one mask for each of its positions, at
+the same positions: row p sees what position p sees, but not position p itself, and of the shadow
+what position p sees of the block.
+
+Where row p - 1 predicts position p, a mask would be read in the wrong place. There the shadow of
+one position is a pair: a copy of token p - 1 at position p - 1, which is read, and a mask at
+position p. Both see what row p - 1 sees but for positions p - 1 and p, which the pair stands for.
+A row p - 1 that does not see position p (under a block-causal mask, p the first of its block)
+needs no mask; its copy alone is fed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from d2f.contract import Contract
+from decode.step import Floats, Ints, Step
+
+
+def shadow_slots(positions: int, contract: Contract) -> int:
+    """Scratch slots that the shadow of so many positions takes."""
+    return positions * (1 + contract.logit_shift)
+
+
+def add_shadow(
+    step: Step, x: Ints, ends: Ints, start: int, end: int, verified: Ints, slot: int,
+    contract: Contract, *, leakage: bool = False,
+) -> Step:  # fmt: skip
+    """The step with the shadow of the block ``[start, end)`` of the sequence x, after its own rows.
+
+    ends: position p sees ``[0, ends[p])``. verified: int64 ``[V]``, the positions of the block to
+    predict again; their rows are read last, each naming its token. Nothing is added for none.
+    slot: the first of the shadow's scratch slots, `shadow_slots` many. leakage: a shadow sees the
+    token of its position too.
+    """
+    if not len(verified):
+        return step
+    assert contract.mask_id is not None
+    if contract.logit_shift:
+        tokens, positions, slots, spans, read = _pairs(
+            x, ends, verified, slot, contract.mask_id, leakage
+        )
+    else:
+        positions = np.arange(start, end)
+        tokens = np.full(end - start, contract.mask_id)
+        slots = slot + positions - start
+        seen = slot + np.minimum(ends[start:end], end) - start
+        hidden = positions - leakage  # none
+        spans = _spans(positions, hidden, ends[start:end], np.full(end - start, slot), seen)
+        read = verified - start
+    fed, ranges = len(step.tokens), step.spans.shape[1]
+    all_spans = np.zeros((fed + len(tokens), 3, 2), dtype=np.int64)
+    all_spans[:fed, :ranges], all_spans[fed:] = step.spans, spans
+    named = np.zeros(len(step.read), dtype=np.int64) if step.named is None else step.named
+    return replace(
+        step,
+        tokens=np.concatenate([step.tokens, tokens]),
+        positions=np.concatenate([step.positions, positions]),
+        slots=np.concatenate([step.slots, slots]),
+        spans=all_spans,
+        read=np.concatenate([step.read, fed + read]),
+        named=np.concatenate([named, x[verified]]),
+    )
+
+
+def weakest(probability: Floats, tau: float, most: int) -> Ints:
+    """Indices of the probabilities below tau, in order; of more than `most` the smallest."""
+    low = np.flatnonzero(probability < tau)
+    order = np.argsort(probability[low], kind="stable")
+    return np.sort(low[order[: max(most, 0)]])
+
+
+def _pairs(
+    x: Ints, ends: Ints, verified: Ints, slot: int, mask_id: int, leakage: bool
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Tokens, positions, slots, spans of the pairs, and which of these rows are read."""
+    before, copies = verified - 1, slot + 2 * np.arange(len(verified))
+    sees = ends[before] > verified
+    spans = _spans(
+        before,
+        verified - leakage,
+        np.maximum(ends[before], verified + 1 - leakage),
+        copies,
+        copies + 1 + sees,
+    )
+    fed = np.stack([np.ones_like(sees), sees], axis=1)  # [V, 2]: copy, mask
+    tokens = np.stack([x[before], np.full(len(verified), mask_id)], axis=1)[fed]
+    positions = np.stack([before, verified], axis=1)[fed]
+    slots = np.stack([copies, copies + 1], axis=1)[fed]
+    read = np.cumsum(fed).reshape(fed.shape)[:, 0] - 1
+    return tokens, positions, slots, np.repeat(spans, fed.sum(1), axis=0), read
+
+
+def _spans(first: Ints, last: Ints, ends: Ints, low: Ints, high: Ints) -> Ints:
+    """Spans ``[R, 3, 2]``: ``[0, ends)`` without ``[first, last]``, and ``[low, high)``."""
+    ranges = (np.zeros_like(first), first), (last + 1, ends), (low, high)
+    return np.stack([np.stack(pair, axis=-1) for pair in ranges], axis=1)

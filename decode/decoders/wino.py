@@ -1,0 +1,140 @@
+"""WINO, "wide in, narrow out" (arXiv 2507.18578): draft many tokens, take back those that the rest
+does not bear out.
+
+One forward drafts (decides the masked tokens of the block above tau1) and verifies: a shadow of the
+block (`decode.decoders.shadow`) predicts each decided position without seeing its token, and a
+token that it gives less than tau2 is masked again. Tokens drafted by a forward are verified by
+the next one, those of a block's last forward never.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from d2f.contract import Contract
+from d2f.errors import InputError
+from decode.decoders.base import boolean, ratio
+from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.revocations import Revocations
+from decode.decoders.shadow import add_shadow, shadow_slots, weakest
+from decode.step import Ints, Predictions, Step
+
+FIRST_BOUND = 30  # of revocations, at a block's start
+
+
+@dataclass(frozen=True)
+class Wino(Blockwise):
+    """Options of WINO.
+
+    tau1: confidence above which a masked token is decided; where there is none, the most confident
+    is. tau2: probability in the shadow below which a decided token is taken back, above tau1; 0
+    verifies nothing and feeds no shadow, and then tau1 may be any. Under tau2, text settles a
+    block at a time: before a block is done, all of its tokens may change.
+
+    caps: the official code's bounds, which the paper does not have: of m masked positions at most
+    int(0.7 m), at least 5 and at most 20, are decided in a forward; fewer are taken back than the
+    forward before decided, the least likely first; none where fewer than two are decided.
+    False takes the paper's two thresholds alone (equation 4), but after n forwards of a block n of
+    its positions stay decided: where more would be taken back, the least likely are. Either way a
+    block takes at most as many forwards as it has positions.
+
+    leakage: the shadow of a position sees its token too (the paper's ablation "full leakage"), so
+    that a token bears itself out. cache: as for all blockwise decoders; the shadow sees the slots
+    that the block's rows see.
+    """
+
+    name: ClassVar[str] = "wino"
+    block_size: int | None = 128
+    tau1: float = 0.6
+    tau2: float = 0.9
+    caps: bool = True
+    leakage: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ratio("tau1", self.tau1)
+        ratio("tau2", self.tau2)
+        if 0 < self.tau2 <= self.tau1:
+            raise InputError(
+                f"tau1 must be below tau2 (tau2 0 verifies nothing), "
+                f"got tau1 {self.tau1!r} and tau2 {self.tau2!r}"
+            )
+        boolean("caps", self.caps)
+        boolean("leakage", self.leakage)
+
+    def begin(self, prompt: list[int], contract: Contract) -> WinoSession:
+        return WinoSession(self, prompt, contract)
+
+
+class WinoSession(BlockwiseSession):
+    """One request. The block's shadow has scratch slots of its own.
+
+    verified: int64 ``[V]``, the positions that the last step's shadow predicts. forwards: of this
+    block. last: how many tokens the block's last forward decided.
+    """
+
+    decoder: Wino
+
+    def __init__(self, decoder: Wino, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
+        self.revocations = Revocations(self)
+        self.verified = np.zeros(0, dtype=np.int64)
+
+    @property
+    def slots(self) -> int:
+        verified = self.decoder.size if self.decoder.tau2 else 0
+        return super().slots + shadow_slots(verified, self.contract)
+
+    @property
+    def settled_end(self) -> int:
+        undecided = super().settled_end
+        if self.decoder.tau2 and self.masked[self.start : self.end].any():
+            return min(undecided, self.start)
+        return undecided
+
+    def begin_block(self) -> None:
+        self.last, self.forwards = FIRST_BOUND, 0
+
+    def feed_rows(self) -> Step:
+        step = super().feed_rows()
+        decided = self.start + np.flatnonzero(~self.masked[self.start : self.end])
+        self.verified = decided if self._may_revoke() else decided[:0]
+        return add_shadow(
+            step, self.x, self.ends, self.start, self.end, self.verified, super().slots,
+            self.contract, leakage=self.decoder.leakage,
+        )  # fmt: skip
+
+    def choose(self, predictions: Predictions) -> Ints:
+        confidence = predictions.confidence[: len(self.wanted)]
+        order = np.argsort(-confidence, kind="stable")
+        count = max(1, int((confidence > self.decoder.tau1).sum()))
+        if self.decoder.caps:
+            count = min(count, max(5, min(20, int(0.7 * len(order)))))
+        return order[:count]
+
+    def accept(self, predictions: Predictions) -> None:
+        super().accept(predictions)
+        drafted = len(self.revealed)
+        self.forwards += 1
+        if len(self.verified):
+            assert predictions.named is not None
+            probability = predictions.named[len(self.wanted) :]
+            chosen = weakest(probability, self.decoder.tau2, self._most(drafted))
+            self.revocations.revoke(self.verified[chosen])
+        self.last = drafted
+        self.revocations.count()
+
+    def _may_revoke(self) -> bool:
+        """Whether any decision could be taken back in the next forward."""
+        if not self.decoder.tau2:
+            return False
+        return not self.decoder.caps or (self.last > 1 and len(self.wanted) > 1)
+
+    def _most(self, drafted: int) -> int:
+        """How many decisions may be taken back where `drafted` were just made."""
+        if self.decoder.caps:
+            return self.last - 1 if drafted > 1 else 0
+        return len(self.verified) + drafted - self.forwards
