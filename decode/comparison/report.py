@@ -87,12 +87,29 @@ class Report:
                 f"{best.throughput:,.0f} visible tokens/s{self._against(best)}."
             )
         counts = sorted({row.concurrency for row in own})
-        for entry in dict.fromkeys(row.entry for row in own):
+        for series in dict.fromkeys(row.series for row in own if row.series):
+            lines.append(f"- {series}: {self._range([r for r in own if r.series == series])}.")
+        for entry in dict.fromkeys(row.entry for row in own if not row.series):
             if entry != self.baseline:
                 wins = faster_at(self.rows, workload, self.baseline, entry)
                 won = self._won(entry, wins, counts)
                 lines.append(f"- {won}{self._points(entry, workload)}.")
         return lines
+
+    def _range(self, own: Sequence[Row]) -> str:
+        """From the slowest to the fastest value of a sweep, at the lowest concurrency."""
+        lowest = min(row.concurrency for row in own)
+        ends = sorted((r for r in own if r.concurrency == lowest), key=lambda r: r.throughput)
+        parts = []
+        for row in (ends[0], ends[-1]):
+            found = self.accuracy(row.entry, row.workload)
+            right = f", {found.right / found.problems:.1%} right" if found else ""
+            value = row.entry.removeprefix(f"{row.series} ")
+            parts.append(
+                f"{value} has {row.throughput:,.0f} visible tokens/s, "
+                f"{_number(row.tokens_per_forward, 2)} a forward{right}"
+            )
+        return "; ".join(dict.fromkeys(parts))
 
     def _won(self, entry: str, wins: list[int], counts: list[int]) -> str:
         """Where the baseline is faster than an entry, and where the two cross."""
