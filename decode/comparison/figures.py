@@ -16,16 +16,22 @@ def draw(report: Report, folder: Path) -> None:
     """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
     judged, frontier and, where an option was swept, forwards; each as PNG and SVG."""
     caption = f"{_caption(report)}; 95 % intervals"
-    swept = any(row.series for row in report.rows)
-    if not swept or len({row.concurrency for row in report.rows}) > 1:
+    models = _swept_models(report)
+    if not models or len({row.concurrency for row in report.rows}) > 1:
         save(throughput(report), folder / "throughput")
-    panel = _sweep_panel if swept else _panel
-    panels = [p for workload in report.workloads if (p := panel(report, workload)).series]
+    if models:
+        for name, forwards in (("frontier", False), ("forwards", True)):
+            panels = [
+                _sweep_panel(report, workload, model, forwards=forwards)
+                for workload in report.workloads
+                for model in models
+            ]
+            if all(panel.series for panel in panels):
+                save(frontier(panels, caption, columns=len(models)), folder / name)
+        return
+    panels = [panel for workload in report.workloads if (panel := _panel(report, workload)).series]
     if panels:
         save(frontier(panels, caption), folder / "frontier")
-    if panels and swept:
-        forwards = [_sweep_panel(report, workload, forwards=True) for workload in report.workloads]
-        save(frontier(forwards, caption), folder / "forwards")
 
 
 def throughput(report: Report) -> Figure:
@@ -87,15 +93,25 @@ def _panel(report: Report, workload: str) -> Panel:
     return Panel(f"{workload}, labels: requests in flight", series)
 
 
-def _sweep_panel(report: Report, workload: str, *, forwards: bool = False) -> Panel:
-    """A line a sweep, its points in the order of its values, at the lowest concurrency; an entry of
-    its own is a point. forwards: over the tokens of a forward, not of a second."""
+def _swept_models(report: Report) -> list[str]:
+    """The models of which an option was swept, in the order of the entries."""
+    entries = report.about["config"]["entries"]
+    return list(dict.fromkeys(entry["model"] for entry in entries if entry.get("series")))
+
+
+def _sweep_panel(report: Report, workload: str, model: str, *, forwards: bool) -> Panel:
+    """A line a sweep of that model, its points in the order of its values, at the lowest
+    concurrency; other entries of the model, and of models without sweeps, are points. forwards:
+    over the tokens of a forward, not of a second."""
     lowest = min(row.concurrency for row in report.rows)
+    others = set(_swept_models(report)) - {model}
+    models = {entry["name"]: entry["model"] for entry in report.about["config"]["entries"]}
     points: dict[str, list[Point]] = {}
     for row in report.rows:
         found = report.accuracy(row.entry, workload)
         x = row.tokens_per_forward if forwards else row.throughput
-        if (row.workload, row.concurrency) != (workload, lowest) or found is None or x is None:
+        here = (row.workload, row.concurrency) == (workload, lowest)
+        if not here or models[row.entry] in others or found is None or x is None:
             continue
         name = row.series or row.entry
         points.setdefault(name, []).append(
@@ -104,14 +120,14 @@ def _sweep_panel(report: Report, workload: str, *, forwards: bool = False) -> Pa
                 accuracy=found.right / found.problems,
                 low=found.low,
                 high=found.high,
-                label=row.entry.removeprefix(row.series).split()[-1] if row.series else "",
+                label=row.entry.split()[-1] if row.series else "",
                 slowest=None if forwards else row.throughput_low,
                 fastest=None if forwards else row.throughput_high,
             )
         )
     series = [Series(name, _ends_labelled(own), line=len(own) > 1) for name, own in points.items()]
     across = "visible tokens a forward" if forwards else "speed, visible tokens per second"
-    return Panel(f"{workload}, {lowest} in flight", series, across=across)
+    return Panel(f"{workload}, {model}, {lowest} in flight", series, across=across)
 
 
 def _ends_labelled(points: list[Point]) -> list[Point]:
