@@ -16,7 +16,7 @@ from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.sampling import Sampler, Wanted, predict
 
 
-class _Dense(SpanPlan):
+class DensePlan(SpanPlan):
     """Attention under a mask ``[L, L]`` that was written out."""
 
     def __init__(self, allowed: Tensor):
@@ -27,13 +27,13 @@ class _Dense(SpanPlan):
         return self.allowed[None]
 
 
-def _predict(
+def predict_positions(
     model: DiffusionModel, x: list[int], allowed: Tensor, wanted: list[int], shift: int,
     sampler: Sampler,
 ) -> list[tuple[int, float]]:  # fmt: skip
     """(token, confidence) of each wanted position."""
     with torch.inference_mode():
-        logits = model.forward(torch.tensor([x]), _Dense(allowed))[0]
+        logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0]
     rows = logits[[p - shift for p in wanted]]
     predictions = predict(rows, [Wanted(sampler, len(wanted))], forward=0)[0]
     return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
@@ -68,7 +68,7 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
         block_of = torch.tensor(number)
         wanted = [p for p, token in enumerate(out) if token is None]
         x = prompt + [contract.mask_id if token is None else token for token in out]
-        found = _predict(
+        found = predict_positions(
             model, x, block_of[:, None] >= block_of[None, :],  # type: ignore[arg-type]
             [start + p for p in wanted], contract.logit_shift, sampler,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> 
             settled = [t for t in x[start : min(masked)] if t in contract.end_ids]
             if options.early_exit and settled:
                 break
-            found = _predict(model, x, allowed, masked, contract.logit_shift, sampler)
+            found = predict_positions(model, x, allowed, masked, contract.logit_shift, sampler)
             ranked = sorted(range(len(masked)), key=lambda i: -found[i][1])  # stable
             for i in ranked[:count]:
                 x[masked[i]] = found[i][0]
@@ -118,7 +118,7 @@ def decode_autoregressive(
     x = list(prompt)
     while len(x) < len(prompt) + options.max_new_tokens:
         allowed = torch.ones(len(x), len(x)).tril().bool()
-        x.append(_predict(model, x, allowed, [len(x)], 1, sampler)[0][0])
+        x.append(predict_positions(model, x, allowed, [len(x)], 1, sampler)[0][0])
         if x[-1] in model.end_ids:
             break
     return x[len(prompt) :]

@@ -20,7 +20,7 @@ import decode
 from d2f.contract import Contract
 from d2f.errors import CheckpointError, InputError
 from decode.engine import Engine
-from decode.reference import _predict
+from decode.reference import predict_positions
 from decode.references.block import decode_block
 from decode.request import Request
 from decode.sampling import Sampler
@@ -119,7 +119,7 @@ def test_blocks_of_one_token_are_decoded_from_left_to_right(seed, prompt, reveal
     x, sampler = list(prompt), Sampler(decoder.sampling, model.mask_id)
     while len(x) < len(prompt) + length and not set(x[len(prompt) :]) & set(model.end_ids):
         causal = torch.ones(len(x) + 1, len(x) + 1).tril().bool()
-        x.append(_predict(model, [*x, model.mask_id], causal, [len(x)], 0, sampler)[0][0])
+        x.append(predict_positions(model, [*x, model.mask_id], causal, [len(x)], 0, sampler)[0][0])
     assert events[-1].result.raw_tokens == x[len(prompt) :]
 
 

@@ -17,7 +17,7 @@ from tiny import fresh_model, random_model, tokenizer
 import decode
 from d2f.model import DiffusionModel
 from decode.decoders.visibility import visible_ends
-from decode.engine import Engine, join
+from decode.engine import Engine
 from decode.references.blockwise import (
     allowed_pairs,
     cached_forward,
@@ -26,6 +26,7 @@ from decode.references.blockwise import (
 )
 from decode.request import Request
 from decode.result import Revealed
+from decode.rows import join
 from decode.step import Predictions
 
 CACHES = ("none", "prefix", "dual")
@@ -271,7 +272,7 @@ def test_rows_that_each_policy_feeds_to_a_bidirectional_model(cache, calls):
 
 def logits_of(model: DiffusionModel, engine: Engine, request: Request) -> torch.Tensor:
     """Logits of the rows that the request's next step reads, its slots written."""
-    rows = join([(request, request.next_step)], model.device)
+    rows = join([(request, request.next_step)]).on(model.device)
     engine.cache.slots = rows.slots
     with torch.inference_mode():
         return model.decode_rows(rows.tokens, rows.positions, rows.plan, engine.cache, rows.read)

@@ -21,7 +21,7 @@ from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.errors import InputError
 from decode.engine import Engine
-from decode.reference import _Dense, decode_autoregressive
+from decode.reference import DensePlan, decode_autoregressive
 from decode.references.wedlm import decode_wedlm, streaming_mask
 from decode.request import Request
 from decode.step import Predictions, Step
@@ -145,11 +145,11 @@ def test_a_causal_forward_in_the_physical_order_is_the_logical_mask(model, fille
     order = sorted(range(length), key=lambda p: (not filled[p], p))
     x, positions = torch.tensor([tokens]), torch.tensor([order])
     with torch.inference_mode():
-        logical = model.forward(x, _Dense(streaming_mask(filled)))[0]
+        logical = model.forward(x, DensePlan(streaming_mask(filled)))[0]
         physical = model.forward(x[:, order], sp.causal(length), positions)[0]
         longer = model.forward(
             torch.tensor([[*tokens, model.mask_id, model.mask_id]]),
-            _Dense(streaming_mask([*filled, False, False])),
+            DensePlan(streaming_mask([*filled, False, False])),
         )[0]
     torch.testing.assert_close(physical, logical[order], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(longer[:length], logical, atol=2e-5, rtol=1e-4)

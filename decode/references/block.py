@@ -7,7 +7,7 @@ import torch
 
 from d2f.model import DiffusionModel
 from decode.decoders import Block
-from decode.reference import _predict
+from decode.reference import predict_positions
 from decode.sampling import Sampler
 
 
@@ -38,7 +38,7 @@ def decode_block(
             if not masked or ended():
                 break
             n = size // steps + (step < size % steps)
-            found = _predict(
+            found = predict_positions(
                 model, x[: len(seen)], allowed, masked, contract.logit_shift, sampler
             )  # fmt: skip
             forwards += 1

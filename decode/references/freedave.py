@@ -8,7 +8,7 @@ from torch import Tensor
 from d2f.model import DiffusionModel
 from decode.decoders import FreeDave
 from decode.decoders.visibility import mask_kind
-from decode.reference import _predict
+from decode.reference import predict_positions
 from decode.sampling import Sampler
 
 Guesses = dict[int, tuple[int, float]]  # (token, confidence) by position
@@ -35,7 +35,7 @@ def decode_freedave(
         return [p for p in masked if (p - start) // size <= current + ahead]
 
     def see(x: list[int]) -> Guesses:
-        found = _predict(model, x, allowed, masks(x), contract.logit_shift, sampler)
+        found = predict_positions(model, x, allowed, masks(x), contract.logit_shift, sampler)
         return dict(zip(masks(x), found, strict=True))
 
     def candidates(x: list[int], z: Guesses, count: int) -> list[list[int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.reference import _Dense
+from decode.reference import DensePlan
 from decode.sampling import Sampler, Wanted, predict
 
 
@@ -18,7 +18,7 @@ def dense_logits(
     """Logits ``[L, V]`` of tokens at positions under a boolean mask ``[L, L]``."""
     with torch.inference_mode():
         return model.forward(
-            torch.tensor([tokens]), _Dense(allowed), positions=torch.tensor([positions])
+            torch.tensor([tokens]), DensePlan(allowed), positions=torch.tensor([positions])
         )[0]
 
 

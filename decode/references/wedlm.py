@@ -9,7 +9,7 @@ from torch import Tensor
 
 from d2f.model import DiffusionModel
 from decode.decoders import WeDLM
-from decode.reference import _Dense
+from decode.reference import DensePlan
 from decode.sampling import Sampler, Wanted, predict
 
 
@@ -51,7 +51,7 @@ def decode_wedlm(
         x = [contract.mask_id if token is None else token for token in text]
         allowed = streaming_mask([token is not None for token in text])
         with torch.inference_mode():
-            logits = model.forward(torch.tensor([x]), _Dense(allowed))[0, masked]
+            logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0, masked]
         wanted = Wanted(sampler, len(masked), uncertainty=True)
         found = predict(logits, [wanted], forward=forwards)[0]
         forwards += 1
