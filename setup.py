@@ -67,11 +67,13 @@ setup(
         "wandb>=0.25",
     ],
     extras_require={
+        "data": ["datasets>=4.0"],
         "eval": ["datasets>=4.0"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
+            "datasets>=4.0",
             "pytest>=9.0",
             "pytest-xdist>=3.8",
             "hypothesis>=6.150",

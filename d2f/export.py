@@ -37,12 +37,19 @@ def build(
     **config_values: object,
 ) -> DiffusionModel:
     """A model of a family with random weights from torch's generator; vocabulary, mask and end
-    ids from the tokenizer. config_values: further fields of the transformers configuration."""
+    ids from the tokenizer. config_values: further fields of the transformers configuration.
+    Raises CheckpointError for a tokenizer without one of these tokens."""
     family = get_family(family_name)
     if family.name not in _SCRATCH:
         raise CheckpointError(
             f"a model from scratch must be of {sorted(_SCRATCH)}, got {family.name!r}"
         )
+    for name, wanted in (("eos_token", True), ("mask_token", family.needs_mask)):
+        if wanted and getattr(tokenizer, name) is None:
+            raise CheckpointError(
+                f"a model of the family {family.name} needs a tokenizer with a {name}, "
+                f"{tokenizer.name_or_path or 'this one'} has none: add one with add_special_tokens"
+            )
     values: dict[str, object] = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,

@@ -14,9 +14,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, check, override, read_mapping
-
-Positive = Annotated[int, Field(gt=0)]
-Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+from distill.data.settings import Data, Positive, Ratio
 
 
 class ModelShape(Section):
@@ -28,24 +26,6 @@ class ModelShape(Section):
     heads: Positive = 4
     kv_heads: Positive = 4
     context_length: Positive = 512
-
-
-class Data(Section):
-    """What is trained on: generated tasks with their shares, or a JSONL file of prompt/response."""
-
-    tasks: dict[str, Annotated[float, Field(gt=0)]] | None = None
-    file: str | None = None
-    row_length: Positive = 192  # tokens a packed row
-    rows: Positive = 32  # packed rows a step, over all processes
-    padded_share: Ratio = 0.5  # samples filled to the task's full response length with end tokens
-    short_tail: Annotated[int, Field(ge=0)] = 7  # most end tokens after the first, in the others
-    tail_weight: Ratio = 0.1  # loss weight of end tokens after the first
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Data:
-        if (self.tasks is None) == (self.file is None):
-            raise ValueError("exactly one of data.tasks and data.file must be given")
-        return self
 
 
 class Noise(Section):

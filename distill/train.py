@@ -108,7 +108,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 
     from distill import checkpoints
     from distill.attention import attention_dtype, check_attention, choose_attention
-    from distill.data import Stream, fill_rows
+    from distill.data import fill_rows, make_stream
     from distill.export import export
     from distill.objectives import OBJECTIVES
 
@@ -128,8 +128,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     model = prepare_model(config)
     objective = OBJECTIVES[config.objective](model, config)
     objective.train()
-    assert model.tokenizer is not None
-    stream = Stream(config.data, model.tokenizer, model.end_ids[0], config.seed, objective.tail)
+    stream = make_stream(config, model, tail=objective.tail)
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         [p for p in objective.parameters() if p.requires_grad],
@@ -152,6 +151,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         optimizer.load_state_dict(saved["optimizer"])
         torch.set_rng_state(saved["rng"])
     if accelerator.is_main_process:
+        if stream.report() is not None:
+            print(f"data: {stream.report()}")
         output.mkdir(parents=True, exist_ok=True)
         config.save(output / "config.yaml")
         _keep_lines(output / "log.jsonl", first_step)
@@ -193,6 +194,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             if total != total:
                 raise FloatingPointError(f"the loss is NaN at step {done}; nothing was saved of it")
             values = {"loss": total, "lr": rate, "grad_norm": float(norm), "samples": sample}
+            values.update(stream.counts())
             accelerator.log(values, step=done)
             bar.set_postfix(loss=f"{total:.4f}")
             if log is not None:

@@ -1,0 +1,45 @@
+"""Training data: samples by index from generated tasks, files or data sets, packed into rows.
+
+Importing this package loads nothing heavy; torch comes with the first use. `python -m distill.data
+--inspect` shows what a model will see.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distill.data.epoch import Plan, plan
+    from distill.data.packing import fill_rows, lay_out
+    from distill.data.samples import Placed, Sample
+    from distill.data.stream import Stream, make_stream
+
+__all__ = [
+    "Placed",
+    "Plan",
+    "Sample",
+    "Stream",
+    "fill_rows",
+    "lay_out",
+    "make_stream",
+    "plan",
+]
+
+_HOMES = {
+    "Placed": "samples",
+    "Plan": "epoch",
+    "Sample": "samples",
+    "Stream": "stream",
+    "fill_rows": "packing",
+    "lay_out": "packing",
+    "make_stream": "stream",
+    "plan": "epoch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'distill.data' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"distill.data.{_HOMES[name]}"), name)

@@ -1,0 +1,65 @@
+"""python -m distill.data --inspect --config configs/NAME.yaml [--samples 3] [--key value ...]
+
+Prints what the model of a training run will see: some samples with their tokens by mask state and
+their block borders, the mask ratio of each block, lengths, how many rows were dropped or cut, and
+what a step and an epoch hold. Colours on a terminal; elsewhere [masked] and {tail}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from d2f.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """The command line: its options, and the overrides of the configuration."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distill.data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Every key of the configuration can be overridden: --data.row_length 512",
+    )
+    parser.add_argument("--inspect", action="store_true", required=True, help="show samples")
+    parser.add_argument("--config", required=True, help="YAML file of a training run")
+    parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
+    return parser.parse_known_args(arguments)
+
+
+def inspect(
+    options: argparse.Namespace, overrides: Sequence[str], console: Console | None = None
+) -> None:
+    """Show what the options ask for. Raises InputError."""
+    from rich.console import Console
+
+    from distill.config import read_config
+    from distill.data.inspection import show
+    from distill.data.stream import make_stream
+    from distill.objectives import OBJECTIVES
+    from distill.train import prepare_model
+
+    if options.samples < 1:
+        raise InputError(f"--samples must be at least 1, got {options.samples}")
+    config = read_config(options.config, overrides)
+    model = prepare_model(config)
+    objective = OBJECTIVES[config.objective](model, config)
+    stream = make_stream(config, model, tail=objective.tail)
+    show(console or Console(), stream, objective, options.samples)
+
+
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
+    try:
+        inspect(*parse(arguments), console)
+    except InputError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Samples packed into rows: the same stream whatever the processes or resumes.
+
+A step is `rows` packed rows. Samples are taken in order; each goes to the first row with room;
+the first that fits nowhere opens the next step. So the position in the data is one number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distill.data.samples import Placed
+from distill.data.stream import Stream
+
+
+def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
+    """The packed rows of the step that begins at sample `first`, and the next step's first.
+    Samples that the stream leaves out are passed over. Raises InputError as the stream does."""
+    rows: list[list[Placed]] = [[] for _ in range(stream.data.rows)]
+    used = [0] * len(rows)
+    index = first
+    while True:
+        sample = stream.sample(index)
+        if sample is None:
+            index += 1
+            continue
+        place = next(
+            (i for i, n in enumerate(used) if n + len(sample) <= stream.data.row_length), None
+        )
+        if place is None:
+            return rows, index
+        rows[place].append(Placed(sample, used[place]))
+        used[place] += len(sample)
+        index += 1
+
+
+def lay_out(rows: list[list[Placed]], length: int) -> tuple[Tensor, Tensor]:
+    """Clean ids and positions, int64 ``[rows, length]``; unused places hold 0."""
+    ids = np.zeros((len(rows), length), dtype=np.int64)
+    positions = np.zeros_like(ids)
+    for r, row in enumerate(rows):
+        for placed in row:
+            part = slice(placed.start, placed.start + len(placed.sample))
+            ids[r, part] = placed.sample.prompt + placed.sample.response
+            positions[r, part] = np.arange(len(placed.sample))
+    return torch.from_numpy(ids), torch.from_numpy(positions)

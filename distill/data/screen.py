@@ -1,0 +1,182 @@
+"""Which rows of a file or data set are trained on: lengths and broken rows, judged and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from d2f.errors import InputError
+from distill.data import lengths
+from distill.data.columns import BadRow, Pair, read_pair
+from distill.data.encode import Encoded, Encoder
+from distill.data.settings import Data
+from distill.data.sources import Source
+
+
+class Fate(IntEnum):
+    """What becomes of a row."""
+
+    UNSEEN = 0
+    WHOLE = 1
+    TRUNCATED = 2
+    LONG_PROMPT = 3
+    LONG_RESPONSE = 4
+    BROKEN = 5
+
+
+def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
+    """What becomes of a prompt and a response (its end token counted) of these lengths in tokens,
+    and how many tokens of the response are kept; `data.on_long: error` judges like drop."""
+    room = data.row_length - prompt
+    if room < 1 or (data.max_prompt is not None and prompt > data.max_prompt):
+        return Fate.LONG_PROMPT, 0
+    room = min(room, data.max_response or room)
+    if response <= room:
+        return Fate.WHOLE, response
+    if data.on_long == "truncate":
+        return Fate.TRUNCATED, room
+    return Fate.LONG_RESPONSE, 0
+
+
+class Screen:
+    """The rows of a source that pass, encoded. fates: of each row, int8 ``[rows]``.
+
+    A set of at most `data.measure_rows` rows is measured whole at once; of a larger one only the
+    form of the rows is checked, and lengths are judged as they come. Raises InputError that names
+    the row for a broken or too long one where the configuration does not say otherwise, and where
+    no row is left.
+    """
+
+    def __init__(self, source: Source, data: Data, encoder: Encoder):
+        self.source, self.data, self.encoder = source, data, encoder
+        self.fates: NDArray[np.int8] = np.zeros(len(source), dtype=np.int8)
+        self.measured = len(source) <= data.measure_rows
+        self._first_broken: str | None = None
+        if self.measured:
+            for first, found in self._measure():
+                for row, (prompt, response) in enumerate(found.tolist(), first):
+                    if prompt != lengths.BROKEN:
+                        self._settle(row, prompt, response)
+                    elif self.fates[row] != Fate.BROKEN:  # known from a file of lengths
+                        self._encode(row)
+        else:
+            for first, pairs in self._pairs():
+                for row, pair in enumerate(pairs, first):
+                    if isinstance(pair, BadRow):
+                        self._broken(row, pair)
+        self.refuse_nothing_left()
+
+    def __len__(self) -> int:
+        return len(self.fates)
+
+    def encoded(self, row: int) -> Encoded | None:
+        """The ids of a row, a long response cut where the configuration says so; None for a row
+        that is left out."""
+        if self.fates[row] > Fate.TRUNCATED:
+            return None
+        whole = self._encode(row)
+        if whole is None:
+            return None
+        kept = self._settle(row, len(whole.prompt), len(whole.response))
+        return Encoded(whole.prompt, whole.response[:kept]) if kept else None
+
+    def count(self, *fates: Fate) -> int:
+        """The number of rows of these fates, as far as known."""
+        return int(np.isin(self.fates, fates).sum())
+
+    def counts(self) -> dict[str, int]:
+        """What was left out or cut so far, by the names of a training log."""
+        return {
+            "truncated": self.count(Fate.TRUNCATED),
+            "dropped": self.count(Fate.LONG_PROMPT, Fate.LONG_RESPONSE),
+            "broken": self.count(Fate.BROKEN),
+        }
+
+    def report(self) -> str:
+        """One line: rows used, and how many were cut, dropped or broken, where any were."""
+        used = self.count(Fate.WHOLE, Fate.TRUNCATED)
+        said = {
+            Fate.TRUNCATED: "of them with a cut response",
+            Fate.LONG_PROMPT: "dropped for a long prompt",
+            Fate.LONG_RESPONSE: "dropped for a long response",
+            Fate.BROKEN: f"broken (first: {self._first_broken})",
+            Fate.UNSEEN: "not measured yet",
+        }
+        parts = [f"{self.count(fate)} {what}" for fate, what in said.items() if self.count(fate)]
+        return f"{self.source.name}: " + ", ".join([f"{used} of {len(self)} rows used", *parts])
+
+    def refuse_nothing_left(self) -> None:
+        """Raise InputError where every row is left out."""
+        if not self.count(Fate.UNSEEN, Fate.WHOLE, Fate.TRUNCATED):
+            raise InputError(f"no row is left to train on; {self.report()}")
+
+    def _settle(self, row: int, prompt: int, response: int) -> int:
+        """Judge a row and note its fate; the tokens of its response that are kept."""
+        fate, kept = judge(prompt, response, self.data)
+        if self.data.on_long == "error" and not kept:
+            limits = ", ".join(
+                f"data.{name} is {getattr(self.data, name)}"
+                for name in ("row_length", "max_prompt", "max_response")
+                if getattr(self.data, name) is not None
+            )
+            raise InputError(
+                f"{self.source.where(row)}: the prompt has {prompt} tokens and the response "
+                f"{response}, {limits}; data.on_long: drop or truncate goes on without it"
+            )
+        self.fates[row] = fate
+        return kept
+
+    def _measure(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
+        """Chunks of rows: the first's number and tokens of prompt and response, ``[rows, 2]``."""
+        file = lengths.LengthsFile(self.source.digest, self.data, self.encoder)
+        known = file.read(len(self))
+        if known is not None:
+            yield 0, known
+            return
+        parts = []
+        for first, pairs in self._pairs():
+            encoded = iter(self.encoder.encode([p for p in pairs if isinstance(p, Pair)]))
+            part = np.full((len(pairs), 2), lengths.BROKEN, dtype=np.int32)
+            for i, pair in enumerate(pairs):
+                found = next(encoded) if isinstance(pair, Pair) else pair
+                if isinstance(found, BadRow):
+                    self._broken(first + i, found)
+                else:
+                    part[i] = len(found.prompt), len(found.response)
+            parts.append(part)
+            yield first, part
+        file.write(np.concatenate(parts))
+
+    def _pairs(self) -> Iterator[tuple[int, list[Pair | BadRow]]]:
+        """Chunks of rows: the first's number, and each as a pair or why it is none."""
+        first = 0
+        with tqdm(total=len(self), desc="rows", disable=None, leave=False) as bar:
+            for chunk in self.source.rows():
+                yield first, [self._pair(row) for row in chunk]
+                first += len(chunk)
+                bar.update(len(chunk))
+
+    def _pair(self, row: object) -> Pair | BadRow:
+        try:
+            return row if isinstance(row, BadRow) else read_pair(row, self.data.layout)
+        except BadRow as error:
+            return error
+
+    def _encode(self, row: int) -> Encoded | None:
+        pair = self._pair(self.source.attempt(row))
+        found = self.encoder.encode([pair])[0] if isinstance(pair, Pair) else pair
+        if isinstance(found, Encoded):
+            return found
+        self._broken(row, found)
+        return None
+
+    def _broken(self, row: int, error: BadRow) -> None:
+        said = f"{self.source.where(row)}: {error}"
+        if self.data.on_bad_row == "error":
+            raise InputError(f"{said}; data.on_bad_row: skip goes on without it")
+        self._first_broken = self._first_broken or said
+        self.fates[row] = Fate.BROKEN

@@ -1,0 +1,183 @@
+"""Rows by number from a JSONL file, a parquet file or a Hugging Face data set."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from d2f.errors import InputError
+from distill.data.columns import BadRow, needed
+from distill.data.settings import Columns, Data
+
+_CHUNK = 1000
+_USUAL = ("prompt", "response", "messages")
+
+
+class Source(ABC):
+    """Rows by number, kept on disk. name: what to call it. digest: of its content."""
+
+    name: str
+    digest: str
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def row(self, number: int) -> Any:
+        """Row `number`, counted from 0. Raises BadRow."""
+
+    def where(self, number: int) -> str:
+        """How to find a row."""
+        return f"{self.name}, row {number}"
+
+    def rows(self) -> Iterator[list[Any]]:
+        """All rows in chunks, a BadRow in the place of one that cannot be read."""
+        for start in range(0, len(self), _CHUNK):
+            yield [self.attempt(i) for i in range(start, min(start + _CHUNK, len(self)))]
+
+    def attempt(self, number: int) -> Any:
+        """Row `number`, a BadRow where it cannot be read."""
+        try:
+            return self.row(number)
+        except BadRow as error:
+            return error
+
+
+class JsonLines(Source):
+    """A JSONL file: only where its lines begin is in memory. Blank lines are no rows."""
+
+    def __init__(self, path: Path):
+        self.name = str(path)
+        starts, numbers, position = [], [], 0
+        digest = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    digest.update(line)
+                    if line.strip():
+                        starts.append(position)
+                        numbers.append(number)
+                    position += len(line)
+                if not starts:
+                    raise InputError(f"{path}: expected at least one line, got none")
+                self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        self.digest = digest.hexdigest()
+        self._starts = np.array([*starts, position], dtype=np.int64)
+        self._numbers = np.array(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def where(self, number: int) -> str:
+        return f"{self.name}, line {self._numbers[number]}"
+
+    def row(self, number: int) -> Any:
+        line = self._text[self._starts[number] : self._starts[number + 1]].strip()
+        try:
+            return json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:  # of the JSON, or of the encoding
+            raise BadRow(f"not JSON ({error}): {line[:60]!r}") from error
+
+
+class Table(Source):
+    """A `datasets.Dataset`, of which only the columns that are read are touched."""
+
+    def __init__(self, dataset: Any, name: str, columns: Columns | None, digest: str | None = None):
+        self.name, self.digest = name, digest or str(dataset._fingerprint)
+        there = dataset.column_names
+        wanted = needed(columns) if columns else [c for c in _USUAL if c in there]
+        lacking = [column for column in wanted if column not in there]
+        if lacking or (columns is None and "messages" not in wanted and len(wanted) < 2):
+            expected = " and ".join(wanted if columns else ("prompt", "response"))
+            raise InputError(
+                f"{name}: expected the columns {expected}{'' if columns else ', or messages'}, "
+                f"got {', '.join(there)}; data.columns names others"
+            )
+        if len(dataset) == 0:
+            raise InputError(f"{name}: expected at least one row, got none")
+        self._dataset = dataset.select_columns(wanted)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, number: int) -> Any:
+        return self._dataset[number]
+
+    def rows(self) -> Iterator[list[Any]]:
+        for chunk in self._dataset.iter(_CHUNK):
+            columns = zip(*chunk.values(), strict=True)
+            yield [dict(zip(chunk, values, strict=True)) for values in columns]
+
+
+def open_source(data: Data) -> Source:
+    """The rows of `data.file` or `data.dataset`. Raises InputError that says what there is."""
+    if data.dataset is not None:
+        split = data.split or "train"
+        dataset = _load(data.dataset, data.dataset_config, data.split)
+        return Table(dataset, f"{data.dataset} ({split})", data.layout)
+    assert data.file is not None
+    path = Path(data.file)
+    if path.suffix != ".parquet":
+        return JsonLines(path)
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return Table(_read("parquet", path, data_files=str(path)), str(path), data.layout, digest)
+
+
+def _load(place: str, config: str | None, split: str | None) -> Any:
+    """A data set saved with save_to_disk, or one that load_dataset finds."""
+    folder = Path(place)
+    if not any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return _read(place, place, name=config, split=split or "train")
+    if config is not None:
+        raise InputError(f"data.dataset_config: {place} is a saved data set, which has none")
+    datasets = _library()
+    try:
+        saved = datasets.load_from_disk(place)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{place}: the saved data set cannot be read: {_first(error)}") from error
+    if not isinstance(saved, datasets.DatasetDict):
+        saved = {str(saved.split or split or "train"): saved}
+    if (split or "train") in saved:
+        return saved[split or "train"]
+    if split is None and len(saved) == 1:
+        return next(iter(saved.values()))
+    raise InputError(f"{place}: expected data.split among {', '.join(saved)}, got {split}")
+
+
+def _read(kind: str, place: str | Path, **options: Any) -> Any:
+    datasets = _library()
+    try:
+        return datasets.load_dataset(kind, **({"split": "train"} | options))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise InputError(f"{place}: cannot be loaded as a data set: {_first(cause)}") from error
+
+
+def _library() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            "parquet files and Hugging Face data sets need the package datasets: "
+            "pip install 'd2f-toolkit[data]'"
+        ) from error
+    return datasets
+
+
+def _first(error: BaseException) -> str:
+    """The first lines of an error, in one."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,247 @@
+"""Training data as a stream of samples: lengths, padding, order, tokenizers that do not fit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from data_rows import END, MASK, long_rows, pairs, run_settings, samples, settings, stream, write
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import fresh_model, random_model, tokenizer
+
+from d2f.errors import CheckpointError, InputError
+from d2f.export import build, save_model
+from d2f.tasks import make_problem
+from distill.data import fill_rows, make_stream
+from distill.data.encode import Encoder
+from distill.data.screen import Fate, judge
+from distill.objectives import OBJECTIVES
+from distill.train import train
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+
+
+# Lengths
+
+
+@given(
+    prompt=st.integers(1, 40),
+    response=st.integers(1, 40),
+    row_length=st.integers(1, 50),
+    max_prompt=st.none() | st.integers(1, 50),
+    max_response=st.none() | st.integers(1, 50),
+    on_long=st.sampled_from(["error", "drop", "truncate"]),
+)
+def test_what_is_kept_fits_and_nothing_that_fits_is_lost(
+    prompt, response, row_length, max_prompt, max_response, on_long
+):
+    data = settings(
+        file="x",
+        row_length=row_length,
+        max_prompt=max_prompt,
+        max_response=max_response,
+        on_long=on_long,
+    )
+    fate, kept = judge(prompt, response, data)
+    room = min(row_length - prompt, max_response or 99)
+    fits = room >= 1 and prompt <= (max_prompt or 99)
+    assert (fate == Fate.WHOLE) == (fits and response <= room)
+    assert (fate == Fate.LONG_PROMPT) == (prompt > (max_prompt or 99) or prompt >= row_length)
+    assert (fate == Fate.TRUNCATED) == (fits and response > room and on_long == "truncate")
+    assert kept == (min(response, room) if fate in (Fate.WHOLE, Fate.TRUNCATED) else 0)
+
+
+@pytest.fixture
+def long_file(tmp_path):
+    return long_rows(tmp_path / "long.jsonl")
+
+
+@pytest.mark.parametrize("measure_rows", [100, 0])
+def test_long_rows_are_dropped_or_cut_and_counted(long_file, measure_rows):
+    """The same samples and counts, whether lengths are taken before the first step or as rows
+    come; a long prompt is never cut, and a cut response has no end token."""
+    limits = {"max_response": 30, "row_length": 60, "measure_rows": measure_rows}
+    dropped = stream(file=long_file, on_long="drop", **limits)
+    assert len(samples(dropped)) == 10
+    assert dropped.screen.counts() == {"truncated": 0, "dropped": 3, "broken": 0}
+    assert dropped.counts() == ({} if measure_rows else dropped.screen.counts())
+    cut = stream(file=long_file, on_long="truncate", train_on_padding=True, **limits)
+    found = samples(cut)
+    assert len(found) == 12
+    assert cut.screen.counts() == {"truncated": 2, "dropped": 1, "broken": 0}
+    long = [s for s in found if END not in s.response]
+    assert [len(s.response) for s in long] == [30, 30] == [s.answer for s in long]
+    assert "12 of 13 rows used, 2 of them with a cut response, 1 dropped for a long prompt" in (
+        cut.report()
+    )
+
+
+def test_a_long_row_is_an_error_unless_asked(long_file):
+    with pytest.raises(InputError, match=r"long\.jsonl, line 11: the prompt has \d+ tokens and .*"
+                       r"max_response is 30; data\.on_long: drop or truncate"):  # fmt: skip
+        stream(file=long_file, max_response=30, row_length=400)
+    late = stream(file=long_file, max_response=30, row_length=400, measure_rows=0)
+    with pytest.raises(InputError, match=r"line 1[12]"):
+        samples(late)
+    with pytest.raises(InputError, match=r"no row is left to train on; .* 13 dropped for a long p"):
+        stream(file=long_file, max_prompt=1, on_long="truncate")
+    nothing = stream(file=long_file, max_prompt=1, on_long="truncate", measure_rows=0)
+    with pytest.raises(InputError, match="no row is left to train on"):
+        fill_rows(nothing, 0)
+
+
+def test_lengths_of_a_large_set_are_kept_between_runs(tmp_path, monkeypatch):
+    """Counted again only where the data, the tokenizer or what makes tokens of them is another."""
+    path = write(tmp_path / "d.jsonl", [*pairs(1100), "{"])
+    counted = []
+    encode = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, pairs: counted.append(len(pairs)) or encode(self, pairs)
+    )
+
+    def opened(**changes):
+        counted.clear()
+        found = stream(file=str(path), on_bad_row="skip", on_long="truncate", **changes)
+        return found.report(), sum(counted)
+
+    first, times = opened()
+    assert times == 1100 and "line 1101: not JSON" in first
+    assert opened() == (first, 0)
+    assert opened(max_response=5)[1] == 0  # limits are judged on the kept lengths
+    assert opened(chat_template="none")[1] == 1100
+    for kept in (tmp_path / "xdg").rglob("*.npy"):
+        kept.write_bytes(b"damaged")
+    assert opened() == (first, 1100)
+    write(path, [*pairs(1101), "{"])
+    assert opened()[1] == 1101
+
+
+# Padding and the end of a response
+
+
+def test_padding_is_not_trained_on_unless_asked(tmp_path):
+    path = str(write(tmp_path / "d.jsonl", pairs(6)))
+    plain = samples(stream(file=path))
+    assert all(s.response.count(END) == 1 and len(s.response) == s.answer for s in plain)
+    short = samples(stream(file=path, short_tail=3))
+    tails = {len(s.response) - s.answer for s in short}
+    assert max(tails) in (1, 2, 3) and all(
+        s.response[s.answer :].count(END) in tails for s in short
+    )
+
+
+@pytest.mark.parametrize("objective", ["masked_diffusion", "d2f"])
+def test_the_preset_of_the_published_code_trains_on_all_padding(tmp_path, objective):
+    """Each row holds one sample, filled with end tokens, which count as any other token; masked
+    ones are targets. With max_response that is the full length."""
+    path = str(write(tmp_path / "d.jsonl", pairs(6)))
+    data = {"file": path, "train_on_padding": True}
+    noise = {"low": 1.0, "high": 1.0, "min_ratio": 1.0}  # everything masked
+    more = {"init": "unused"} if objective == "d2f" else {}
+    config = run_settings(tmp_path, data, objective, noise=noise, **more)
+    model = fresh_model("llada")
+    made = OBJECTIVES[objective](model, config)
+    rows, _ = fill_rows(make_stream(config, model, tail=made.tail), 0)
+    assert [len(row) for row in rows] == [1, 1]
+    for sample in (row[0].sample for row in rows):
+        assert len(sample) == 96 and set(sample.response[sample.answer - 1 :]) == {END}
+        assert made.importance(sample).min() == 1.0
+    batch = made.batch(rows, slice(0, 2))
+    assert len(batch.targets) == sum(len(row[0].sample.response) for row in rows)
+    assert batch.weight.unique().numel() == 1 and (batch.targets == END).sum() > 50
+    full = samples(stream(file=path, train_on_padding=True, max_response=20))
+    assert {len(s.response) for s in full} == {20}
+
+
+def test_an_end_token_of_its_own(tmp_path):
+    """The published data for LLaDA: answer, end-of-turn token, then the other end token."""
+    path = str(write(tmp_path / "d.jsonl", pairs(2)))
+    found = stream(file=path, end_token="<|user|>", train_on_padding=True)
+    turn = tokenizer().get_vocab()["<|user|>"]
+    for sample in samples(found):
+        assert sample.response[sample.answer - 1 :] == [turn] + [END] * (
+            len(sample.response) - sample.answer
+        )
+    with pytest.raises(InputError, match=r"data\.end_token must be a token .* got '<eot>'"):
+        stream(file=path, end_token="<eot>")
+    config = run_settings(tmp_path / "out", {"file": path, "end_token": "<|user|>"})
+    with pytest.raises(InputError, match=rf"has id {turn}, but decoding stops at {END}"):
+        make_stream(config, random_model("llada"), tail=True)
+
+
+# Tokenizers and models that do not fit
+
+
+def test_a_tokenizer_without_chat_template(tmp_path):
+    """The error says what to do; data.chat_template none takes prompts as they are."""
+    path = str(write(tmp_path / "d.jsonl", [{"prompt": "2+3?", "response": "5"}]))
+    bare = copy.deepcopy(tokenizer())
+    bare.chat_template = None
+    from distill.data import Stream
+
+    with pytest.raises(InputError, match=r"no chat template: take .* data.chat_template: none"):
+        Stream(settings(file=path), bare, END, 0, True, MASK)
+    found = Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
+    assert bare.decode(found.sample(0).prompt) == "2+3?"
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
+    path = str(write(tmp_path / "m.jsonl", [{"messages": turns}]))
+    with pytest.raises(InputError, match="line 1: several messages need a chat template"):
+        Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
+
+
+@pytest.mark.parametrize("token", ["mask_token", "eos_token"])
+def test_a_tokenizer_without_a_needed_token_is_an_error_before_any_work(tmp_path, token):
+    bare = copy.deepcopy(tokenizer())
+    setattr(bare, token, None)
+    bare.save_pretrained(tmp_path / "bare")
+    data = {"tasks": {"countdown": 1.0}}
+    config = run_settings(tmp_path / "out", data, tokenizer=str(tmp_path / "bare"))
+    with pytest.raises(CheckpointError, match=f"llada needs a tokenizer with a {token}, .* none"):
+        train(config)
+    assert not (tmp_path / "out").exists()
+    if token == "mask_token":  # an autoregressive model needs none
+        shape = config.model.model_dump()
+        assert build("causal", bare, **shape).mask_id is None
+
+
+def test_a_model_without_mask_id_is_an_error_before_any_work(tmp_path):
+    save_model(random_model("llada"), tmp_path / "m", dtype=torch.float32, mask_id=None)
+    data = {"tasks": {"countdown": 1.0}}
+    config = run_settings(tmp_path / "out", data, init=str(tmp_path / "m"))
+    with pytest.raises(InputError, match=r"/m: objective masked_diffusion needs a mask token"):
+        train(config)
+    assert not (tmp_path / "out").exists()
+
+
+# Order
+
+
+def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
+    path = str(write(tmp_path / "d.jsonl", pairs(40)))
+    found = stream(file=path, seed=3)
+    orders = [[found.row(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
+    assert all(sorted(order) == list(range(40)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    again = stream(file=path, seed=3)
+    assert [again.row(i) for i in reversed(range(120))] == [
+        row for order in orders for row in order
+    ][::-1]
+    assert [stream(file=path, seed=4).row(i) for i in range(40)] != orders[0]
+
+
+def test_generated_samples_are_template_text_and_answer():
+    found = stream(tasks={"sudoku": 1.0}, padded_share=0.0, short_tail=0)
+    for index in range(5):
+        problem = make_problem("sudoku", "train", index, 0)
+        messages = [{"role": "user", "content": problem.question}]
+        sample = found.sample(index)
+        assert sample.prompt == tokenizer().apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        ids = tokenizer()(problem.answer, add_special_tokens=False)["input_ids"]
+        assert sample.response == [*ids, END]

@@ -1,0 +1,107 @@
+"""Packed rows of training data: no sample sees another, and what a step and an epoch hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from data_rows import long_rows, pairs, run_settings, stream, write
+from tiny import fresh_model
+
+from distill.data import fill_rows, make_stream, plan
+from distill.objectives import OBJECTIVES
+from distill.train import train
+
+
+@pytest.mark.parametrize(
+    ("objective", "family"),
+    [
+        ("masked_diffusion", "llada"),
+        ("masked_diffusion", "dream"),
+        ("d2f", "llada"),
+        ("d2f", "dream"),
+        ("next_token", "causal"),
+    ],
+)
+def test_a_samples_loss_does_not_depend_on_its_row(tmp_path, objective, family):
+    """Its gradient with respect to the embeddings of all others, and of unused places, is exactly
+    zero; other neighbours leave it as it is (for D2F the teacher's part of it too)."""
+    from d2f.adapters import new_lora
+
+    path = str(write(tmp_path / "d.jsonl", pairs(12)))
+    more = {"init": "unused"} if objective == "d2f" else {}
+    config = run_settings(tmp_path, {"file": path, "row_length": 120}, objective, **more)
+    model = fresh_model(family)
+    if objective == "d2f":
+        model.backbone.requires_grad_(False)
+        new_lora(model, r=4, alpha=4, dropout=0.0)
+        for name, parameter in model.adapter.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+    made = OBJECTIVES[objective](model, config).eval()
+    rows, _ = fill_rows(make_stream(config, model, tail=made.tail), 0)
+    assert len(rows[0]) >= 3
+    middle = rows[0][1]
+    place = slice(middle.start, middle.start + len(middle.sample))
+    fed = []
+
+    def keep(_module, _inputs, output):
+        fed.append(output.requires_grad_())
+
+    model.backbone.get_input_embeddings().register_forward_hook(keep)
+
+    def loss_of_middle(row):
+        batch = made.batch([row, rows[1]], slice(0, 1))
+        own = (batch.rows >= place.start) & (batch.rows < place.stop)
+        assert own.any() and not own.all()
+        total = sum(made.share(p.sample, made.draw(p.sample)[0]) for r in (row, rows[1]) for p in r)
+        return made(dataclasses.replace(batch, weight=batch.weight * own)) * total
+
+    loss = loss_of_middle(rows[0])
+    found = torch.autograd.grad(loss, fed, allow_unused=True)
+    (gradient,) = [g[0] for g in found if g is not None]
+    inside = torch.zeros(120, dtype=torch.bool)
+    inside[place] = True
+    assert gradient[inside].abs().max() > 0
+    assert gradient[~inside].abs().max() == 0
+    others = []
+    for p in rows[0]:
+        other = dataclasses.replace(
+            p.sample, prompt=p.sample.prompt[::-1], index=p.sample.index + 50
+        )
+        others.append(dataclasses.replace(p, sample=other))
+    others[1] = middle
+    torch.testing.assert_close(loss_of_middle(others), loss, rtol=1e-5, atol=1e-6)
+
+
+def test_the_plan_of_a_file_is_what_packing_gives(tmp_path):
+    path = str(write(tmp_path / "d.jsonl", [*pairs(50), {"prompt": "q", "response": "a " * 99}]))
+    found = stream(file=path, on_long="drop", row_length=40)
+    made = plan(found, most_steps=1000)
+    steps = index = 0
+    while index < 51:
+        _, index = fill_rows(found, index)
+        steps += 1
+    assert made.is_exact and made.steps == steps and made.samples_per_epoch == 50
+    assert made.steps_per_epoch == pytest.approx(51 / index * steps)
+    rows, after = fill_rows(found, 0)
+    one = plan(found, most_steps=1)
+    held = [len(p.sample) for row in rows for p in row]
+    assert (one.samples_per_step, one.tokens_per_step) == (len(held), sum(held))
+    assert one.filled == sum(held) / 80 and not one.is_exact
+    assert one.steps_per_epoch == 51 / after
+    tasks = plan(stream(tasks={"sudoku": 1.0}), most_steps=2)
+    assert tasks.samples_per_epoch is None and tasks.steps_per_epoch is None
+    with pytest.raises(ValueError, match="most_steps"):
+        plan(found, most_steps=0)
+
+
+def test_a_run_reports_and_logs_what_it_left_out(tmp_path, capsys):
+    long_file = long_rows(tmp_path / "long.jsonl")
+    data = {"file": long_file, "on_long": "drop", "row_length": 60}
+    train(run_settings(tmp_path / "a", data, log_every=1))
+    assert f"data: {long_file}: 1" in capsys.readouterr().out
+    assert "dropped" not in (tmp_path / "a" / "log.jsonl").read_text()
+    train(run_settings(tmp_path / "b", data | {"measure_rows": 0}, log_every=1))
+    assert '"dropped": ' in (tmp_path / "b" / "log.jsonl").read_text()

@@ -1,0 +1,212 @@
+"""Training data by its form: where rows come from, how columns are named, what a bad one says."""
+
+from __future__ import annotations
+
+import sys
+
+import datasets
+import pytest
+from data_rows import pairs, settings, stream, texts, write
+
+from d2f.errors import InputError
+from distill.data.columns import read_pair
+from distill.data.settings import COLUMNS
+
+PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]
+AS_TEXT = {
+    ("<|user|>2+3?<|assistant|>", "5<|endoftext|>"),
+    ("<|user|>1+1?<|assistant|>", "2<|endoftext|>"),
+}
+CHAT = [
+    {"role": "user", "content": "2+3?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+def test_jsonl_of_pairs(tmp_path):
+    """Blank lines are no rows, and a line ends at a line feed only."""
+    path = write(tmp_path / "d.jsonl", [PAIRS[0], "", PAIRS[1], "  "])
+    assert texts(stream(file=str(path))) == AS_TEXT
+    path.write_text('{"prompt": "2+3?", "response": "5\u2028\u2028"}\n', encoding="utf-8")
+    expected = {("<|user|>2+3?<|assistant|>", "5\u2028\u2028<|endoftext|>")}
+    assert texts(stream(file=str(path))) == expected
+
+
+def test_messages_take_the_last_assistant_turn(tmp_path):
+    """All before it is the prompt through the chat template; what follows it is not read."""
+    path = write(tmp_path / "d.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "ok"}]}])
+    prompt = "<|user|>2+3?<|assistant|>4<|endoftext|><|user|>sure?<|assistant|>"
+    assert texts(stream(file=str(path))) == {(prompt, "5<|endoftext|>")}
+
+
+def test_column_presets_and_own_columns(tmp_path):
+    published = write(tmp_path / "p.jsonl", [{"question": "2+3?", "qwen7b_answer": "5", "id": 1}])
+    expected = {("<|user|>2+3?<|assistant|>", "5<|endoftext|>")}
+    assert texts(stream(file=str(published), columns="d2f-reference")) == expected
+    own = {"prompt": "question", "response": "qwen7b_answer"}
+    assert texts(stream(file=str(published), columns=own)) == expected
+    turns = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]
+    for system in (None, ""):
+        row = {"system": system, "conversations": turns}
+        path = write(tmp_path / "s.jsonl", [row])
+        assert texts(stream(file=str(path), columns="bespoke-stratos")) == expected
+
+
+def test_a_system_column_becomes_the_first_message():
+    turns = [{"from": "user", "value": "2+3?"}, {"from": "assistant", "value": "5"}]
+    pair = read_pair({"system": "Think.", "conversations": turns}, COLUMNS["bespoke-stratos"])
+    assert [(m["role"], m["content"]) for m in pair.messages] == [
+        ("system", "Think."),
+        ("user", "2+3?"),
+    ]
+    assert pair.response == "5"
+
+
+def test_parquet_and_data_sets_give_the_same_samples(tmp_path):
+    """A parquet file, a saved data set, one of several splits, and a folder of files."""
+    made = datasets.Dataset.from_list(PAIRS)
+    made.to_parquet(str(tmp_path / "d.parquet"))
+    made.save_to_disk(str(tmp_path / "one"))
+    splits = datasets.DatasetDict({"train": made, "test": made.select([0])})
+    splits.save_to_disk(str(tmp_path / "two"))
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", PAIRS)
+    assert texts(stream(file=str(tmp_path / "d.parquet"))) == AS_TEXT
+    for name in ("one", "two", "files"):
+        assert texts(stream(dataset=str(tmp_path / name))) == AS_TEXT
+    assert len(texts(stream(dataset=str(tmp_path / "two"), split="test"))) == 1
+    assert len(texts(stream(dataset=str(tmp_path / "files"), split="train[:1]"))) == 1
+
+
+def test_messages_from_a_table(tmp_path):
+    made = datasets.Dataset.from_list([{"messages": CHAT, "id": 1}])
+    made.to_parquet(str(tmp_path / "d.parquet"))
+    path = write(tmp_path / "d.jsonl", [{"messages": CHAT}])
+    tabled = stream(file=str(tmp_path / "d.parquet"))
+    assert texts(tabled) == texts(stream(file=str(path)))
+
+
+BAD_LINES = {
+    '{"prompt": "1?", "respo': "not JSON",
+    "[1, 2]": "expected an object",
+    '{"prompt": "1?"}': "expected prompt and response, got the keys prompt",
+    '{"prompt": "1?", "response": ""}': "response must be non-empty text, got ''",
+    '{"prompt": "1?", "response": " \\n"}': "response must be non-empty text",
+    '{"prompt": 3, "response": "4"}': "prompt must be non-empty text, got 3",
+    '{"messages": []}': "must be a list of messages",
+    '{"messages": [{"role": "user", "content": "1?"}]}': "no assistant turn",
+    '{"messages": [{"role": "assistant", "content": "1"}]}': "nothing before",
+    '{"messages": [{"content": "1?"}]}': "must have role and content",
+    '{"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]}':
+        "chat template refused",
+    '{"prompt": "<|mask|>", "response": "4"}': "the prompt contains the mask token",
+    '{"prompt": "1?", "response": "<|mask|>4"}': "the response contains the mask token",
+    '{"prompt": "1?", "response": "4<|endoftext|>"}': "contains its end token .* at token 1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.items())
+def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path, line, message):
+    path = write(tmp_path / "d.jsonl", [PAIRS[0], "", line, PAIRS[1]])
+    with pytest.raises(InputError, match=rf"d\.jsonl, line 3: .*{message}.*on_bad_row"):
+        stream(file=str(path))
+    left = stream(file=str(path), on_bad_row="skip")
+    assert texts(left) == AS_TEXT
+    assert left.screen.counts() == {"truncated": 0, "dropped": 0, "broken": 1}
+    assert f"1 broken (first: {path}, line 3: " in left.report()
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n')
+    with pytest.raises(InputError, match=r"line 2: not JSON .*decode byte 0xff"):
+        stream(file=str(path))
+
+
+def test_files_that_cannot_be_data(tmp_path):
+    empty = write(tmp_path / "empty.jsonl", [""])
+    with pytest.raises(InputError, match=r"empty\.jsonl: expected at least one line, got none"):
+        stream(file=str(empty))
+    with pytest.raises(InputError, match=r"none\.jsonl: cannot be read: No such file"):
+        stream(file=str(tmp_path / "none.jsonl"))
+    with pytest.raises(InputError, match=r"none\.parquet: cannot be read: No such file"):
+        stream(file=str(tmp_path / "none.parquet"))
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match=r"cut\.parquet: cannot be loaded as a data set"):
+        stream(file=str(tmp_path / "cut.parquet"))
+    broken = write(tmp_path / "broken.jsonl", ["{", "{"])
+    with pytest.raises(InputError, match=r"no row is left to train on; .* 2 broken"):
+        stream(file=str(broken), on_bad_row="skip")
+
+
+def test_data_sets_that_cannot_be_data(tmp_path):
+    made = datasets.Dataset.from_list([{"question": "1?", "answer": "2"}])
+    made.save_to_disk(str(tmp_path / "one"))
+    with pytest.raises(InputError, match="columns prompt and response, or messages, got question"):
+        stream(dataset=str(tmp_path / "one"))
+    with pytest.raises(InputError, match="columns question and qwen7b_answer, got question, answ"):
+        stream(dataset=str(tmp_path / "one"), columns="d2f-reference")
+    with pytest.raises(InputError, match=r"dataset_config: .* saved data set"):
+        stream(dataset=str(tmp_path / "one"), dataset_config="main")
+    datasets.DatasetDict({"a": made, "b": made}).save_to_disk(str(tmp_path / "two"))
+    with pytest.raises(InputError, match=r"two: expected data\.split among a, b, got test"):
+        stream(dataset=str(tmp_path / "two"), split="test")
+    with pytest.raises(InputError, match="nobody/nothing: cannot be loaded as a data set"):
+        stream(dataset="nobody/nothing")
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", PAIRS)
+    with pytest.raises(InputError, match=r"files: cannot be loaded .*held"):
+        stream(dataset=str(tmp_path / "files"), split="held")
+
+
+def test_without_the_package_datasets_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "d.parquet").write_bytes(b"")
+    with pytest.raises(InputError, match=r"pip install 'd2f-toolkit\[data\]'"):
+        stream(file=str(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "one of data.dataset, data.tasks and data.file"),
+        ({"file": "a", "dataset": "b"}, "and only one"),
+        ({"file": "a", "split": "train"}, r"data\.split: .* for data\.dataset only"),
+        ({"tasks": {"story": 1.0}, "on_long": "drop"}, r"data\.on_long: .* files and data sets"),
+        ({"tasks": {"story": 1.0}, "train_on_padding": True}, "train_on_padding"),
+        ({"file": "a", "columns": "bespoke"}, "one of bespoke-stratos, d2f-reference"),
+        ({"file": "a", "columns": {"prompt": "q"}}, "either prompt and response, or messages"),
+        (
+            {"file": "a", "columns": {"prompt": "q", "response": "a", "messages": "m"}},
+            "either prompt and response, or messages",
+        ),
+        ({"file": "a", "on_long": "cut"}, "on_long"),
+        ({"file": "a", "max_prompt": 0}, "max_prompt"),
+    ],
+)
+def test_a_bad_section_is_an_error(values, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**values)
+
+
+@pytest.mark.parametrize("values", [{"train_on_padding": True}, {"columns": {"messages": "m"}}])
+def test_a_resolved_section_reads_back_the_same(values):
+    made = settings(file="a", **values)
+    assert settings(**made.model_dump(mode="json")) == made
+
+
+def test_rows_keep_their_numbers_over_chunks(tmp_path):
+    """More rows than a chunk: the broken one far down is named by its line."""
+    rows = [*pairs(1500), "{", *pairs(10)]
+    path = write(tmp_path / "d.jsonl", rows)
+    for measured in (0, 10_000):
+        with pytest.raises(InputError, match="line 1501: not JSON"):
+            stream(file=str(path), measure_rows=measured)
