@@ -41,8 +41,9 @@ def new_lora(
     model.adapter = PeftModel(model.backbone, config)
 
 
-def attach(model: DiffusionModel, place: str) -> None:
+def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> None:
     """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
+    trainable: its weights are to be trained on.
 
     Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
     another base.
@@ -65,7 +66,7 @@ def attach(model: DiffusionModel, place: str) -> None:
         lora_dropout=raw.get("lora_dropout", 0.0),
         use_rslora=raw.get("use_rslora", False),
         target_modules=_targets(model, folder, raw),
-        inference_mode=True,
+        inference_mode=not trainable,
     )
     wrapped = PeftModel(model.backbone, config)
     expected = {

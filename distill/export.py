@@ -13,21 +13,21 @@ from d2f.export import save_model
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 
-_PROMPT_RULES = {"next_token": "causal", "masked_diffusion": "bidirectional", "d2f": "block"}
+_PROMPT_RULES = {"next_token": "causal"}
 
 
 def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
-    """Write ``model/`` (and ``adapter/`` for the objective d2f) under `output`, whole or not."""
+    """Write ``model/`` (and ``adapter/`` where one was trained) under `output`, whole or not."""
     changes: dict[str, object] = {
         "objective": config.objective,
-        "prompt_rule": _PROMPT_RULES[config.objective],
+        "prompt_rule": _PROMPT_RULES.get(config.objective, "bidirectional"),
     }
+    if config.block_causal:  # what decoding must know of a D2F student, whatever it was trained by
+        changes |= {"objective": "d2f", "prompt_rule": "block", "block_size": config.block_size}
     if config.objective == "d2f":
+        changes["noise"] = (config.noise.low, config.noise.high)
+    if model.adapter is not None:
         assert config.init is not None and model.path is not None
-        changes |= {
-            "block_size": config.block_size,
-            "noise": (config.noise.low, config.noise.high),
-        }
         base = {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
         model.contract = dataclasses.replace(model.contract, **changes, **base)  # type: ignore[arg-type]
         beside = _beside(output / "adapter")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from d2f import noise, spans
 from d2f.attention import SpanPlan, Way
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
-from distill.data import Placed, Sample, lay_out
+from distill.data import Placed, Sample, Stream, lay_out, make_stream
 from distill.losses import weighted_cross_entropy
 from triton_kernels.masked_kl import masked_linear_kl
 
@@ -39,7 +39,7 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         parts = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
-        return Batch(**parts)  # type: ignore[arg-type]
+        return replace(self, **parts)  # type: ignore[arg-type]
 
 
 class Objective(nn.Module):
@@ -53,6 +53,10 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self.config = config
         self.attention: Way | None = None  # None: as decoding chooses
+
+    def stream(self) -> Stream:
+        """The samples that it trains on. Raises InputError."""
+        return make_stream(self.config, self.model, tail=self.tail)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(mask ratio, loss weight if masked) of each response token, both ``[response]``."""
@@ -135,6 +139,16 @@ class Objective(nn.Module):
         )
         return hidden.flatten(0, 1).index_select(0, batch.rows)
 
+    def read_teacher(self, batch: Batch) -> Tensor:
+        """The same rows by the weights without the adapter under the teacher's spans."""
+        assert batch.teacher_spans is not None
+        training = self.network.training
+        self.network.eval()
+        with torch.no_grad(), self.model.adapter_disabled():
+            teacher = self.read(batch, batch.teacher_spans)
+        self.network.train(training)
+        return teacher
+
     def forward(self, batch: Batch) -> Tensor:
         """The loss of a batch, a scalar."""
         logits = self.model.head(self.read(batch, batch.spans))
@@ -211,30 +225,34 @@ class D2F(Objective):
 
     def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
         own, _ = super().spans(rows, length)
-        full = [
-            spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows
-        ]
-        return own, torch.stack(full)
+        return own, full_spans(rows, length)
 
     def forward(self, batch: Batch) -> Tensor:
         student = self.read(batch, batch.spans)
         if self.config.distill_target == "hard":
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
-        assert batch.teacher_spans is not None
-        training = self.network.training
-        self.network.eval()
-        with torch.no_grad(), self.model.adapter_disabled():
-            teacher = self.read(batch, batch.teacher_spans)
-        self.network.train(training)
         head = self.model.backbone.lm_head.weight
-        return masked_linear_kl(student, teacher, head, batch.weight)
+        return masked_linear_kl(student, self.read_teacher(batch), head, batch.weight)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {
+def _wino_plus(model: DiffusionModel, config: TrainConfig) -> Objective:
+    from distill.wino_plus import WinoPlusObjective  # which builds on this file
+
+    return WinoPlusObjective(model, config)
+
+
+OBJECTIVES: dict[str, Callable[[DiffusionModel, TrainConfig], Objective]] = {
     "next_token": NextToken,
     "masked_diffusion": MaskedDiffusion,
     "d2f": D2F,
+    "wino_plus": _wino_plus,
 }
+
+
+def full_spans(rows: Rows, length: int) -> Tensor:
+    """Spans ``[R, length, 1, 2]`` of packed rows whose samples are read bidirectionally."""
+    own = [spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows]
+    return torch.stack(own)
 
 
 def _samples(rows: Rows) -> Iterator[tuple[int, Placed]]:

@@ -1,9 +1,9 @@
 """accelerate launch distill/train.py --config configs/NAME.yaml [--key value ...]
 
-Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, or the
-D2F student of a bidirectional teacher. A killed run goes on where its newest checkpoint is, to the
-same weights to the bit. The result (adapter, merged model, contract, configuration, log) lies in
-the configuration's `output`.
+Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
+student of a bidirectional teacher, or WINO+ on rollouts of distill.rollouts. A killed run goes on
+where its newest checkpoint is, to the same weights to the bit. The result (adapter, merged model,
+contract, configuration, log) lies in the configuration's `output`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 
 def prepare_model(config: TrainConfig) -> DiffusionModel:
-    """The model to train, in fp32, with a fresh LoRA for the objective d2f."""
+    """The model to train, in fp32, with a LoRA for the objectives that train one."""
     import torch
 
     import d2f
-    from d2f.adapters import new_lora
+    from d2f.adapters import attach, new_lora
     from d2f.export import build, convert
     from d2f.tasks.tokenizer import train_tokenizer
 
@@ -74,10 +74,13 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
             "noise.causal_share needs a family whose row p-1 predicts position p, "
             f"got {model.family}"
         )
-    if config.objective == "d2f":
+    if config.trains_adapter:
         model.backbone.requires_grad_(False)
         lora = config.lora
-        new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
+        if config.init_adapter is None:
+            new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
+        else:
+            attach(model, config.init_adapter, trainable=True)
     return model
 
 
@@ -108,7 +111,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 
     from distill import checkpoints
     from distill.attention import attention_dtype, check_attention, choose_attention
-    from distill.data import fill_rows, make_stream
+    from distill.data import fill_rows
     from distill.export import export
     from distill.objectives import OBJECTIVES
 
@@ -128,7 +131,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     model = prepare_model(config)
     objective = OBJECTIVES[config.objective](model, config)
     objective.train()
-    stream = make_stream(config, model, tail=objective.tail)
+    stream = objective.stream()
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         [p for p in objective.parameters() if p.requires_grad],

@@ -1,0 +1,470 @@
+"""WINO+: the states of a trajectory, the loss as its definition, training on rollouts."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny import fresh_model, random_model
+from torch import Tensor
+
+import d2f
+from d2f import spans
+from d2f.adapters import new_lora
+from d2f.errors import InputError
+from d2f.export import save_model
+from distill import rollouts, wino_plus
+from distill.config import TrainConfig, WinoPlus, parse_config, read_config
+from distill.data import Placed, fill_rows
+from distill.objectives import OBJECTIVES
+from distill.train import train
+from distill.trajectories import (
+    Rollout,
+    StateStream,
+    answer_length,
+    random_steps,
+    state_at,
+)
+
+ROOT = Path(__file__).parent.parent
+OPTIONS = {
+    "wino": ["--block-size", "8", "--tau1", "0.1", "--tau2", "0.9"],
+    "d2f": ["--block-size", "4", "--tau-conf", "0.1"],
+}
+BLOCK_CAUSAL = {"mask": "block_causal", "kl_weight": 0.7}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("base")
+    for family in ("llada", "dream"):
+        save_model(random_model(family), folder / family, dtype=torch.float32)
+    return {family: folder / family for family in ("llada", "dream")}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, base) -> dict[tuple[str, str], Path]:
+    """Rollouts of random models, whatever they say."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    made = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.collect.check_answer", lambda problem, text: True)
+        for family, decoder in product(base, OPTIONS):
+            path = made[family, decoder] = folder / f"{family}-{decoder}.jsonl"
+            what = ["--model", str(base[family]), "--tasks", "sudoku", "--problems", "3"]
+            command = [*what, "--decoder", decoder, "--output", str(path), *OPTIONS[decoder]]
+            assert rollouts.main(command) == 0
+    return made
+
+
+def settings(output: Path, file: Path, **changes) -> TrainConfig:
+    values = {
+        "objective": "wino_plus",
+        "output": str(output),
+        "init": "unused",
+        "data": {"file": str(file), "row_length": 128, "rows": 8},
+        "block_size": 4,
+        "lora": {"r": 4, "alpha": 4, "dropout": 0.1},
+        "optimizer": {"lr": 0.003, "warmup": 2},
+        "steps": 6,
+        "save_every": 2,
+        "log_every": 1,
+        "tracker": "none",
+    }
+    return parse_config(values | changes, "test")
+
+
+# The states of a trajectory.
+
+steps_and_appends = st.integers(1, 4).flatmap(
+    lambda blocks: st.tuples(
+        st.lists(st.integers(0, 3), min_size=blocks, max_size=blocks).map(
+            lambda gaps: np.cumsum([0, *gaps[1:]]).tolist()
+        ),
+        st.lists(st.integers(0, 6), min_size=3 * blocks - 2, max_size=3 * blocks),
+    )
+)
+
+
+def rollout_of(appends: list[int], offsets: list[int], tokens: list[int] | None = None) -> Rollout:
+    steps = [appends[i // 3] + offset for i, offset in enumerate(offsets)]
+    values = {
+        "unique_id": "x", "source": "story", "prompt_ids": [5, 6], "text": "",
+        "generated_ids": tokens or [7 + i for i in range(len(steps))],
+        "trajectory_accepted": steps, "trajectory_proposed": [0] * len(steps),
+        "append_steps": appends, "block_size": 3, "decoding_steps": max(steps) + 1,
+        "used_temperature": 0.0,
+    }  # fmt: skip
+    return Rollout.model_validate_json(json.dumps(values))
+
+
+@given(steps_and_appends, st.sampled_from(["all", "block"]), st.sampled_from([0.0, 1.0]))
+def test_each_state_splits_what_is_there_into_revealed_now_and_later(drawn, scope, kl):
+    rollout = rollout_of(*drawn)
+    steps = np.array(rollout.trajectory_accepted)
+    there_from = np.repeat(rollout.append_steps, 3)[: len(steps)]
+    decided = np.zeros(len(steps), dtype=int)
+    chosen = WinoPlus(scope=scope, kl_weight=kl)
+    for t in np.unique(steps):
+        state = state_at(rollout, steps, int(t), chosen, (0,), 0)
+        there = there_from <= t
+        length = len(steps) if kl else there.sum()
+        assert len(state.response) == len(state.masked) == length
+        revealed = ~state.masked
+        assert state.now.any()
+        assert (revealed[: there.sum()].astype(int) + state.now[: there.sum()]
+                + state.later[: there.sum()] == 1).all()  # fmt: skip
+        assert not (state.now | state.later | revealed)[there.sum() :].any()
+        assert (steps[:length][revealed] < t).all() and (steps[:length][state.later] > t).all()
+        block = np.arange(length) // 3
+        near = block == block[state.now][0]
+        assert (state.deferrable == (state.later & (near | (scope == "all")))).all()
+        decided[:length] += state.now
+    assert (decided == 1).all()
+
+
+def test_the_tail_may_be_left_out():
+    rollout = rollout_of([0, 0], [0, 1, 0, 2, 1, 3], [7, 8, 9, 0, 0, 0])
+    steps = np.array(rollout.trajectory_accepted)
+    assert answer_length(rollout, (0,)) == 4
+    state = state_at(rollout, steps, 1, WinoPlus(tail=False), (0,), 0)
+    assert np.flatnonzero(state.now).tolist() == [1]
+    assert np.flatnonzero(state.later).tolist() == [3]
+    assert np.flatnonzero(state.masked).tolist() == [1, 3, 4, 5]  # the tail stays hidden
+    data = settings(Path("out"), Path("file")).data
+    for tail, count in ((True, 4), (False, 3)):
+        stream = StateStream(data, [rollout], WinoPlus(tail=tail), (0,), 0)
+        assert len(stream.states) == count
+        assert all(stream.sample(i).now.any() for i in range(count))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 8), st.integers(0, 99))
+def test_random_trajectories_keep_each_blocks_steps(steps, size, seed):
+    """Every step of a block is used at least once and no other, so its states stay as many."""
+    mixed = random_steps(np.array(steps), size, np.random.default_rng(seed))
+    assert len(mixed) == len(steps)
+    for start in range(0, len(steps), size):
+        assert set(mixed[start : start + size]) == set(steps[start : start + size])
+
+
+def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
+    config = settings(tmp_path, files["llada", "wino"])
+    stream = OBJECTIVES["wino_plus"](random_model("llada"), config).stream()
+    count = len(stream.states)
+    assert count == sum(len(set(r.trajectory_accepted)) for r in stream.rollouts) > 20
+    epochs = [[stream.sample(e * count + i) for i in range(count)] for e in range(2)]
+    seen = [[(tuple(s.prompt), s.masked.sum(), s.now.tobytes()) for s in epoch] for epoch in epochs]
+    assert sorted(seen[0]) == sorted(seen[1]) and seen[0] != seen[1]
+    again = stream.sample(3)
+    assert (again.masked == epochs[0][3].masked).all() and again.prompt == epochs[0][3].prompt
+    mixed = settings(tmp_path, files["llada", "wino"], wino_plus={"trajectory": "random"})
+    other = OBJECTIVES["wino_plus"](random_model("llada"), mixed).stream()
+    assert len(other.states) == count
+    assert any((a != b).any() for a, b in zip(stream.steps, other.steps, strict=True))
+
+
+# The loss.
+
+
+def objective_of(
+    tmp_path, files, family: str, decoder: str, **wino
+) -> tuple[torch.nn.Module, list]:
+    """A model whose adapter does something and whose likeliest token is often the mask, and a
+    step's rows."""
+    model = fresh_model(family)
+    with torch.no_grad():
+        model.backbone.lm_head.weight[model.mask_id] *= 2
+    model.backbone.requires_grad_(False)
+    new_lora(model, r=4, alpha=4, dropout=0.0)
+    torch.manual_seed(1)
+    for name, parameter in model.adapter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.03)
+    config = settings(
+        tmp_path, files[family, decoder], wino_plus={"tau1": 0.08, "tau2": 0.3, **wino}
+    )
+    made = OBJECTIVES["wino_plus"](model, config)
+    rows, _ = fill_rows(made.stream(), 0)
+    return made, rows
+
+
+def written_out(made, rows: list[list[Placed]]) -> tuple[Tensor, np.ndarray]:
+    """The loss state by state as it is defined, from all logits; and the sizes of A, R, C and
+    B without R, added over the states."""
+    model, chosen, total = made.model, made.settings, torch.zeros(())
+    sizes, count = np.zeros(4, dtype=int), 0
+    for sample in [placed.sample for row in rows for placed in row]:
+        length, prompt = len(sample), len(sample.prompt)
+        full = np.array(sample.prompt + sample.response)
+        hidden = np.concatenate([np.zeros(prompt, dtype=bool), sample.masked])
+        ids = torch.from_numpy(np.where(hidden, model.mask_id, full))[None]
+        seen = spans.bidirectional(length)
+        if chosen.mask == "block_causal":
+            seen = spans.block_causal(length, prompt, made.config.block_size)
+        row = slice(prompt - model.logit_shift, length - model.logit_shift)
+        p = model.forward(ids, seen)[0, row].softmax(-1)  # [response, V]
+        allowed = p.detach().clone()
+        allowed[:, model.mask_id] = -1
+        y = torch.tensor(sample.response)
+        c, prediction = allowed.max(-1)
+        entropy = -(p * p.log()).sum(-1)
+        sets = {
+            "A": [i for i in range(len(y)) if sample.now[i]],
+            "R": [i for i in range(len(y)) if sample.deferrable[i]
+                  and prediction[i] != y[i] and c[i] >= chosen.tau1],
+            "C": [i for i in range(len(y)) if sample.now[i]
+                  and prediction[i] == y[i] and c[i] < chosen.tau2],
+        }  # fmt: skip
+        sets["B-R"] = [i for i in range(len(y)) if sample.later[i] and i not in sets["R"]]
+        total = total + torch.stack([-p[i, y[i]].log() for i in sets["A"]]).mean()
+        if sets["R"]:
+            total = total - chosen.defer_weight * entropy[sets["R"]].mean()
+        if sets["C"]:
+            total = total + chosen.sharpen_weight * entropy[sets["C"]].mean()
+        if chosen.kl_weight and sets["B-R"]:
+            with torch.no_grad(), model.adapter_disabled():
+                q = model.forward(ids, spans.bidirectional(length))[0, row].softmax(-1)
+            kl = (q * (q.log() - p.log())).sum(-1)[sets["B-R"]]
+            total = total + chosen.kl_weight * kl.mean()
+        sizes += [len(found) for found in sets.values()]
+        count += 1
+    return total / count, sizes
+
+
+def gradient(loss: Tensor, made) -> Tensor:
+    parameters = [p for p in made.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return torch.cat([g.flatten() for g in found if g is not None])
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize(
+    ("decoder", "wino"),
+    [
+        ("wino", {}),
+        ("wino", {"scope": "block", "trajectory": "random"}),
+        ("wino", {"kl_weight": 0.5, "scope": "block"}),
+        ("d2f", BLOCK_CAUSAL),
+        ("d2f", {"mask": "block_causal", "tail": False}),
+    ],
+)
+def test_the_loss_is_its_definition(tmp_path, files, monkeypatch, family, decoder, wino):
+    """Packed, on the rows that are read, in parts of seven rows, against one state after another
+    from all logits; the gradient too."""
+    made, rows = objective_of(tmp_path, files, family, decoder, **wino)
+    monkeypatch.setattr(wino_plus, "LOGITS_BYTES", 7 * 4 * made.model.vocab_size)
+    loss = made(made.batch(rows, slice(0, 8)))
+    expected, sizes = written_out(made, rows)
+    assert (sizes > 0).all()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    ours, theirs = gradient(loss, made), gradient(expected, made)
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_only_masked_rows_reach_the_head(tmp_path, files):
+    made, rows = objective_of(tmp_path, files, "llada", "wino")
+    batch = made.batch(rows, slice(0, 8))
+    masked = sum(placed.sample.masked.sum() for row in rows for placed in row)
+    assert len(batch.rows) == masked
+    assert (batch.input_ids.flatten()[batch.rows] == made.model.mask_id).all()
+    seen: list[int] = []
+    head = made.model.backbone.lm_head
+    hook = head.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    made(batch).backward()
+    hook.remove()
+    chosen = written_out(made, rows)[1]
+    assert seen[0] == masked  # to choose the sets, without gradient
+    assert seen[1] == seen[2] == chosen[0] + chosen[1]  # A and R, again for the gradient
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("rows", [slice(0, 0), slice(0, 2)])
+def test_a_process_without_samples_has_a_loss_of_zero(tmp_path, files, rows):
+    made, _ = objective_of(tmp_path, files, "llada", "d2f", **BLOCK_CAUSAL)
+    loss = made(made.batch([[], []], slice(0, 2)))
+    assert loss.item() == 0.0
+    loss.backward()
+
+
+def test_the_loss_does_not_depend_on_the_processes(tmp_path, files):
+    made, rows = objective_of(tmp_path, files, "dream", "d2f", **BLOCK_CAUSAL)
+    with torch.no_grad():
+        whole = made(made.batch(rows, slice(0, 8)))
+        parts = [made(made.batch(rows, slice(i, i + 4))) for i in (0, 4)]
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("term", ["defer", "sharpen"])
+def test_the_defer_term_raises_entropy_and_the_sharpen_term_lowers_it(tmp_path, files, term):
+    """A small step against the term's own gradient, seen in the entropy of its set."""
+    made, rows = objective_of(tmp_path, files, "llada", "wino")
+    batch = made.batch(rows, slice(0, 8))
+
+    def loss(**weights: float) -> Tensor:
+        made.settings = made.settings.model_copy(
+            update={"defer_weight": 0.0, "sharpen_weight": 0.0} | weights
+        )
+        return made(batch)
+
+    own = gradient(loss(**{f"{term}_weight": 1.0}), made) - gradient(loss(), made)
+    student = made.read(batch, batch.spans)
+    confidence, token = made._predictions(student.detach().clone())
+    right = token == batch.targets
+    sets = {
+        "defer": batch.deferrable & ~right & (confidence >= made.settings.tau1),
+        "sharpen": batch.now & right & (confidence < made.settings.tau2),
+    }
+
+    def entropy() -> float:
+        with torch.no_grad():
+            p = made.model.head(made.read(batch, batch.spans)).softmax(-1)
+            each = -(p * p.log()).sum(-1)
+            return (each * wino_plus._mean_weight(batch, sets[term])).sum().item()
+
+    before = entropy()
+    parameters = [p for p in made.parameters() if p.requires_grad]
+    vector = torch.nn.utils.parameters_to_vector(parameters)
+    moved = vector - 1e-3 * own / own.norm()
+    torch.nn.utils.vector_to_parameters(moved, parameters)
+    change = entropy() - before
+    expected = 1e-3 * own.norm().item() * (1 if term == "defer" else -1)
+    assert change == pytest.approx(expected, rel=0.1)
+
+
+# Training.
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "log.jsonl").open()]
+
+
+@pytest.mark.parametrize(
+    ("family", "decoder", "wino"),
+    [("llada", "wino", {}), ("dream", "d2f", {"mask": "block_causal", "kl_weight": 0.2})],
+)
+def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
+    tmp_path, files, base, family, decoder, wino
+):
+    changes = {"init": str(base[family]), "wino_plus": wino}
+    file = files[family, decoder]
+    train(settings(tmp_path / "whole", file, **changes))
+    for _ in range(2):
+        train(settings(tmp_path / "killed", file, **changes), stop_after=3)
+    whole, killed = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "killed")
+    )
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "killed")
+
+    merged = d2f.load(tmp_path / "whole" / "model")
+    adapted = d2f.load(base[family], adapter=tmp_path / "whole" / "adapter")
+    expected = ("d2f", "block", 4) if wino else ("wino_plus", "bidirectional", None)
+    for contract in (merged.contract, adapted.contract):
+        assert (contract.objective, contract.prompt_rule, contract.block_size) == expected
+    ids = torch.randint(4, 200, (1, 12))
+    with torch.no_grad():
+        ours, theirs = (m.forward(ids, spans.bidirectional(12)) for m in (merged, adapted))
+    assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+
+def test_training_lowers_the_loss(tmp_path, files, base):
+    """On the states of one rollout, which an adapter can learn by heart."""
+    lines = files["llada", "wino"].read_text().splitlines(keepends=True)
+    (tmp_path / "one.jsonl").write_text("".join(lines[:2]))
+    lora, optimizer = {"r": 16, "alpha": 16, "dropout": 0.0}, {"lr": 0.01, "warmup": 5}
+    changes = {"init": str(base["llada"]), "lora": lora, "optimizer": optimizer, "steps": 40}
+    train(settings(tmp_path / "out", tmp_path / "one.jsonl", **changes))
+    curve = losses(tmp_path / "out")
+    assert sum(curve[-5:]) < 0.7 * sum(curve[:5])
+
+
+def test_an_adapter_is_trained_on(tmp_path, files, base):
+    """What was learned before is where the next training begins, the base stays the teacher."""
+    changes = {"init": str(base["llada"]), "steps": 2}
+    data = {"tasks": {"sudoku": 1.0}, "row_length": 128, "rows": 2}
+    config = settings(tmp_path / "d2f", Path("unused"), **changes, objective="d2f", data=data)
+    train(config)
+    adapter = tmp_path / "d2f" / "adapter"
+    wino = {"mask": "block_causal", "kl_weight": 1.0}
+    config = settings(
+        tmp_path / "plus", files["llada", "d2f"], **changes, init_adapter=str(adapter),
+        wino_plus=wino, optimizer={"lr": 1e-9, "warmup": 0, "weight_decay": 0.0},
+    )  # fmt: skip
+    train(config)
+    before = load_file(adapter / "adapter_model.safetensors")
+    after = load_file(tmp_path / "plus" / "adapter" / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-7)
+    assert any(not torch.equal(after[name], value) for name, value in before.items())
+    assert d2f.load(base["llada"], adapter=tmp_path / "plus" / "adapter").contract.block_size == 4
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wino_plus": {"tau1": 0.9, "tau2": 0.9}}, "tau1 must be below tau2, got 0.9 and 0.9"),
+        ({"wino_plus": {"scope": "row"}}, "wino_plus.scope"),
+        ({"wino_plus": {"sharpen_weight": -0.1}}, "wino_plus.sharpen_weight"),
+        ({"wino_plus": {"lambda": 0.1}}, "wino_plus.lambda"),
+        ({"data": {"tasks": {"story": 1.0}}}, "needs data.file: a file of distill.rollouts"),
+        ({"init": None, "family": "llada", "model": {}}, "wino_plus needs init"),
+        ({"objective": "masked_diffusion", "init_adapter": "x"}, "leave out init_adapter"),
+    ],
+)
+def test_a_bad_configuration_is_an_error(tmp_path, change, message):
+    with pytest.raises(InputError, match=message):
+        settings(tmp_path, Path("file"), **change)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "header", "change", "message"),
+    [
+        ("wino", {"mask_id": 99}, {}, "another mask_id: expected that of .*1, got 99"),
+        ("wino", {"tokenizer": "f00"}, {}, "another tokenizer: .*got 'f00'"),
+        ("d2f", {}, {}, "expected that of wino_plus.mask, bidirectional, got block_causal"),
+        ("wino", {}, {"wino_plus": BLOCK_CAUSAL}, "expected .* block_causal, got bidirectional"),
+        ("d2f", {}, {"wino_plus": BLOCK_CAUSAL, "block_size": 8}, "line 2 was decoded in blocks of "
+         "4: expected those of block_size, 8"),
+        ("wino", {}, {"data": {"file": "", "row_length": 40, "rows": 2}}, "line 2 has .* tokens, "
+         "data.row_length is 40"),
+    ],
+)  # fmt: skip
+def test_rollouts_that_do_not_fit_are_refused_before_training(
+    tmp_path, files, base, decoder, header, change, message
+):
+    first, *lines = files["llada", decoder].read_text().splitlines(keepends=True)
+    path = tmp_path / "rollouts.jsonl"
+    run = json.loads(first)["rollouts"] | header
+    path.write_text(json.dumps({"rollouts": run}) + "\n" + "".join(lines))
+    if "data" in change:
+        change = {"data": change["data"] | {"file": str(path)}}
+    with pytest.raises(InputError, match=message):
+        train(settings(tmp_path / "out", path, init=str(base["llada"]), **change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rollout_with_a_foreign_or_a_mask_id_is_named(tmp_path, files, base):
+    path, lines = tmp_path / "r.jsonl", files["llada", "wino"].read_text().splitlines()
+    for token, message in ((5000, "line 3: ids must lie below .*got 5000"), (1, "mask id 1")):
+        values = json.loads(lines[2])
+        values["generated_ids"][4] = token
+        path.write_text("\n".join([lines[0], lines[1], json.dumps(values), ""]))
+        with pytest.raises(InputError, match=message):
+            train(settings(tmp_path / "out", path, init=str(base["llada"])))
+
+
+@pytest.mark.parametrize("name", ["tiny-wino-plus", "tiny-wino-plus-d2f"])
+def test_the_shipped_configurations_are_valid(name):
+    config = read_config(ROOT / "configs" / f"{name}.yaml")
+    assert config.output == f"runs/{name}" and config.objective == "wino_plus"
