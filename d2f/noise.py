@@ -14,7 +14,7 @@ GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
 
 # What a sample draws; each has a stream of its own, so that none shifts another.
-CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL = range(6)
+CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS = range(7)
 
 
 def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:
@@ -43,6 +43,16 @@ def monotone_ratios(
         steps = rng.random(blocks - 1) * (high - ratios[0]) / (blocks - 1)
         ratios[1:] = ratios[0] + np.cumsum(steps)
     return np.repeat(np.minimum(ratios, high), block_size)[:length]
+
+
+def random_ratios(
+    length: int, block_size: int, low: float, high: float, rng: np.random.Generator
+) -> Ratios:
+    """The ablation of D2F's noise: each block's ratio drawn uniformly in [low, high], in no order
+    (D2F, section 4)."""
+    check_bounds(low, high)
+    ratios = rng.uniform(low, high, -(-length // block_size))
+    return np.repeat(ratios, block_size)[:length]
 
 
 def uniform_ratios(length: int, ratio: float) -> Ratios:

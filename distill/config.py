@@ -17,6 +17,13 @@ from d2f.configuration import Section, check, override, read_mapping
 
 Positive = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(gt=0)]
+# One size, several with equal shares, or sizes with their shares of the samples.
+BlockSizes = (
+    Positive
+    | Annotated[tuple[Positive, ...], Field(min_length=1)]
+    | Annotated[dict[Positive, Share], Field(min_length=1)]
+)
 
 
 class ModelShape(Section):
@@ -48,9 +55,21 @@ class Data(Section):
         return self
 
 
+# What a named schedule of d2f sets: the official code's noise, the paper's, blocks in no order, the
+# states of the decoder's pipeline.
+SCHEDULES: dict[str, dict[str, float]] = {
+    "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
+    "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
+    "random": {"monotone_share": 1.0},
+    "pipeline": {"monotone_share": 0.0},
+}
+
+
 class Noise(Section):
     """Mask ratios of the objectives masked_diffusion and d2f."""
 
+    schedule: Literal["code", "paper", "random", "pipeline"] | None = None  # d2f: keys by name
+    states: str | None = None  # d2f: file of recorded pipeline states (python -m decode.states)
     low: Ratio = 0.2  # d2f: bounds of the monotone ratios
     high: Ratio = 0.7
     monotone_share: Ratio = 1.0  # d2f: the other samples follow the pipeline's states
@@ -64,6 +83,22 @@ class Noise(Section):
     most_active: Positive | None = (
         None  # d2f: partly masked blocks of a pipeline state; default all
     )
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Noise:
+        for key, value in SCHEDULES.get(self.schedule or "", {}).items():
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ValueError(
+                    f"schedule {self.schedule} sets {key} to {value}, got {getattr(self, key)}: "
+                    "leave one of them out"
+                )
+            object.__setattr__(self, key, value)
+        if self.states is not None and self.monotone_share == 1.0:
+            raise ValueError(
+                "states are drawn by the samples that monotone_share leaves, got 1.0: "
+                "set schedule: pipeline or a lower monotone_share"
+            )
+        return self
 
 
 class Lora(Section):
@@ -95,7 +130,7 @@ class TrainConfig(Section):
     init: str | None = None  # checkpoint to start from
     model: ModelShape | None = None  # or the shape to start from scratch
     tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
-    block_size: Positive = 16  # of D2F training
+    block_size: BlockSizes = 16  # of d2f; of several, decoders take the first by default
     distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
     optimizer: Optimizer = Optimizer()
     noise: Noise = Noise()
@@ -123,6 +158,16 @@ class TrainConfig(Section):
         if self.noise.min_ratio > self.noise.max_ratio:
             raise ValueError("noise.min_ratio must not exceed noise.max_ratio")
         return self
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        """Share of the samples that are trained with each block size, in the given order."""
+        sizes = self.block_size
+        if isinstance(sizes, int):
+            return {sizes: 1.0}
+        if not isinstance(sizes, dict):
+            return {size: sizes.count(size) / len(sizes) for size in sizes}
+        return {size: share / sum(sizes.values()) for size, share in sizes.items()}
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))

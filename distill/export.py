@@ -25,7 +25,7 @@ def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
     if config.objective == "d2f":
         assert config.init is not None and model.path is not None
         changes |= {
-            "block_size": config.block_size,
+            "block_size": next(iter(config.block_shares)),
             "noise": (config.noise.low, config.noise.high),
         }
         base = {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
