@@ -93,6 +93,28 @@ def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
     return rng.random(len(ratios)) < ratios
 
 
+def draw_counts(
+    maskable: NDArray[np.bool_], block_size: int, ratios: Ratios, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """WeDLM's noise (section 3): of the maskable tokens of each block exactly
+    round(ratio x their number), drawn uniformly, ``[length]``.
+
+    maskable: ``[length]``. ratios: one a block, blocks counted from position 0.
+    """
+    masked = np.zeros(len(maskable), dtype=bool)
+    for block, ratio in enumerate(ratios):
+        start = block * block_size
+        places = start + np.flatnonzero(maskable[start : start + block_size])
+        masked[rng.permutation(places)[: round(ratio * len(places))]] = True
+    return masked
+
+
+def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int64]:
+    """WeDLM's order of a sequence (section 3): in each block of `block_size` the observed
+    positions, then the masked ones, each ascending. Positions in that order, int64 ``[length]``."""
+    return np.lexsort((masked, np.arange(len(masked)) // block_size))
+
+
 def check_bounds(low: float, high: float) -> None:
     """Raise ValueError unless 0 <= low <= high <= 1."""
     if not 0.0 <= low <= high <= 1.0:

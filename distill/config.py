@@ -107,6 +107,14 @@ class Lora(Section):
     dropout: Ratio = 0.1
 
 
+class Wedlm(Section):
+    """The objective wedlm."""
+
+    weights: Literal["paper", "code"] = "paper"  # 1 / gamma, or normalised by their sum
+    ar_weight: Annotated[float, Field(ge=0)] = 1.0  # of the next-token loss
+    adapter: bool = False  # train a LoRA (section lora) instead of all weights
+
+
 class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[int, Field(ge=0)] = 100
@@ -121,7 +129,7 @@ class Optimizer(Section):
 class TrainConfig(Section):
     """One training run."""
 
-    objective: Literal["masked_diffusion", "next_token", "d2f"]
+    objective: Literal["masked_diffusion", "next_token", "d2f", "wedlm"]
     output: str
     steps: Positive
     data: Data
@@ -130,11 +138,12 @@ class TrainConfig(Section):
     init: str | None = None  # checkpoint to start from
     model: ModelShape | None = None  # or the shape to start from scratch
     tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
-    block_size: BlockSizes = 16  # of d2f; of several, decoders take the first by default
+    block_size: BlockSizes = 16  # of d2f and wedlm; of several, decoders take the first by default
     distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
     optimizer: Optimizer = Optimizer()
     noise: Noise = Noise()
     lora: Lora = Lora()
+    wedlm: Wedlm = Wedlm()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
@@ -153,11 +162,18 @@ class TrainConfig(Section):
             raise ValueError("objective d2f needs init: the model that is teacher and base")
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
+        if self.trains_adapter and self.init is None:
+            raise ValueError("wedlm.adapter needs init: the model that is its base")
         if self.noise.low > self.noise.high:
             raise ValueError("noise.low must not exceed noise.high")
         if self.noise.min_ratio > self.noise.max_ratio:
             raise ValueError("noise.min_ratio must not exceed noise.max_ratio")
         return self
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether a LoRA is trained on frozen weights."""
+        return self.objective == "d2f" or (self.objective == "wedlm" and self.wedlm.adapter)
 
     @property
     def block_shares(self) -> dict[int, float]:

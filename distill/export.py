@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model (for D2F the adapter too) with its contract."""
+"""What a run leaves: the model (and the adapter, where one was trained) with its contract."""
 
 from __future__ import annotations
 
@@ -13,31 +13,57 @@ from d2f.export import save_model
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 
-_PROMPT_RULES = {"next_token": "causal", "masked_diffusion": "bidirectional", "d2f": "block"}
+_PROMPT_RULES = {
+    "next_token": "causal",
+    "masked_diffusion": "bidirectional",
+    "d2f": "block",
+    "wedlm": "causal",
+}
 
 
-def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
-    """Write ``model/`` (and ``adapter/`` for the objective d2f) under `output`, whole or not."""
+def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
+    """The same modules with the contract of what the run makes of them."""
     changes: dict[str, object] = {
         "objective": config.objective,
         "prompt_rule": _PROMPT_RULES[config.objective],
     }
+    if config.objective in ("d2f", "wedlm"):
+        changes["block_size"] = next(iter(config.block_shares))
     if config.objective == "d2f":
+        changes["noise"] = (config.noise.low, config.noise.high)
+    if model.adapter is not None:
         assert config.init is not None and model.path is not None
-        changes |= {
-            "block_size": next(iter(config.block_shares)),
-            "noise": (config.noise.low, config.noise.high),
-        }
-        base = {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
-        model.contract = dataclasses.replace(model.contract, **changes, **base)  # type: ignore[arg-type]
-        beside = _beside(output / "adapter")
+        changes |= {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
+    contract = dataclasses.replace(model.contract, **changes)  # type: ignore[arg-type]
+    return DiffusionModel(
+        model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path
+    )
+
+
+def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
+    """Write ``model/`` and, where one was trained, ``adapter/`` under `output`, each whole or not.
+    The adapter is merged into `model`."""
+    made = as_trained(model, config)
+    if made.adapter is not None:
+        write_result(made, config, output / "adapter", {})
+        made.merge_adapter()
+        made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
+    write_result(made, config, output / "model", {})
+
+
+def write_result(
+    model: DiffusionModel, config: TrainConfig, place: Path, texts: dict[str, str]
+) -> None:
+    """Write a model's adapter, or where it has none the whole model, and texts by file name, as
+    the folder `place`: whole, or as it was before."""
+    beside = _beside(place)
+    if model.adapter is not None:
         save_adapter(model, beside)
-        _swap(beside, output / "adapter")
-        model.merge_adapter()
-        changes |= {"base": None, "base_hash": None}
-    beside = _beside(output / "model")
-    save_model(model, beside, dtype=getattr(torch, config.export_dtype), **changes)
-    _swap(beside, output / "model")
+    else:
+        save_model(model, beside, dtype=getattr(torch, config.export_dtype))
+    for name, text in texts.items():
+        (beside / name).write_text(text, encoding="utf-8")
+    _swap(beside, place)
 
 
 def _beside(place: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -257,10 +257,17 @@ class D2F(Objective):
         return masked_linear_kl(student, teacher, head, batch.weight)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {
+def _wedlm(model: DiffusionModel, config: TrainConfig) -> Objective:
+    from distill.wedlm import WeDLM  # which builds on this file
+
+    return WeDLM(model, config)
+
+
+OBJECTIVES: dict[str, Callable[[DiffusionModel, TrainConfig], Objective]] = {
     "next_token": NextToken,
     "masked_diffusion": MaskedDiffusion,
     "d2f": D2F,
+    "wedlm": _wedlm,
 }
 
 

@@ -1,9 +1,9 @@
 """accelerate launch distill/train.py --config configs/NAME.yaml [--key value ...]
 
-Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, or the
-D2F student of a bidirectional teacher. A killed run goes on where its newest checkpoint is, to the
-same weights to the bit. The result (adapter, merged model, contract, configuration, log) lies in
-the configuration's `output`.
+Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the
+D2F student of a bidirectional teacher, or WeDLM from an autoregressive model. A killed run goes on
+where its newest checkpoint is, to the same weights to the bit. The result (adapter, merged model,
+contract, configuration, log) lies in the configuration's `output`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 
 def prepare_model(config: TrainConfig) -> DiffusionModel:
-    """The model to train, in fp32, with a fresh LoRA for the objective d2f."""
+    """The model to train, in fp32, with a fresh LoRA where the objective trains one."""
     import torch
 
     import d2f
@@ -69,12 +69,14 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
         raise InputError(f"objective next_token trains the family causal, got {model.family}")
     if config.objective != "next_token" and not model.is_diffusion:
         raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+    if config.objective == "wedlm" and model.contract.prompt_rule != "causal":
+        raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
     if config.noise.causal_share > 0 and model.logit_shift != 1:
         raise InputError(
             "noise.causal_share needs a family whose row p-1 predicts position p, "
             f"got {model.family}"
         )
-    if config.objective == "d2f":
+    if config.trains_adapter:
         model.backbone.requires_grad_(False)
         lora = config.lora
         new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
