@@ -115,6 +115,18 @@ class Wedlm(Section):
     adapter: bool = False  # train a LoRA (section lora) instead of all weights
 
 
+class Evaluation(Section):
+    """Held-out problems that are decoded every `eval_every` steps."""
+
+    tasks: tuple[str, ...] | None = None  # default: those of data.tasks
+    problems: Positive = 32  # of each task
+    split: Literal["tuning", "heldout"] = "tuning"
+    batch_size: Positive = 32
+    decoder: str | None = None  # default: the one that suits what is trained
+    # Of the decoder, by the names of its command-line flags with underscores.
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[int, Field(ge=0)] = 100
@@ -149,6 +161,8 @@ class TrainConfig(Section):
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     save_every: Positive = 200
     keep: Positive = 2  # newest checkpoints kept
+    eval_every: Positive | None = None  # steps between evaluations; the last step is one
+    evaluation: Evaluation = Evaluation()
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
@@ -164,6 +178,8 @@ class TrainConfig(Section):
             raise ValueError("a model from scratch needs a family")
         if self.trains_adapter and self.init is None:
             raise ValueError("wedlm.adapter needs init: the model that is its base")
+        if self.eval_every is not None and not (self.evaluation.tasks or self.data.tasks):
+            raise ValueError("eval_every needs evaluation.tasks where data.tasks names none")
         if self.noise.low > self.noise.high:
             raise ValueError("noise.low must not exceed noise.high")
         if self.noise.min_ratio > self.noise.max_ratio:

@@ -111,6 +111,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     from distill import checkpoints
     from distill.attention import attention_dtype, check_attention, choose_attention
     from distill.data import Stream, fill_rows
+    from distill.evaluation import Evaluator
     from distill.export import export
     from distill.objectives import OBJECTIVES
 
@@ -141,6 +142,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         weight_decay=settings.weight_decay,
         fused=True,
     )
+    evaluator = Evaluator(model, config, accelerator) if config.eval_every else None
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     trainable = checkpoints.trainable(objective)
 
@@ -190,11 +192,15 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         optimizer.zero_grad(set_to_none=True)
         bar.update()
         done = step + 1
-        if done % config.log_every == 0 or done == config.steps:
+        due = evaluator is not None and evaluator.due(done)
+        if due or done % config.log_every == 0 or done == config.steps:
             total = accelerator.reduce(loss.detach(), "sum").item()
             if total != total:
                 raise FloatingPointError(f"the loss is NaN at step {done}; nothing was saved of it")
-            values = {"loss": total, "lr": rate, "grad_norm": float(norm), "samples": sample}
+            values: dict[str, Any] = {"loss": total, "lr": rate, "grad_norm": float(norm)}
+            values["samples"] = sample
+            if evaluator is not None and due and accelerator.is_main_process:
+                values |= evaluator.run(done)
             accelerator.log(values, step=done)
             bar.set_postfix(loss=f"{total:.4f}")
             if log is not None:
