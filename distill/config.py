@@ -164,6 +164,7 @@ class TrainConfig(Section):
     eval_every: Positive | None = None  # steps between evaluations; the last step is one
     evaluation: Evaluation = Evaluation()
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    export_official: bool = False  # also in the format that the family's own code reads
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     log_every: Positive = 10

@@ -1,4 +1,4 @@
-"""What a run leaves: the model (and the adapter, where one was trained) with its contract."""
+"""What a run leaves: the model (and the adapter, where one was trained) with contract and card."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from d2f.adapters import fingerprint, save_adapter
 from d2f.export import save_model
 from d2f.model import DiffusionModel
+from d2f.official import save_official
 from distill.config import TrainConfig
 
 _PROMPT_RULES = {
@@ -19,6 +20,7 @@ _PROMPT_RULES = {
     "d2f": "block",
     "wedlm": "causal",
 }
+CARD = "README.md"
 
 
 def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
@@ -40,15 +42,20 @@ def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
     )
 
 
-def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
-    """Write ``model/`` and, where one was trained, ``adapter/`` under `output`, each whole or not.
-    The adapter is merged into `model`."""
+def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) -> None:
+    """Write ``model/``, where one was trained ``adapter/``, and where asked for ``official/`` under
+    `output`, each whole or not, with the card. The adapter is merged into `model`."""
     made = as_trained(model, config)
     if made.adapter is not None:
-        write_result(made, config, output / "adapter", {})
+        write_result(made, config, output / "adapter", {CARD: card})
         made.merge_adapter()
         made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
-    write_result(made, config, output / "model", {})
+    write_result(made, config, output / "model", {CARD: card})
+    if config.export_official:
+        beside = _beside(output / "official")
+        save_official(made, beside, dtype=getattr(torch, config.export_dtype))
+        (beside / CARD).write_text(card, encoding="utf-8")
+        _swap(beside, output / "official")
 
 
 def write_result(

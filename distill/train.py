@@ -3,7 +3,7 @@
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the
 D2F student of a bidirectional teacher, or WeDLM from an autoregressive model. A killed run goes on
 where its newest checkpoint is, to the same weights to the bit. The result (adapter, merged model,
-contract, configuration, log) lies in the configuration's `output`.
+contract, card, configuration, log) lies in the configuration's `output`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
     import d2f
     from d2f.adapters import new_lora
     from d2f.export import build, convert
+    from d2f.official import check_official
     from d2f.tasks.tokenizer import train_tokenizer
 
     torch.manual_seed(config.seed)
@@ -76,6 +77,8 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
             "noise.causal_share needs a family whose row p-1 predicts position p, "
             f"got {model.family}"
         )
+    if config.export_official:
+        check_official(model)
     if config.trains_adapter:
         model.backbone.requires_grad_(False)
         lora = config.lora
@@ -110,6 +113,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 
     from distill import checkpoints
     from distill.attention import attention_dtype, check_attention, choose_attention
+    from distill.card import card
     from distill.data import Stream, fill_rows
     from distill.evaluation import Evaluator
     from distill.export import export
@@ -221,7 +225,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         log.close()
     accelerator.end_training()
     if accelerator.is_main_process and last == config.steps:
-        export(model, config, output)
+        export(model, config, output, card(config, stream, output / "log.jsonl"))
     return output
 
 
@@ -234,7 +238,7 @@ def refuse_another_run(config: TrainConfig, output: Path) -> None:
         return
     theirs = _flat(yaml.safe_load((output / "config.yaml").read_text()))
     ours = _flat(config.model_dump(mode="json"))
-    free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep"}
+    free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official"}
     differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()
               if k not in free and theirs.get(k) != v]  # fmt: skip
     if differ:
