@@ -21,7 +21,9 @@ _SCRATCH: dict[str, type[PretrainedConfig]] = {
     "causal": LlamaConfig,
     "llada": LlamaConfig,
     "dream": Qwen2Config,
+    "wedlm": Qwen2Config,
 }
+_ANY_CLASS = ("wedlm",)  # families that are any of transformers' causal classes, as it is
 
 
 def build(
@@ -71,12 +73,18 @@ def build(
 
 def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
     """The same weights as the start of a model of another family (an autoregressive model is the
-    usual start of a diffusion model). Biases that the source lacks begin at 0."""
+    usual start of a diffusion model). Biases that the source lacks begin at 0. For the family
+    wedlm, which is a causal model with a mask id, it is the source's own backbone, of any class.
+
+    Raises CheckpointError where the weights do not fit or the tokenizer has no mask token.
+    """
     config, tokenizer = model.backbone.config, model.tokenizer
     if family_name == model.family:
         return model
     if tokenizer is None:
         raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
+    if family_name in _ANY_CLASS:
+        return _relabelled(model, get_family(family_name), tokenizer)
     new = build(
         family_name,
         tokenizer,
@@ -135,7 +143,27 @@ def save_model(
     dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]
 
 
+def _relabelled(
+    model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase
+) -> DiffusionModel:
+    """The same backbone read as another family, with the end ids that it had."""
+    if model.contract.rope_fp32 != family.rope_fp32:
+        raise CheckpointError(
+            f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
+            "precision"
+        )
+    contract = dataclasses.replace(_contract(family, tokenizer), end_ids=model.end_ids)
+    if contract.mask_id is not None and contract.mask_id >= model.vocab_size:
+        raise CheckpointError(
+            f"{model.path}: the tokenizer's mask id must lie in the vocabulary "
+            f"[0, {model.vocab_size}), got {contract.mask_id}"
+        )
+    return DiffusionModel(model.backbone, contract, tokenizer=tokenizer, path=model.path)
+
+
 def _contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
+    if family.needs_mask and tokenizer.mask_token_id is None:
+        raise CheckpointError(f"the family {family.name} needs a tokenizer with a mask token")
     return Contract(
         family=family.name,
         mask_id=tokenizer.mask_token_id if family.needs_mask else None,

@@ -14,7 +14,7 @@ GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
 
 # What a sample draws; each has a stream of its own, so that none shifts another.
-CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL = range(6)
+CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS = range(7)
 
 
 def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:
@@ -43,6 +43,16 @@ def monotone_ratios(
         steps = rng.random(blocks - 1) * (high - ratios[0]) / (blocks - 1)
         ratios[1:] = ratios[0] + np.cumsum(steps)
     return np.repeat(np.minimum(ratios, high), block_size)[:length]
+
+
+def random_ratios(
+    length: int, block_size: int, low: float, high: float, rng: np.random.Generator
+) -> Ratios:
+    """The ablation of D2F's noise: each block's ratio drawn uniformly in [low, high], in no order
+    (D2F, section 4)."""
+    check_bounds(low, high)
+    ratios = rng.uniform(low, high, -(-length // block_size))
+    return np.repeat(ratios, block_size)[:length]
 
 
 def uniform_ratios(length: int, ratio: float) -> Ratios:
@@ -81,6 +91,28 @@ def pipeline_ratios(
 def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Each token masked on its own with its ratio, ``[response]``."""
     return rng.random(len(ratios)) < ratios
+
+
+def draw_counts(
+    maskable: NDArray[np.bool_], block_size: int, ratios: Ratios, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """WeDLM's noise (section 3): of the maskable tokens of each block exactly
+    round(ratio x their number), drawn uniformly, ``[length]``.
+
+    maskable: ``[length]``. ratios: one a block, blocks counted from position 0.
+    """
+    masked = np.zeros(len(maskable), dtype=bool)
+    for block, ratio in enumerate(ratios):
+        start = block * block_size
+        places = start + np.flatnonzero(maskable[start : start + block_size])
+        masked[rng.permutation(places)[: round(ratio * len(places))]] = True
+    return masked
+
+
+def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int64]:
+    """WeDLM's order of a sequence (section 3): in each block of `block_size` the observed
+    positions, then the masked ones, each ascending. Positions in that order, int64 ``[length]``."""
+    return np.lexsort((masked, np.arange(len(masked)) // block_size))
 
 
 def check_bounds(low: float, high: float) -> None:

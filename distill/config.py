@@ -16,6 +16,14 @@ from pydantic import Field, model_validator
 from d2f.configuration import Section, check, override, read_mapping
 from distill.data.settings import Data, Positive, Ratio
 
+Share = Annotated[float, Field(gt=0)]
+# One size, several with equal shares, or sizes with their shares of the samples.
+BlockSizes = (
+    Positive
+    | Annotated[tuple[Positive, ...], Field(min_length=1)]
+    | Annotated[dict[Positive, Share], Field(min_length=1)]
+)
+
 
 class ModelShape(Section):
     """A model to build from scratch with random weights."""
@@ -28,9 +36,21 @@ class ModelShape(Section):
     context_length: Positive = 512
 
 
+# What a named schedule of d2f sets: the official code's noise, the paper's, blocks in no order, the
+# states of the decoder's pipeline.
+SCHEDULES: dict[str, dict[str, float]] = {
+    "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
+    "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
+    "random": {"monotone_share": 1.0},
+    "pipeline": {"monotone_share": 0.0},
+}
+
+
 class Noise(Section):
     """Mask ratios of the objectives masked_diffusion and d2f."""
 
+    schedule: Literal["code", "paper", "random", "pipeline"] | None = None  # d2f: keys by name
+    states: str | None = None  # d2f: file of recorded pipeline states (python -m decode.states)
     low: Ratio = 0.2  # d2f: bounds of the monotone ratios
     high: Ratio = 0.7
     monotone_share: Ratio = 1.0  # d2f: the other samples follow the pipeline's states
@@ -44,6 +64,22 @@ class Noise(Section):
     most_active: Positive | None = (
         None  # d2f: partly masked blocks of a pipeline state; default all
     )
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Noise:
+        for key, value in SCHEDULES.get(self.schedule or "", {}).items():
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ValueError(
+                    f"schedule {self.schedule} sets {key} to {value}, got {getattr(self, key)}: "
+                    "leave one of them out"
+                )
+            object.__setattr__(self, key, value)
+        if self.states is not None and self.monotone_share == 1.0:
+            raise ValueError(
+                "states are drawn by the samples that monotone_share leaves, got 1.0: "
+                "set schedule: pipeline or a lower monotone_share"
+            )
+        return self
 
 
 class Lora(Section):
@@ -72,6 +108,26 @@ class WinoPlus(Section):
         return self
 
 
+class Wedlm(Section):
+    """The objective wedlm."""
+
+    weights: Literal["paper", "code"] = "paper"  # 1 / gamma, or normalised by their sum
+    ar_weight: Annotated[float, Field(ge=0)] = 1.0  # of the next-token loss
+    adapter: bool = False  # train a LoRA (section lora) instead of all weights
+
+
+class Evaluation(Section):
+    """Held-out problems that are decoded every `eval_every` steps."""
+
+    tasks: tuple[str, ...] | None = None  # default: those of data.tasks
+    problems: Positive = 32  # of each task
+    split: Literal["tuning", "heldout"] = "tuning"
+    batch_size: Positive = 32
+    decoder: str | None = None  # default: the one that suits what is trained
+    # Of the decoder, by the names of its command-line flags with underscores.
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[int, Field(ge=0)] = 100
@@ -86,7 +142,7 @@ class Optimizer(Section):
 class TrainConfig(Section):
     """One training run."""
 
-    objective: Literal["masked_diffusion", "next_token", "d2f", "wino_plus"]
+    objective: Literal["masked_diffusion", "next_token", "d2f", "wino_plus", "wedlm"]
     output: str
     steps: Positive
     data: Data
@@ -96,18 +152,22 @@ class TrainConfig(Section):
     init_adapter: str | None = None  # adapter of init to train on; default: a fresh one
     model: ModelShape | None = None  # or the shape to start from scratch
     tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
-    block_size: Positive = 16  # of D2F training
+    block_size: BlockSizes = 16  # of d2f and wedlm; of several, decoders take the first by default
     distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
     optimizer: Optimizer = Optimizer()
     noise: Noise = Noise()
     wino_plus: WinoPlus = WinoPlus()
     lora: Lora = Lora()
+    wedlm: Wedlm = Wedlm()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     save_every: Positive = 200
     keep: Positive = 2  # newest checkpoints kept
+    eval_every: Positive | None = None  # steps between evaluations; the last step is one
+    evaluation: Evaluation = Evaluation()
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    export_official: bool = False  # also in the format that the family's own code reads
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     log_every: Positive = 10
@@ -118,7 +178,7 @@ class TrainConfig(Section):
             raise ValueError("exactly one of init and model must be given")
         if self.trains_adapter and self.init is None:
             raise ValueError(
-                f"objective {self.objective} needs init: the model that is teacher and base"
+                f"objective {self.objective} needs init: the model that the adapter is for"
             )
         if self.init_adapter is not None and not self.trains_adapter:
             raise ValueError(
@@ -128,6 +188,8 @@ class TrainConfig(Section):
             raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
+        if self.eval_every is not None and not (self.evaluation.tasks or self.data.tasks):
+            raise ValueError("eval_every needs evaluation.tasks where data.tasks names none")
         if self.noise.low > self.noise.high:
             raise ValueError("noise.low must not exceed noise.high")
         if self.noise.min_ratio > self.noise.max_ratio:
@@ -137,13 +199,24 @@ class TrainConfig(Section):
     @property
     def trains_adapter(self) -> bool:
         """Whether the weights of init stay as they are and a LoRA on them is trained."""
-        return self.objective in ("d2f", "wino_plus")
+        adapted = self.objective == "wedlm" and self.wedlm.adapter
+        return self.objective in ("d2f", "wino_plus") or adapted
 
     @property
     def block_causal(self) -> bool:
         """Whether the result is a D2F student."""
         wino_plus = self.objective == "wino_plus" and self.wino_plus.mask == "block_causal"
         return self.objective == "d2f" or wino_plus
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        """Share of the samples that are trained with each block size, in the given order."""
+        sizes = self.block_size
+        if isinstance(sizes, int):
+            return {sizes: 1.0}
+        if not isinstance(sizes, dict):
+            return {size: sizes.count(size) / len(sizes) for size in sizes}
+        return {size: share / sum(sizes.values()) for size, share in sizes.items()}
 
     def save(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))

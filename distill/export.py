@@ -1,4 +1,4 @@
-"""What a finished run leaves: the model (for D2F the adapter too) with its contract."""
+"""What a run leaves: the model (and the adapter, where one was trained) with contract and card."""
 
 from __future__ import annotations
 
@@ -11,33 +11,69 @@ import torch
 from d2f.adapters import fingerprint, save_adapter
 from d2f.export import save_model
 from d2f.model import DiffusionModel
+from d2f.official import save_official
 from distill.config import TrainConfig
 
-_PROMPT_RULES = {"next_token": "causal"}
+_PROMPT_RULES = {
+    "next_token": "causal",
+    "masked_diffusion": "bidirectional",
+    "d2f": "block",
+    "wedlm": "causal",
+    "wino_plus": "bidirectional",
+}
+CARD = "README.md"
 
 
-def export(model: DiffusionModel, config: TrainConfig, output: Path) -> None:
-    """Write ``model/`` (and ``adapter/`` where one was trained) under `output`, whole or not."""
+def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
+    """The same modules with the contract of what the run makes of them."""
     changes: dict[str, object] = {
         "objective": config.objective,
-        "prompt_rule": _PROMPT_RULES.get(config.objective, "bidirectional"),
+        "prompt_rule": _PROMPT_RULES[config.objective],
     }
     if config.block_causal:  # what decoding must know of a D2F student, whatever it was trained by
-        changes |= {"objective": "d2f", "prompt_rule": "block", "block_size": config.block_size}
+        changes |= {"objective": "d2f", "prompt_rule": "block"}
+    if config.block_causal or config.objective == "wedlm":
+        changes["block_size"] = next(iter(config.block_shares))
     if config.objective == "d2f":
         changes["noise"] = (config.noise.low, config.noise.high)
     if model.adapter is not None:
         assert config.init is not None and model.path is not None
-        base = {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
-        model.contract = dataclasses.replace(model.contract, **changes, **base)  # type: ignore[arg-type]
-        beside = _beside(output / "adapter")
+        changes |= {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
+    contract = dataclasses.replace(model.contract, **changes)  # type: ignore[arg-type]
+    return DiffusionModel(
+        model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path
+    )
+
+
+def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) -> None:
+    """Write ``model/``, where one was trained ``adapter/``, and where asked for ``official/`` under
+    `output`, each whole or not, with the card. The adapter is merged into `model`."""
+    made = as_trained(model, config)
+    if made.adapter is not None:
+        write_result(made, config, output / "adapter", {CARD: card})
+        made.merge_adapter()
+        made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
+    write_result(made, config, output / "model", {CARD: card})
+    if config.export_official:
+        beside = _beside(output / "official")
+        save_official(made, beside, dtype=getattr(torch, config.export_dtype))
+        (beside / CARD).write_text(card, encoding="utf-8")
+        _swap(beside, output / "official")
+
+
+def write_result(
+    model: DiffusionModel, config: TrainConfig, place: Path, texts: dict[str, str]
+) -> None:
+    """Write a model's adapter, or where it has none the whole model, and texts by file name, as
+    the folder `place`: whole, or as it was before."""
+    beside = _beside(place)
+    if model.adapter is not None:
         save_adapter(model, beside)
-        _swap(beside, output / "adapter")
-        model.merge_adapter()
-        changes |= {"base": None, "base_hash": None}
-    beside = _beside(output / "model")
-    save_model(model, beside, dtype=getattr(torch, config.export_dtype), **changes)
-    _swap(beside, output / "model")
+    else:
+        save_model(model, beside, dtype=getattr(torch, config.export_dtype))
+    for name, text in texts.items():
+        (beside / name).write_text(text, encoding="utf-8")
+    _swap(beside, place)
 
 
 def _beside(place: Path) -> Path:

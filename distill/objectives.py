@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from d2f import noise, spans
 from d2f.attention import SpanPlan, Way
+from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from d2f.states import read_states
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, lay_out, make_stream
 from distill.losses import weighted_cross_entropy
@@ -91,6 +93,15 @@ class Objective(nn.Module):
         """The generator of a sample's ratios."""
         return noise.sample_rng(self.config.seed, sample.index, noise.RATIOS)
 
+    def block_size(self, sample: Sample) -> int:
+        """The size of a sample's blocks, drawn by the configured shares."""
+        shares = self.config.block_shares
+        sizes = list(shares)
+        if len(sizes) == 1:
+            return sizes[0]
+        rng = noise.sample_rng(self.config.seed, sample.index, noise.BLOCKS)
+        return int(rng.choice(sizes, p=list(shares.values())))
+
     def batch(self, rows: Rows, mine: slice) -> Batch:
         """This process's rows of a step; the loss is normalised over all of them."""
         length = self.config.data.row_length
@@ -101,7 +112,7 @@ class Objective(nn.Module):
         total = 0.0
         first = range(len(rows))[mine].start
         clean = flat.clone()
-        for r, placed in _samples(rows):
+        for r, placed in samples_of(rows):
             sample = placed.sample
             masked, weight = self.draw(sample)
             total += self.share(sample, masked)
@@ -204,16 +215,32 @@ class D2F(Objective):
     """Discrete diffusion forcing: the block-causal student learns the distribution that the same
     weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
 
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__(model, config)
+        path = config.noise.states
+        self.states = None if path is None else read_states(path)
+        lacking = set(config.block_shares) - set(self.states.by_size if self.states else ())
+        if self.states is not None and lacking:
+            raise InputError(
+                f"{path}: expected states of the block sizes {list(config.block_shares)}, "
+                f"got {list(self.states.by_size)}"
+            )
+
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, size = self.config.noise, self.config.block_size
+        settings, size = self.config.noise, self.block_size(sample)
         rng, length = self.rng(sample), len(sample.response)
         if rng.random() < settings.monotone_share:
-            ratios = noise.monotone_ratios(length, size, settings.low, settings.high, rng)
+            draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
+            ratios = draw(length, size, settings.low, settings.high, rng)
             return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
-        low, most = settings.min_ratio, settings.most_active
-        ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
-        fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
-        far = np.arange(length) >= fresh + size
+        if self.states is not None:
+            ratios, end = self.states.draw(length, size, rng)
+        else:
+            low, most = settings.min_ratio, settings.most_active
+            ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
+            fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
+            end = fresh + size
+        far = np.arange(length) >= end
         weight = 1 / np.where(ratios > 0, ratios, 1.0)
         return ratios, np.where(far, settings.far_weight, weight)
 
@@ -221,7 +248,7 @@ class D2F(Objective):
         return float(self.importance(sample)[masked].sum())
 
     def sample_spans(self, sample: Sample) -> Tensor:
-        return spans.block_causal(len(sample), len(sample.prompt), self.config.block_size)
+        return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))
 
     def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
         own, _ = super().spans(rows, length)
@@ -241,11 +268,18 @@ def _wino_plus(model: DiffusionModel, config: TrainConfig) -> Objective:
     return WinoPlusObjective(model, config)
 
 
+def _wedlm(model: DiffusionModel, config: TrainConfig) -> Objective:
+    from distill.wedlm import WeDLM  # which builds on this file
+
+    return WeDLM(model, config)
+
+
 OBJECTIVES: dict[str, Callable[[DiffusionModel, TrainConfig], Objective]] = {
     "next_token": NextToken,
     "masked_diffusion": MaskedDiffusion,
     "d2f": D2F,
     "wino_plus": _wino_plus,
+    "wedlm": _wedlm,
 }
 
 
@@ -255,7 +289,8 @@ def full_spans(rows: Rows, length: int) -> Tensor:
     return torch.stack(own)
 
 
-def _samples(rows: Rows) -> Iterator[tuple[int, Placed]]:
+def samples_of(rows: Rows) -> Iterator[tuple[int, Placed]]:
+    """Each sample with the row it is in."""
     for r, row in enumerate(rows):
         for placed in row:
             yield r, placed

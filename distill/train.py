@@ -1,9 +1,10 @@
 """accelerate launch distill/train.py --config configs/NAME.yaml [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
-student of a bidirectional teacher, or WINO+ on rollouts of distill.rollouts. A killed run goes on
-where its newest checkpoint is, to the same weights to the bit. The result (adapter, merged model,
-contract, configuration, log) lies in the configuration's `output`.
+student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
+autoregressive model. A killed run goes on where its newest checkpoint is, to the same weights to
+the bit. The result (adapter, merged model, contract, card, configuration, log) lies in the
+configuration's `output`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
     import d2f
     from d2f.adapters import attach, new_lora
     from d2f.export import build, convert
+    from d2f.official import check_official
     from d2f.tasks.tokenizer import train_tokenizer
 
     torch.manual_seed(config.seed)
@@ -69,11 +71,15 @@ def prepare_model(config: TrainConfig) -> DiffusionModel:
         raise InputError(f"objective next_token trains the family causal, got {model.family}")
     if config.objective != "next_token" and not model.is_diffusion:
         raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+    if config.objective == "wedlm" and model.contract.prompt_rule != "causal":
+        raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
     if config.noise.causal_share > 0 and model.logit_shift != 1:
         raise InputError(
             "noise.causal_share needs a family whose row p-1 predicts position p, "
             f"got {model.family}"
         )
+    if config.export_official:
+        check_official(model)
     if config.trains_adapter:
         model.backbone.requires_grad_(False)
         lora = config.lora
@@ -111,7 +117,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 
     from distill import checkpoints
     from distill.attention import attention_dtype, check_attention, choose_attention
+    from distill.card import card
     from distill.data import fill_rows
+    from distill.evaluation import Evaluator
     from distill.export import export
     from distill.objectives import OBJECTIVES
 
@@ -141,6 +149,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         weight_decay=settings.weight_decay,
         fused=True,
     )
+    evaluator = Evaluator(model, config, accelerator) if config.eval_every else None
     wrapped, optimizer = accelerator.prepare(objective, optimizer)
     trainable = checkpoints.trainable(objective)
 
@@ -192,12 +201,16 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         optimizer.zero_grad(set_to_none=True)
         bar.update()
         done = step + 1
-        if done % config.log_every == 0 or done == config.steps:
+        due = evaluator is not None and evaluator.due(done)
+        if due or done % config.log_every == 0 or done == config.steps:
             total = accelerator.reduce(loss.detach(), "sum").item()
             if total != total:
                 raise FloatingPointError(f"the loss is NaN at step {done}; nothing was saved of it")
-            values = {"loss": total, "lr": rate, "grad_norm": float(norm), "samples": sample}
+            values: dict[str, Any] = {"loss": total, "lr": rate, "grad_norm": float(norm)}
+            values["samples"] = sample
             values.update(stream.counts())
+            if evaluator is not None and due and accelerator.is_main_process:
+                values |= evaluator.run(done)
             accelerator.log(values, step=done)
             bar.set_postfix(loss=f"{total:.4f}")
             if log is not None:
@@ -218,7 +231,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         log.close()
     accelerator.end_training()
     if accelerator.is_main_process and last == config.steps:
-        export(model, config, output)
+        export(model, config, output, card(config, stream, output / "log.jsonl"))
     return output
 
 
@@ -231,7 +244,7 @@ def refuse_another_run(config: TrainConfig, output: Path) -> None:
         return
     theirs = _flat(yaml.safe_load((output / "config.yaml").read_text()))
     ours = _flat(config.model_dump(mode="json"))
-    free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep"}
+    free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official"}
     differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()
               if k not in free and theirs.get(k) != v]  # fmt: skip
     if differ:

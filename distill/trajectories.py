@@ -205,7 +205,7 @@ class StateStream(Stream):
             for i, (rollout, steps) in enumerate(zip(rollouts, self.steps, strict=True))
             for t in np.unique(steps if settings.tail else steps[: answer_length(rollout, end_ids)])
         ]
-        self._epoch, self._order = -1, np.zeros(0, dtype=np.int64)
+        self._order = (-1, np.zeros(0, dtype=np.int64))
         for number, rollout in enumerate(rollouts, 2):
             tokens = len(rollout.prompt_ids) + len(rollout.generated_ids)
             if tokens > data.row_length:
@@ -217,10 +217,10 @@ class StateStream(Stream):
     def sample(self, index: int) -> State:
         """State `index`."""
         epoch, place = divmod(index, len(self.states))
-        if epoch != self._epoch:
-            order = noise.sample_rng(self.seed, epoch, noise.ORDER)
-            self._epoch, self._order = epoch, order.permutation(len(self.states))
-        i, t = self.states[self._order[place]]
+        if epoch != self._order[0]:
+            rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
+            self._order = (epoch, rng.permutation(len(self.states)))
+        i, t = self.states[self._order[1][place]]
         return state_at(self.rollouts[i], self.steps[i], t, self.settings, self.end_ids, index)
 
     def _steps(self, number: int, rollout: Rollout) -> Ints:

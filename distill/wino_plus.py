@@ -71,7 +71,8 @@ class WinoPlusObjective(Objective):
 
     def sample_spans(self, sample: Sample) -> Tensor:
         if self.settings.mask == "block_causal":
-            return spans.block_causal(len(sample), len(sample.prompt), self.config.block_size)
+            size = next(iter(self.config.block_shares))
+            return spans.block_causal(len(sample), len(sample.prompt), size)
         return spans.bidirectional(len(sample))
 
     def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:

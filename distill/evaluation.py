@@ -1,0 +1,133 @@
+"""Evaluation while a model trains: held-out problems decoded as a user would, the best result kept.
+
+The one place besides rollouts where training decodes. It changes nothing that training sees:
+modules' modes and torch's random state are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from d2f.tasks import TASKS, Problem, make_problems
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.settings import DecoderSettings
+from decode.decoders import DECODERS, Decoder
+from decode.evaluate import decode_and_judge
+from decode.prompts import check, encode
+from distill.config import TrainConfig
+from distill.export import as_trained, write_result
+
+REPORT = "evaluation.json"
+
+
+class Evaluator:
+    """Decodes the same problems each time, greedily unless the options say otherwise, and keeps
+    the best result (accuracy, then tokens a forward; the first of equals) in ``best/``.
+
+    Raises InputError before any work for an unknown task, decoder or option, a decoder that does
+    not fit the model, a problem longer than its context, or weights that are split over processes.
+    """
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig, accelerator: Accelerator):
+        settings = config.evaluation
+        if not _has_whole_weights(accelerator):
+            raise InputError(
+                "eval_every decodes on one process, whose weights must be whole: expected one "
+                f"process, DDP or ZeRO-2, got {accelerator.distributed_type.value}"
+            )
+        self.config, self.settings = config, settings
+        self.model = as_trained(model, config)
+        self.best = Path(config.output) / "best"
+        chosen = _decoder_settings(config)
+        self.jobs: dict[str, tuple[list[Problem], Decoder]] = {}
+        for task in settings.tasks or config.data.tasks or ():
+            if task not in TASKS:
+                raise InputError(f"evaluation.tasks must be among {list(TASKS)}, got {task!r}")
+            decoder = chosen.decoder(self.model, RESPONSE_LENGTH[task])
+            decoder.check(self.model.contract)
+            problems = make_problems(task, settings.split, settings.problems, config.seed)
+            for i, problem in enumerate(problems):
+                where = f"evaluation: {task} {i}"
+                ids = encode(self.model, [{"role": "user", "content": problem.question}], where)
+                check(self.model, ids, decoder, where)
+            self.jobs[task] = (problems, decoder)
+
+    def due(self, step: int) -> bool:
+        """Whether a step, counted from 1, ends with an evaluation."""
+        assert self.config.eval_every is not None
+        return step % self.config.eval_every == 0 or step == self.config.steps
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Decode and judge, keep the best: values for the log and the tracker by name."""
+        values: dict[str, Any] = {}
+        right = tokens = forwards = count = 0
+        with undisturbed(self.model):
+            for task, (problems, decoder) in self.jobs.items():
+                judged = decode_and_judge(
+                    self.model, decoder, problems, batch_size=self.settings.batch_size
+                )
+                right, count = right + sum(judged.right), count + len(problems)
+                tokens += sum(len(result.tokens) for result in judged.results)
+                forwards += sum(result.forwards for result in judged.results)
+                values[f"evaluation/{task}/accuracy"] = sum(judged.right) / len(problems)
+                verdict = "right" if judged.right[0] else "wrong"
+                values[f"evaluation/{task}/example"] = (
+                    f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
+                )
+        values["evaluation/accuracy"] = right / count
+        values["evaluation/tokens_per_forward"] = tokens / forwards
+        self._keep(step, values)
+        return values
+
+    def _keep(self, step: int, values: dict[str, Any]) -> None:
+        path, names = self.best / REPORT, ("evaluation/accuracy", "evaluation/tokens_per_forward")
+        if path.is_file():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if [values[name] for name in names] <= [kept[name] for name in names]:
+                return
+        report = json.dumps({"step": step, **values}, indent=1) + "\n"
+        write_result(self.model, self.config, self.best, {REPORT: report})
+
+
+def _decoder_settings(config: TrainConfig) -> DecoderSettings:
+    """The decoder that the configuration asks for. Raises InputError."""
+    settings = config.evaluation
+    if settings.decoder is not None and settings.decoder not in DECODERS:
+        raise InputError(
+            f"evaluation.decoder must be among {list(DECODERS)}, got {settings.decoder!r}"
+        )
+    if "max_new_tokens" in settings.options:
+        raise InputError("evaluation.options: max_new_tokens is that of each task, leave it out")
+    return DecoderSettings(settings.decoder, settings.options)
+
+
+def _has_whole_weights(accelerator: Accelerator) -> bool:
+    """Whether each process holds all weights."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
+    return bool(accelerator.distributed_type != DistributedType.FSDP)
+
+
+@contextlib.contextmanager
+def undisturbed(model: DiffusionModel) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards their modes and torch's random state as before."""
+    network = model.adapter or model.backbone
+    modes = {module: module.training for module in network.modules()}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        network.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

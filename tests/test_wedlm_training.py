@@ -1,0 +1,288 @@
+"""WeDLM's training: the noise and its order, the two streams, the loss as the paper writes it, and
+a result that the streaming and the autoregressive decoder take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny import fresh_model, random_model
+
+import d2f
+import decode
+from d2f import noise
+from d2f.errors import CheckpointError, InputError
+from d2f.export import convert, save_model
+from decode.reference import _Dense
+from decode.references.wedlm import streaming_mask
+from distill.config import TrainConfig, parse_config, read_config
+from distill.data import Placed, Sample
+from distill.objectives import Objective
+from distill.train import train
+from distill.wedlm import WeDLM
+
+ROOT = Path(__file__).parent.parent
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1,
+    "context_length": 128,
+}  # fmt: skip
+
+
+def settings(output: Path | str = "unused", **changes) -> TrainConfig:
+    values = {
+        "objective": "wedlm",
+        "output": str(output),
+        "family": "wedlm",
+        "model": SHAPE,
+        "block_size": 8,
+        "data": {"tasks": {"countdown": 1.0}, "row_length": 80, "rows": 2},
+        "optimizer": {"lr": 0.003, "warmup": 2},
+        "steps": 6,
+        "save_every": 2,
+        "log_every": 1,
+        "tracker": "none",
+    }
+    values |= changes
+    if "init" in changes:
+        del values["model"]
+    return parse_config(values, "test")
+
+
+def objective(model: d2f.DiffusionModel | None = None, **changes) -> WeDLM:
+    return WeDLM(model or random_model("wedlm"), settings(**changes))
+
+
+def made_up(index: int, prompt: int, response: int) -> Sample:
+    rng = np.random.default_rng([index, prompt, response])
+    ids = rng.integers(4, 200, prompt + response).tolist()
+    return Sample(index, ids[:prompt], ids[prompt:], int(rng.integers(1, response + 1)))
+
+
+samples = st.builds(made_up, st.integers(0, 99), st.integers(1, 20), st.integers(1, 30))
+sizes = st.integers(1, 12)
+
+
+@given(samples, sizes)
+def test_each_block_masks_the_rounded_share_of_its_response_tokens(sample, size):
+    """Never the prompt; each block has a gamma of its own, which weighs its masks by 1 / gamma."""
+    made = objective(block_size=size)
+    masked, weight = made.draw(sample)
+    gammas = noise.sample_rng(0, sample.index, noise.RATIOS).random(-(-len(sample) // size))
+    places = len(sample.prompt) + np.arange(len(sample.response))
+    for block, gamma in enumerate(gammas):
+        own = places // size == block
+        assert masked[own].sum() == round(gamma * own.sum())
+        kept = masked[own]
+        want = made.importance(sample)[own][kept] / gamma
+        assert weight[own][kept] == pytest.approx(want, rel=1e-12)
+
+
+def test_masks_of_a_block_are_drawn_uniformly():
+    """Over many samples each place of a block is masked equally often: five standard deviations."""
+    maskable, n = np.ones(6, dtype=bool), 6000
+    counts = np.zeros(6)
+    for i in range(n):
+        counts += noise.draw_counts(maskable, 6, np.array([0.34]), noise.sample_rng(0, i))
+    assert counts.sum() == 2 * n
+    assert np.abs(counts / n - 1 / 3).max() < 5 * (2 / 9 / n) ** 0.5
+
+
+@given(samples, sizes)
+def test_the_second_stream_is_the_text_with_each_blocks_masks_last(sample, size):
+    made = objective(block_size=size)
+    fed, length = made.streams(sample), len(sample)
+    clean = np.array(sample.prompt + sample.response)
+    mask_id = made.model.mask_id
+    assert fed.ids[:length].tolist() == clean.tolist()
+    assert fed.positions[:length].tolist() == list(range(length))
+    order, noisy = fed.positions[length:], fed.ids[length:]
+    hidden = noisy == mask_id
+    masked, _ = made.draw(sample)
+    assert sorted(order[hidden]) == (len(sample.prompt) + np.flatnonzero(masked)).tolist()
+    assert (noisy[~hidden] == clean[order[~hidden]]).all()
+    for start in range(0, length, size):
+        part = slice(start, min(start + size, length))
+        assert sorted(order[part]) == list(range(part.start, part.stop))
+        observed = (~hidden[part]).sum()
+        assert not hidden[part][:observed].any()
+        assert (np.diff(order[part][:observed]) > 0).all()
+        assert (np.diff(order[part][observed:]) > 0).all()
+
+
+@given(st.lists(samples, min_size=1, max_size=3), sizes)
+def test_packed_streams_see_what_the_paper_allows_and_no_other_sample(packed, size):
+    """allow(q, k) = same stream, same block, k <= q; or k clean in an earlier block."""
+    row, start = [], 0
+    for sample in packed:
+        row.append(Placed(sample, start))
+        start += len(sample)
+    data = {"tasks": {"countdown": 1.0}, "row_length": start + 3, "rows": 1}
+    batch = objective(block_size=size, data=data).batch([row], slice(0, 1))
+    key = torch.arange(2 * start + 6)
+    ranges = batch.spans[0].long()  # [Q, K, 2]
+    seen = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(1)
+    allow = torch.zeros_like(seen)
+    for placed in row:
+        length = len(placed.sample)
+        at = torch.arange(2 * length)
+        stream, block = at // length, at % length // size
+        own = (stream[:, None] == stream) & (block[:, None] == block) & (at <= at[:, None])
+        earlier = (stream == 0) & (block < block[:, None])
+        part = slice(2 * placed.start, 2 * placed.start + 2 * length)
+        allow[part, part] = own | earlier
+    assert torch.equal(seen, allow)
+
+
+def written_out(made: WeDLM, row: list[Sample]) -> float:
+    """The loss from the formulas: each sample alone, x_t in the order of the text, a dense mask."""
+    model, config = made.model, made.config
+    (size,) = config.block_shares
+    recover = follow = weights = tokens = 0.0
+    for sample in row:
+        length, prompt = len(sample), len(sample.prompt)
+        clean = torch.tensor(sample.prompt + sample.response)
+        masked, _ = made.draw(sample)
+        hidden = torch.tensor([False] * prompt + masked.tolist())
+        gammas = noise.sample_rng(config.seed, sample.index, noise.RATIOS).random(length)
+        at = torch.arange(length)
+        block = at // size
+        allow = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
+        allow[:length, :length] = at <= at[:, None]
+        allow[length:, :length] = block < block[:, None]
+        allow[length:, length:] = (block[:, None] == block) & streaming_mask((~hidden).tolist())
+        x_t = torch.where(hidden, torch.tensor(model.mask_id), clean)
+        logits = model.forward(
+            torch.cat((clean, x_t))[None], _Dense(allow), torch.cat((at, at))[None]
+        )[0]
+        for j in range(prompt, length):
+            counts = 1.0 if j - prompt < sample.answer else config.data.tail_weight
+            tokens += counts
+            follow += counts * F.cross_entropy(logits[j - 1], clean[j]).item()
+            if hidden[j]:
+                weight = counts / gammas[j // size]
+                weights += weight
+                recover += weight * F.cross_entropy(logits[length + j], clean[j]).item()
+    divisor = weights if config.wedlm.weights == "code" else tokens
+    ar = config.wedlm.ar_weight
+    return (recover / divisor + ar * follow / tokens) / (1 + ar)
+
+
+@pytest.mark.parametrize("weights", ["paper", "code"])
+@pytest.mark.parametrize("ar_weight", [0.0, 1.0, 0.5])
+def test_the_loss_is_the_written_out_one(weights, ar_weight):
+    row = [made_up(3, 7, 20), made_up(4, 12, 9), made_up(5, 1, 5)]
+    data = {"tasks": {"countdown": 1.0}, "row_length": 60, "rows": 2, "tail_weight": 0.25}
+    made = objective(data=data, wedlm={"weights": weights, "ar_weight": ar_weight})
+    rows = [[Placed(row[0], 0), Placed(row[1], len(row[0]))], [Placed(row[2], 0)]]
+    with torch.no_grad():
+        whole = made(made.batch(rows, slice(0, 2))).item()
+        halves = [made(made.batch(rows, slice(i, i + 1))).item() for i in (0, 1)]
+        assert whole == pytest.approx(written_out(made, row), rel=1e-5)
+    assert sum(halves) == pytest.approx(whole, rel=1e-5), "processes share one normaliser"
+
+
+def test_noise_depends_on_seed_and_sample_index_alone():
+    sample, made = made_up(7, 5, 20), objective()
+    first, _ = made.draw(sample)
+    made.draw(made_up(8, 5, 20))
+    assert (made.draw(sample)[0] == first).all()
+    assert (objective(seed=1).draw(sample)[0] != first).any()
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory) -> Path:
+    """A small autoregressive model with the tasks' tokenizer."""
+    folder = tmp_path_factory.mktemp("causal") / "model"
+    save_model(fresh_model("causal"), folder, dtype=torch.float32, objective="next_token")
+    return folder
+
+
+def curve(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "log.jsonl").open()]
+
+
+def test_a_few_steps_lower_the_loss(tmp_path):
+    train(settings(tmp_path, steps=40, optimizer={"lr": 0.01, "warmup": 2}, save_every=40))
+    losses = curve(tmp_path)
+    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, causal, adapter):
+    changes = {"init": str(causal), "wedlm": {"adapter": adapter}}
+    train(settings(tmp_path / "whole", **changes))
+    for _ in range(3):
+        train(settings(tmp_path / "killed", **changes), stop_after=3)
+    whole, killed = (
+        load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "killed")
+    )
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert curve(tmp_path / "whole") == curve(tmp_path / "killed")
+
+
+def test_the_result_of_an_autoregressive_model_decodes_both_ways(tmp_path, causal):
+    """A Llama stays a Llama; the contract says what it is now; verified streaming gives what
+    autoregressive decoding of the same model gives."""
+    train(settings(tmp_path, init=str(causal), steps=2))
+    model = d2f.load(tmp_path / "model", device="cpu")
+    assert type(model.backbone).__name__ == "LlamaForCausalLM"
+    contract = model.contract
+    assert (contract.family, contract.logit_shift, contract.prompt_rule) == ("wedlm", 0, "causal")
+    assert (contract.objective, contract.block_size) == ("wedlm", 8)
+    assert contract.mask_id == model.tokenizer.mask_token_id
+    prompts = [[5, 9, 20], [7, 30, 31, 40]]
+    plain = decode.generate(model, prompts, decode.Autoregressive(max_new_tokens=12))
+    sure = decode.generate(model, prompts, decode.WeDLM(8, max_new_tokens=12, verify="ar"))
+    assert [r.tokens for r in sure] == [r.tokens for r in plain]
+    streamed = decode.generate(model, prompts, decode.WeDLM(8, max_new_tokens=12))
+    assert all(1 <= r.forwards <= 12 for r in streamed)
+
+
+def test_the_adapter_on_its_base_is_the_merged_model(tmp_path, causal):
+    train(settings(tmp_path, init=str(causal), wedlm={"adapter": True}, steps=2))
+    merged = d2f.load(tmp_path / "model", device="cpu")
+    on_base = d2f.load(causal, family="wedlm", adapter=tmp_path / "adapter", device="cpu")
+    assert on_base.contract.objective == "wedlm"
+    assert on_base.contract.base == causal.name
+    ids = torch.randint(4, 200, (1, 12))
+    with torch.no_grad():
+        ours, theirs = (m.forward(ids, d2f.spans.causal(12)) for m in (merged, on_base))
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_what_is_not_causal_or_has_no_mask_token_is_refused(tmp_path, causal):
+    with pytest.raises(InputError, match="trains the family wedlm, got llada"):
+        train(settings(tmp_path / "a", family="llada"))
+    with pytest.raises(InputError, match="needs a family with a mask, got causal"):
+        train(settings(tmp_path / "b", init=str(causal), family=None))
+    model = fresh_model("causal")
+    model.tokenizer = type(model.tokenizer).from_pretrained(causal)
+    model.tokenizer.mask_token = None
+    with pytest.raises(CheckpointError, match="wedlm needs a tokenizer with a mask token"):
+        convert(model, "wedlm")
+    with pytest.raises(CheckpointError, match="RoPE is of another precision"):
+        convert(fresh_model("llada"), "wedlm")
+    with pytest.raises(InputError, match=r"wedlm\.adapter needs init"):
+        settings(wedlm={"adapter": True})
+
+
+def test_a_mask_id_beyond_the_weights_is_refused(causal):
+    model = fresh_model("causal")
+    model.tokenizer = type(model.tokenizer).from_pretrained(causal)
+    model.tokenizer.add_special_tokens({"mask_token": "<|new mask|>"})
+    assert model.tokenizer.mask_token_id == model.vocab_size
+    with pytest.raises(CheckpointError, match="mask id must lie in the vocabulary"):
+        convert(model, "wedlm")
+
+
+def test_the_shipped_configuration_is_valid():
+    config = read_config(ROOT / "configs" / "tiny-wedlm.yaml")
+    assert (config.objective, config.init, config.family) == ("wedlm", "tiny-ar", "wedlm")
+    assert issubclass(WeDLM, Objective)
