@@ -120,12 +120,12 @@ def test_a_compiled_model_has_its_adapter_merged(tmp_path, capsys):
     assert "--compile needs a merged adapter" in capsys.readouterr().err
 
 
-def test_without_a_compiler_the_error_says_what_is_missing(monkeypatch):
+def test_without_a_compiler_the_error_says_what_is_missing():
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     model = fresh_model("llada", seed=1)
-    with fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
+    lacking = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
         model.compile()
     assert not model.is_compiled
