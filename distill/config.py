@@ -184,6 +184,8 @@ class TrainConfig(Section):
             raise ValueError(
                 f"objective {self.objective} trains no adapter: leave out init_adapter"
             )
+        if self.objective == "wino_plus" and len(self.block_shares) > 1:
+            raise ValueError("objective wino_plus takes one block_size, that of its rollouts")
         if self.objective == "wino_plus" and self.data.file is None:
             raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
         if self.model is not None and self.family is None:

@@ -200,10 +200,11 @@ class WinoPlusObjective(Objective):
                     f"{file}, line {number}: ids must lie below {model.vocab_size} and not be the "
                     f"mask id {model.mask_id}, got {(wrong or [model.mask_id])[0]}"
                 )
-            if settings.mask == "block_causal" and rollout.block_size != self.config.block_size:
+            size = next(iter(self.config.block_shares))
+            if settings.mask == "block_causal" and rollout.block_size != size:
                 raise InputError(
                     f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
-                    f"expected those of block_size, {self.config.block_size}"
+                    f"expected those of block_size, {size}"
                 )
 
 

@@ -20,7 +20,7 @@ import decode
 from d2f import noise
 from d2f.errors import CheckpointError, InputError
 from d2f.export import convert, save_model
-from decode.reference import _Dense
+from decode.reference import DensePlan
 from decode.references.wedlm import streaming_mask
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Placed, Sample
@@ -159,7 +159,7 @@ def written_out(made: WeDLM, row: list[Sample]) -> float:
         allow[length:, length:] = (block[:, None] == block) & streaming_mask((~hidden).tolist())
         x_t = torch.where(hidden, torch.tensor(model.mask_id), clean)
         logits = model.forward(
-            torch.cat((clean, x_t))[None], _Dense(allow), torch.cat((at, at))[None]
+            torch.cat((clean, x_t))[None], DensePlan(allow), torch.cat((at, at))[None]
         )[0]
         for j in range(prompt, length):
             counts = 1.0 if j - prompt < sample.answer else config.data.tail_weight
@@ -269,7 +269,7 @@ def test_what_is_not_causal_or_has_no_mask_token_is_refused(tmp_path, causal):
         convert(model, "wedlm")
     with pytest.raises(CheckpointError, match="RoPE is of another precision"):
         convert(fresh_model("llada"), "wedlm")
-    with pytest.raises(InputError, match=r"wedlm\.adapter needs init"):
+    with pytest.raises(InputError, match="objective wedlm needs init"):
         settings(wedlm={"adapter": True})
 
 
