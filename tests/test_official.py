@@ -147,7 +147,8 @@ def test_the_card_tells_other_data_apart(tmp_path):
     save_model(random_model("llada"), base, dtype=torch.float32)
     hashes = set()
     for i, answer in enumerate("5556"):
-        data.write_text(json.dumps({"prompt": "2+3?", "response": answer}) + "\n")
+        pairs = [{"prompt": "2+3?", "response": answer}, {"prompt": "4-1?", "response": "3"}]
+        data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         values = {"file": str(data), "row_length": 48, "rows": 2}
         seed = 1 if i == 1 else 0
         train(settings(tmp_path / f"run{i}", init=str(base), data=values, steps=1, seed=seed))
