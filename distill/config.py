@@ -101,6 +101,10 @@ class TrainConfig(Section):
     noise: Noise = Noise()
     lora: Lora = Lora()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    base_dtype: Literal["float32", "bfloat16"] = "float32"  # d2f: of the frozen weights
+    quantize: Literal["none", "4bit"] = "none"  # d2f: of the frozen weights (QLoRA)
+    gradient_checkpointing: bool = False  # compute each layer again in the backward pass
+    gradient_accumulation: Positive = 1  # parts that a process feeds its rows of a step in
     # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     save_every: Positive = 200
@@ -116,6 +120,16 @@ class TrainConfig(Section):
             raise ValueError("exactly one of init and model must be given")
         if self.objective == "d2f" and self.init is None:
             raise ValueError("objective d2f needs init: the model that is teacher and base")
+        if self.objective != "d2f" and (self.quantize, self.base_dtype) != ("none", "float32"):
+            raise ValueError(
+                f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "
+                "them all, in float32"
+            )
+        if self.objective == "d2f" and self.block_size > self.data.row_length:
+            raise ValueError(
+                f"block_size must not exceed data.row_length {self.data.row_length}, "
+                f"got {self.block_size}"
+            )
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
         if self.noise.low > self.noise.high:

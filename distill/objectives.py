@@ -15,6 +15,7 @@ from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, lay_out
 from distill.losses import weighted_cross_entropy
+from distill.sharded import whole
 from triton_kernels.masked_kl import masked_linear_kl
 
 Rows = list[list[Placed]]
@@ -51,6 +52,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.network = model.adapter or model.backbone
+        self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
         self.attention: Way | None = None  # None: as decoding chooses
 
@@ -217,16 +219,19 @@ class D2F(Objective):
         return own, torch.stack(full)
 
     def forward(self, batch: Batch) -> Tensor:
-        student = self.read(batch, batch.spans)
         if self.config.distill_target == "hard":
+            student = self.read(batch, batch.spans)
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
         assert batch.teacher_spans is not None
         training = self.network.training
         self.network.eval()
+        # The teacher comes first: the adapter is off and on again before the student's graph is
+        # built, so that no wrapper that shards weights sees it change in between.
         with torch.no_grad(), self.model.adapter_disabled():
             teacher = self.read(batch, batch.teacher_spans)
         self.network.train(training)
-        head = self.model.backbone.lm_head.weight
+        student = self.read(batch, batch.spans)
+        head = whole(self.model.backbone.lm_head.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
 
 
