@@ -71,6 +71,8 @@ setup(
         "eval": ["datasets>=4.0"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
+        "4bit": ["bitsandbytes>=0.48"],
+        "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
             "datasets>=4.0",

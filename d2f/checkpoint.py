@@ -30,6 +30,7 @@ from d2f.contract import Contract
 from d2f.errors import CheckpointError, InputError
 from d2f.families import Family, family_of, get_family
 from d2f.model import DiffusionModel
+from d2f.quantize import four_bits
 
 _DTYPES = {
     "float32": torch.float32,
@@ -53,32 +54,34 @@ def load(
     family: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    quantize: bool = False,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
 
     name_or_path: a folder, a hub name, or the name of a model that ships with this package
     (`d2f.models.names()`). adapter: folder or hub name of a LoRA adapter, official or of this
     project. family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU,
-    bf16 elsewhere. device: default CUDA where there is one.
+    bf16 elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
+    fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base.
     """
     from d2f.models import resolve
 
-    place = str(folder_of(resolve(str(name_or_path))))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
     raw = _read_config(place)
     contract = Contract.load(Path(place))
     chosen = get_family(
         family or (contract.family if contract else family_of(raw.get("model_type")).name)
     )
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where))
+    backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
     tokenizer = load_tokenizer(place)
     if contract is None or contract.family != chosen.name:
         contract = _derive_contract(chosen, raw, backbone.config, tokenizer)
     _check_ids(place, contract, backbone.config.vocab_size)
-    model = DiffusionModel(backbone.to(where).eval(), contract, tokenizer=tokenizer, path=place)
+    model = DiffusionModel(backbone.eval(), contract, tokenizer=tokenizer, path=place)
     if adapter is not None:
         from d2f.adapters import attach
 
@@ -86,15 +89,17 @@ def load(
     return model
 
 
-def folder_of(place: str) -> Path:
-    """The folder that `place` names, fetched from the hub where it is not one here.
+def folder_of(place: str, *, weights: bool = True) -> Path:
+    """The folder that `place` names, fetched from the hub where it is not one here; without
+    `weights` all but the weight files.
 
     Raises CheckpointError where there is neither.
     """
     if Path(place).is_dir():
         return Path(place)
     try:
-        return Path(snapshot_download(place, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+        ignored = ["*.bin", "*.pth", "*.gguf", *([] if weights else ["*.safetensors"])]
+        return Path(snapshot_download(place, ignore_patterns=ignored))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
 
@@ -125,13 +130,26 @@ def _read_config(place: str) -> dict[str, Any]:
     return raw
 
 
-def _load_backbone(place: str, family: Family, raw: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def _load_backbone(
+    place: str,
+    family: Family,
+    raw: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: bool,
+) -> Any:
     try:
         config = family.make_config(raw)
     except (CheckpointError, StrictDataclassError) as error:
         raise CheckpointError(f"{place}: {error}") from error
     if config.model_type not in MODEL_CLASSES:
         raise CheckpointError(f"{place}: no model class for {config.model_type!r}")
+    if device.type == "meta":
+        with device:
+            return MODEL_CLASSES[config.model_type]._from_config(
+                config, attn_implementation=attention.NAME, dtype=dtype
+            )
+    more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
     try:
         backbone, info = MODEL_CLASSES[config.model_type].from_pretrained(
             place,
@@ -141,13 +159,14 @@ def _load_backbone(place: str, family: Family, raw: Mapping[str, Any], dtype: to
             key_mapping=dict(family.key_mapping) or None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **more,
         )
     except SafetensorError as error:
         raise CheckpointError(f"{place}: a weight file is damaged or cut short: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{place}: weights cannot be read: {error}") from error
     _check_loaded(place, family, info)
-    return backbone
+    return backbone if quantize else backbone.to(device)
 
 
 def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:

@@ -160,6 +160,10 @@ class TrainConfig(Section):
     lora: Lora = Lora()
     wedlm: Wedlm = Wedlm()
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    base_dtype: Literal["float32", "bfloat16"] = "float32"  # of frozen weights
+    quantize: Literal["none", "4bit"] = "none"  # of frozen weights (QLoRA)
+    gradient_checkpointing: bool = False  # compute each layer again in the backward pass
+    gradient_accumulation: Positive = 1  # parts that a process feeds its rows of a step in
     # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     save_every: Positive = 200
@@ -188,6 +192,16 @@ class TrainConfig(Section):
             raise ValueError("objective wino_plus takes one block_size, that of its rollouts")
         if self.objective == "wino_plus" and self.data.file is None:
             raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
+        if not self.trains_adapter and (self.quantize, self.base_dtype) != ("none", "float32"):
+            raise ValueError(
+                f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "
+                "them all, in float32"
+            )
+        if self.block_causal and max(self.block_shares) > self.data.row_length:
+            raise ValueError(
+                f"block_size must not exceed data.row_length {self.data.row_length}, "
+                f"got {max(self.block_shares)}"
+            )
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
         if self.eval_every is not None and not (self.evaluation.tasks or self.data.tasks):

@@ -17,6 +17,7 @@ from d2f.states import read_states
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, lay_out, make_stream
 from distill.losses import weighted_cross_entropy
+from distill.sharded import whole
 from triton_kernels.masked_kl import masked_linear_kl
 
 Rows = list[list[Placed]]
@@ -53,6 +54,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.network = model.adapter or model.backbone
+        self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
         self.attention: Way | None = None  # None: as decoding chooses
 
@@ -255,11 +257,13 @@ class D2F(Objective):
         return own, full_spans(rows, length)
 
     def forward(self, batch: Batch) -> Tensor:
-        student = self.read(batch, batch.spans)
         if self.config.distill_target == "hard":
+            student = self.read(batch, batch.spans)
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
-        head = self.model.backbone.lm_head.weight
-        return masked_linear_kl(student, self.read_teacher(batch), head, batch.weight)
+        teacher = self.read_teacher(batch)  # before the student's graph, see there
+        student = self.read(batch, batch.spans)
+        head = whole(self.model.backbone.lm_head.weight)
+        return masked_linear_kl(student, teacher, head, batch.weight)
 
 
 def _wino_plus(model: DiffusionModel, config: TrainConfig) -> Objective:

@@ -23,12 +23,12 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
 from d2f.errors import InputError
 
 if TYPE_CHECKING:
-    from d2f.model import DiffusionModel
     from distill.config import TrainConfig
 
 
-def parse(arguments: list[str] | None = None) -> TrainConfig:
-    """The configuration that the command line asks for. Raises InputError."""
+def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
+    """The configuration that the command line asks for, and whether only to check it. Raises
+    InputError."""
     parser = argparse.ArgumentParser(
         prog="accelerate launch distill/train.py",
         description=__doc__,
@@ -36,58 +36,15 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
         epilog="Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4",
     )
     parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do not train: say what the run would need, fail on what would fail later",
+    )
     options, overrides = parser.parse_known_args(arguments)
     from distill.config import read_config
 
-    return read_config(options.config, overrides)
-
-
-def prepare_model(config: TrainConfig) -> DiffusionModel:
-    """The model to train, in fp32, with a LoRA for the objectives that train one."""
-    import torch
-
-    import d2f
-    from d2f.adapters import attach, new_lora
-    from d2f.export import build, convert
-    from d2f.official import check_official
-    from d2f.tasks.tokenizer import train_tokenizer
-
-    torch.manual_seed(config.seed)
-    if config.init is not None:
-        model = d2f.load(config.init, dtype=torch.float32, device="cpu")
-        model = convert(model, config.family or model.family)
-    else:
-        assert config.model is not None and config.family is not None
-        if config.tokenizer is None:
-            tokenizer: Any = train_tokenizer(1024)
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
-        model = build(config.family, tokenizer, **config.model.model_dump())
-    if model.tokenizer is None:
-        raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
-    if config.objective == "next_token" and model.is_diffusion:
-        raise InputError(f"objective next_token trains the family causal, got {model.family}")
-    if config.objective != "next_token" and not model.is_diffusion:
-        raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
-    if config.objective == "wedlm" and model.contract.prompt_rule != "causal":
-        raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
-    if config.noise.causal_share > 0 and model.logit_shift != 1:
-        raise InputError(
-            "noise.causal_share needs a family whose row p-1 predicts position p, "
-            f"got {model.family}"
-        )
-    if config.export_official:
-        check_official(model)
-    if config.trains_adapter:
-        model.backbone.requires_grad_(False)
-        lora = config.lora
-        if config.init_adapter is None:
-            new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
-        else:
-            attach(model, config.init_adapter, trainable=True)
-    return model
+    return read_config(options.config, overrides), options.check
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -107,7 +64,8 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     """Run the training and export its result; the folder of the result.
 
-    stop_after: end after that many steps of this call, as a killed run would.
+    stop_after: end after that many steps of this call, as a killed run would. SIGTERM saves a
+    checkpoint at the end of the step and returns. Raises NonFiniteLossError, InputError.
     """
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     import torch
@@ -115,28 +73,30 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     from accelerate.utils import broadcast_object_list
     from tqdm import tqdm
 
-    from distill import checkpoints
+    from distill import checkpoints, sharded
     from distill.attention import attention_dtype, check_attention, choose_attention
     from distill.card import card
     from distill.data import fill_rows
     from distill.evaluation import Evaluator
     from distill.export import export
     from distill.objectives import OBJECTIVES
+    from distill.start import prepare_model
+    from distill.watch import FiniteWatch, StopRequest
 
     output = Path(config.output)
     refuse_another_run(config, output)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
+        gradient_accumulation_steps=config.gradient_accumulation,
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=output,
     )
     check_attention(config.attention, accelerator.device)
-    if config.data.rows % accelerator.num_processes:
-        raise InputError(
-            f"data.rows must be a multiple of the {accelerator.num_processes} processes, "
-            f"got {config.data.rows}"
-        )
-    model = prepare_model(config)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    parts = config.gradient_accumulation
+    share = rows_at_once(config, world)
+    quantized = config.quantize != "none"
+    model = prepare_model(config, accelerator.device if quantized else "cpu")
     objective = OBJECTIVES[config.objective](model, config)
     objective.train()
     stream = objective.stream()
@@ -150,89 +110,130 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         fused=True,
     )
     evaluator = Evaluator(model, config, accelerator) if config.eval_every else None
-    wrapped, optimizer = accelerator.prepare(objective, optimizer)
+    sharded.settle(accelerator, rows=share, clip=settings.clip)
+    wrapped, optimizer = sharded.prepare(accelerator, objective, optimizer)
     trainable = checkpoints.trainable(objective)
 
-    first_step, sample = 0, 0
+    done, sample = 0, 0
     saved = checkpoints.newest(output / "checkpoints")
     if saved is not None:
-        first_step, sample = saved["step"], saved["sample"]
-        with torch.no_grad():
-            for name, value in saved["weights"].items():
-                trainable[name].copy_(value)
-        optimizer.load_state_dict(saved["optimizer"])
-        torch.set_rng_state(saved["rng"])
+        done, sample = saved["step"], saved["sample"]
+        sharded.write_state(accelerator, trainable, optimizer, saved)
     if accelerator.is_main_process:
         if stream.report() is not None:
             print(f"data: {stream.report()}")
         output.mkdir(parents=True, exist_ok=True)
         config.save(output / "config.yaml")
-        _keep_lines(output / "log.jsonl", first_step)
+        _keep_lines(output / "log.jsonl", done)
     if config.tracker != "none":
         accelerator.init_trackers("d2f", config=_flat(config.model_dump(mode="json")))
 
-    rank, world = accelerator.process_index, accelerator.num_processes
-    share = config.data.rows // world
-    mine = slice(rank * share, (rank + 1) * share)
     bar = tqdm(
         total=config.steps,
-        initial=first_step,
+        initial=done,
         disable=not accelerator.is_main_process or not sys.stderr.isatty(),
     )
     began = time.time()
     log = (output / "log.jsonl").open("a") if accelerator.is_main_process else None
-    last = config.steps if stop_after is None else min(config.steps, first_step + stop_after)
-    for step in range(first_step, last):
-        rows, sample = fill_rows(stream, sample)
-        batch = objective.batch(rows, mine).to(accelerator.device)
-        if objective.attention is None:
-            chosen: list[Any] = [None]  # by one process for all
-            if accelerator.is_main_process:
-                dtype = attention_dtype(accelerator)
-                chosen[0] = choose_attention(config.attention, model, batch.spans, dtype, output)
-            objective.attention = broadcast_object_list(chosen)[0]
-        rate = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = wrapped(batch)
-        accelerator.backward(loss * world)  # processes average gradients; the loss is a sum
-        norm = accelerator.clip_grad_norm_(list(trainable.values()), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        bar.update()
-        done = step + 1
-        due = evaluator is not None and evaluator.due(done)
-        if due or done % config.log_every == 0 or done == config.steps:
-            total = accelerator.reduce(loss.detach(), "sum").item()
-            if total != total:
-                raise FloatingPointError(f"the loss is NaN at step {done}; nothing was saved of it")
-            values: dict[str, Any] = {"loss": total, "lr": rate, "grad_norm": float(norm)}
-            values["samples"] = sample
-            values.update(stream.counts())
-            if evaluator is not None and due and accelerator.is_main_process:
-                values |= evaluator.run(done)
-            accelerator.log(values, step=done)
-            bar.set_postfix(loss=f"{total:.4f}")
-            if log is not None:
-                line = {"step": done, **values, "seconds": round(time.time() - began, 1)}
-                log.write(json.dumps(line) + "\n")
-                log.flush()
-        if (done % config.save_every == 0 or done == last) and accelerator.is_main_process:
-            state = {
-                "step": done,
-                "sample": sample,
-                "weights": {k: v.detach().cpu() for k, v in trainable.items()},
-                "optimizer": optimizer.state_dict(),
-                "rng": torch.get_rng_state(),
-            }
-            checkpoints.save(output / "checkpoints", done, state, config.keep)
+    last = config.steps if stop_after is None else min(config.steps, done + stop_after)
+    watch, stop, stopped = FiniteWatch(accelerator), StopRequest(world), False
+    with stop.listening():
+        while done < last and not stopped:
+            rows, following = fill_rows(stream, sample)
+            rate = learning_rate(config, done)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss = torch.zeros((), device=accelerator.device)
+            for part in range(parts):
+                first = (rank * parts + part) * share
+                batch = objective.batch(rows, slice(first, first + share)).to(accelerator.device)
+                if objective.attention is None:
+                    chosen: list[Any] = [None]  # by one process for all
+                    if accelerator.is_main_process:
+                        dtype = attention_dtype(accelerator)
+                        chosen[0] = choose_attention(
+                            config.attention, model, batch.spans, dtype, output
+                        )
+                    objective.attention = broadcast_object_list(chosen)[0]
+                seed_dropout(config.seed, done, first)
+                with accelerator.accumulate(wrapped):
+                    with accelerator.autocast():
+                        part_loss = wrapped(batch)
+                    # Gradients are averaged over processes and parts; the loss is a sum.
+                    accelerator.backward(part_loss * (world * parts))
+                loss += part_loss.detach()
+            norm = accelerator.clip_grad_norm_(list(trainable.values()), settings.clip)
+            norm = sharded.as_norm(norm, accelerator.device)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            bar.update()
+            done, sample = done + 1, following
+            # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
+            seen = (loss,) if accelerator.scaler is not None else (loss, norm)
+            watch.see(done, [p.sample.index for row in rows for p in row], *seen)
+            stopped = stop.asked()
+            due = evaluator is not None and evaluator.due(done)
+            if due or done % config.log_every == 0 or done == config.steps:
+                watch.check()
+                total = accelerator.reduce(loss, "sum").item()
+                values: dict[str, Any] = {"loss": total, "lr": rate, "grad_norm": float(norm)}
+                values["samples"] = sample
+                values.update(stream.counts())
+                if evaluator is not None and due and accelerator.is_main_process:
+                    values |= evaluator.run(done)
+                accelerator.log(values, step=done)
+                bar.set_postfix(loss=f"{total:.4f}")
+                if log is not None:
+                    line = {"step": done, **values, "seconds": round(time.time() - began, 1)}
+                    log.write(json.dumps(line) + "\n")
+                    log.flush()
+            if done % config.save_every == 0 or done == last or stopped:
+                watch.check()
+                state = sharded.read_state(accelerator, trainable, optimizer)
+                if accelerator.is_main_process:
+                    whole = {"step": done, "sample": sample, **state}
+                    checkpoints.save(output / "checkpoints", done, whole, config.keep)
     bar.close()
     if log is not None:
         log.close()
+    complete = done == config.steps
+    changed = sharded.is_sharded(accelerator) or quantized or config.base_dtype != "float32"
+    weights = sharded.read_weights(accelerator, trainable) if complete and changed else {}
     accelerator.end_training()
-    if accelerator.is_main_process and last == config.steps:
+    if not accelerator.is_main_process:
+        return output
+    if stopped and not complete:
+        print(f"stopped by SIGTERM after step {done}, which is saved: the same command goes on")
+    if complete:
+        if changed:  # export from the base as it was, in fp32
+            model = prepare_model(config, plain=True)
+            fresh = checkpoints.trainable(OBJECTIVES[config.objective](model, config))
+            with torch.no_grad():
+                for name, value in weights.items():
+                    fresh[name].copy_(value)
         export(model, config, output, card(config, stream, output / "log.jsonl"))
     return output
+
+
+def rows_at_once(config: TrainConfig, processes: int) -> int:
+    """Rows that a process feeds at once. Raises InputError."""
+    parts = config.gradient_accumulation
+    if config.data.rows % (processes * parts):
+        accumulated = f" x {parts} parts (gradient_accumulation)" if parts > 1 else ""
+        raise InputError(
+            f"data.rows must be a multiple of the {processes} processes{accumulated}, "
+            f"got {config.data.rows}"
+        )
+    return config.data.rows // (processes * parts)
+
+
+def seed_dropout(seed: int, step: int, row: int) -> None:
+    """Seed what a part of a step draws (dropout) from its first row: a resume, and as many parts in
+    another number of processes, draw the same."""
+    import numpy as np
+    import torch
+
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, row)).generate_state(1)[0]))
 
 
 def refuse_another_run(config: TrainConfig, output: Path) -> None:
@@ -245,6 +246,7 @@ def refuse_another_run(config: TrainConfig, output: Path) -> None:
     theirs = _flat(yaml.safe_load((output / "config.yaml").read_text()))
     ours = _flat(config.model_dump(mode="json"))
     free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official"}
+    free |= {"gradient_accumulation", "gradient_checkpointing"}  # the same sums, otherwise taken
     differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()
               if k not in free and theirs.get(k) != v]  # fmt: skip
     if differ:
@@ -277,8 +279,14 @@ def _keep_lines(log: Path, step: int) -> None:
 
 def main() -> None:
     try:
-        train(parse())
-    except InputError as error:
+        config, only_check = parse()
+        if only_check:
+            from distill.check import check
+
+            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+        else:
+            train(config)
+    except (InputError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -32,6 +32,7 @@ from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Sample, lay_out
 from distill.objectives import Batch, Objective, Rows, full_spans
+from distill.sharded import whole
 from distill.trajectories import State, StateStream, read_rollouts, tokenizer_hash
 from triton_kernels.masked_kl import masked_linear_kl
 
@@ -134,7 +135,7 @@ class WinoPlusObjective(Objective):
         if teacher is not None:
             teach = batch.later & ~defer
             weight = settings.kl_weight * _mean_weight(batch, teach)[teach]
-            head = self.model.backbone.lm_head.weight
+            head = whole(self.model.backbone.lm_head.weight)
             loss = loss + masked_linear_kl(student[teach], teacher[teach], head, weight)
         return loss
 

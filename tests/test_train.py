@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ from tiny import fresh_model, random_model
 import d2f
 from d2f.errors import CheckpointError, InputError
 from d2f.export import save_model
+from distill import checkpoints
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
 from distill.objectives import OBJECTIVES
 from distill.train import train
+from distill.watch import NonFiniteLossError, ranges
 
 ROOT = Path(__file__).parent.parent
 
@@ -279,3 +282,71 @@ def test_a_sample_longer_than_a_row_is_named(tmp_path):
     data = {"tasks": {"sudoku": 1.0}, "row_length": 30, "rows": 2}
     with pytest.raises(InputError, match="sample 0 has"):
         train(settings(tmp_path, data=data, steps=1))
+
+
+def spoil(monkeypatch, call: int, change) -> None:
+    """Change the loss of one forward of masked_diffusion."""
+    kind = OBJECTIVES["masked_diffusion"]
+    plain, calls = kind.forward, iter(range(1, 100))
+
+    def forward(self, batch):
+        loss = plain(self, batch)
+        return change(loss) if next(calls) == call else loss
+
+    monkeypatch.setattr(kind, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: loss * float("nan"),
+        lambda loss: loss * float("inf"),
+        lambda loss: loss + (loss * 0).sqrt(),  # a finite loss, a gradient that is not
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch, change):
+    """Found before the save at step 4 though nothing is logged; the samples of step 3 are named."""
+    config = settings(tmp_path, log_every=100)
+    spoil(monkeypatch, 3, change)
+    with pytest.raises(NonFiniteLossError, match=r"at step 3 \(samples") as caught:
+        train(config)
+    assert checkpoints.steps(tmp_path / "checkpoints") == [2]
+    before = checkpoints.newest(tmp_path / "checkpoints")["sample"]
+    indexes = re.search(r"samples (\d+)(?:-(\d+))?\)", str(caught.value))
+    assert indexes is not None and int(indexes[1]) == before
+    assert not (tmp_path / "model").exists()
+
+
+def test_sample_indexes_are_named_in_ranges():
+    assert ranges([9, 3, 4, 5]) == "3-5, 9"
+    assert ranges([7]) == "7"
+
+
+def test_gradient_checkpointing_and_parts_change_nothing(tmp_path, teacher):
+    """Recomputing has the same dropout; parts of a step add up to it."""
+    lora = {"r": 4, "alpha": 4, "dropout": 0.1}
+    for name, more in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
+        train(settings(tmp_path / name, "d2f", init=str(teacher), lora=lora, **more))
+    plain, recomputed = weights(tmp_path / "plain"), weights(tmp_path / "recomputed")
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    for name, parts in (("one", 1), ("two", 2)):
+        train(settings(tmp_path / name, gradient_accumulation=parts))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=2e-5)
+
+
+def test_a_bf16_base_trains_its_adapter_in_fp32_and_exports_from_the_whole_base(tmp_path, teacher):
+    config = settings(tmp_path, "d2f", init=str(teacher), base_dtype="bfloat16")
+    train(config)
+    saved = checkpoints.newest(tmp_path / "checkpoints")
+    assert {value.dtype for value in saved["weights"].values()} == {torch.float32}
+    assert all("lora_" in name for name in saved["weights"])
+    merged, base = weights(tmp_path), load_file(teacher / "model.safetensors")
+    untouched = [name for name in base if not name.endswith(("q_proj.weight", "k_proj.weight",
+                 "v_proj.weight", "o_proj.weight"))]  # fmt: skip
+    assert untouched and all(torch.equal(merged[name], base[name]) for name in untouched)
+    assert not torch.equal(
+        merged["model.layers.0.self_attn.q_proj.weight"],
+        base["model.layers.0.self_attn.q_proj.weight"],
+    )

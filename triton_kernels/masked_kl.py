@@ -63,7 +63,7 @@ def masked_linear_kl(
     """
     _check(student_hidden, teacher_hidden, head, weight, columns)
     if columns is None:
-        columns = max(_LEAST_COLUMNS, TILE_BYTES // 4 // max(1, 2 * len(weight)))
+        columns = tile_columns(len(weight))
     kind = student_hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -76,6 +76,11 @@ def masked_linear_kl(
         columns,
         use_kernel("masked_kl", student_hidden, kernel),
     )
+
+
+def tile_columns(rows: int) -> int:
+    """Tokens of the vocabulary in a tile of `rows` student rows and as many of the teacher."""
+    return max(_LEAST_COLUMNS, TILE_BYTES // 4 // max(1, 2 * rows))
 
 
 class _MaskedLinearKL(torch.autograd.Function):

@@ -41,17 +41,15 @@ def inspect(
 
     from distill.config import read_config
     from distill.data.inspection import show
-    from distill.data.stream import make_stream
     from distill.objectives import OBJECTIVES
-    from distill.train import prepare_model
+    from distill.start import prepare_model
 
     if options.samples < 1:
         raise InputError(f"--samples must be at least 1, got {options.samples}")
     config = read_config(options.config, overrides)
     model = prepare_model(config)
     objective = OBJECTIVES[config.objective](model, config)
-    stream = make_stream(config, model, tail=objective.tail)
-    show(console or Console(), stream, objective, options.samples)
+    show(console or Console(), objective.stream(), objective, options.samples)
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:

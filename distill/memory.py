@@ -1,0 +1,103 @@
+"""What a process of a training run needs of memory, estimated by part from shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from d2f.model import DiffusionModel
+from distill.config import TrainConfig
+from triton_kernels.masked_kl import tile_columns
+
+NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantised scales (QLoRA)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one process that holds the model whole (DDP, or alone).
+
+    activations: what the backward pass of one part of a step keeps, with and without gradient
+    checkpointing. loss: the logits that are there at once, with what is computed of them.
+    """
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    activations: int
+    activations_checkpointed: int
+    loss: int
+
+    def total(self, checkpointing: bool) -> int:
+        fixed = self.weights + self.adapter + self.gradients + self.optimizer + self.loss
+        return fixed + (self.activations_checkpointed if checkpointing else self.activations)
+
+
+def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int) -> Memory:
+    """Memory of feeding `tokens` at once, of which `reads` rows are read (masked tokens).
+
+    model: with its adapter, on the meta device or any other.
+    """
+    network = model.adapter or model.backbone
+    parameters = list(network.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    frozen = sum(p.numel() for p in parameters) - trained
+    kept = 2 if config.base_dtype == "bfloat16" else 4
+    adapted = config.trains_adapter
+    linear = sum(p.numel() for n, p in network.named_parameters() if _is_linear(n))
+    weights = frozen * kept if adapted else 4 * trained
+    if config.quantize == "4bit":
+        weights -= int(linear * (kept - NF4))
+    elif kept == 4 and config.mixed_precision != "no":
+        weights += 2 * linear  # autocast's copies
+    layer = layer_bytes(model, config) * tokens
+    layers = model.backbone.config.num_hidden_layers
+    inputs = kept * model.backbone.config.hidden_size * tokens  # of a layer
+    return Memory(
+        weights=weights,
+        adapter=4 * trained if adapted else 0,
+        gradients=4 * trained,
+        optimizer=8 * trained,
+        activations=layers * layer,
+        activations_checkpointed=layers * inputs + layer,
+        loss=_loss_bytes(model, config, reads),
+    )
+
+
+def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
+    """Bytes a token that one decoder layer keeps for its backward pass, without checkpointing, as
+    transformers' Llama and Qwen2 and PEFT's LoRA compute it; attention by a kernel that keeps
+    queries, keys, values and output, dropout by one that keeps a mask of bytes."""
+    shape = model.backbone.config
+    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
+    dim = getattr(shape, "head_dim", None) or hidden // heads
+    queries, keys = heads * dim, shape.num_key_value_heads * dim
+    autocast = config.mixed_precision != "no"
+    kept = 2 if config.base_dtype == "bfloat16" else 4
+    size = 2 if autocast else kept
+    attention = size * (2 * queries + 2 * keys)
+    norms = 2 * 4 * hidden  # each in fp32
+    mlp = size * 3 * inner  # gate, its SiLU, up
+    if not config.trains_adapter:  # every linear layer keeps its input
+        copies = 5 if autocast else 2  # q, k, v, gate and up cast their own
+        return attention + norms + mlp + size * (copies * hidden + inner) + 2 * kept * hidden
+    if config.lora.dropout:  # q, k, v and o each drop their own, and keep the mask
+        lora = (size if autocast else 4) * (3 * hidden + queries) + 3 * hidden + queries
+    elif autocast:
+        lora = size * 3 * hidden
+    else:
+        lora = kept * hidden
+    return attention + norms + mlp + lora + 4 * size * config.lora.r
+
+
+def _is_linear(name: str) -> bool:
+    """Whether a parameter is a layer's own matrix (of attention or MLP)."""
+    return name.endswith(("_proj.base_layer.weight", "_proj.weight"))
+
+
+def _loss_bytes(model: DiffusionModel, config: TrainConfig, reads: int) -> int:
+    """Logits as the head gives them, in fp32, and one fp32 tensor computed of them."""
+    size = 4 if config.mixed_precision == "no" else 2
+    if config.objective == "d2f" and config.distill_target == "soft":
+        columns = min(model.vocab_size, tile_columns(reads))
+        return 2 * reads * columns * (size + 8)
+    return reads * model.vocab_size * (size + 8)

@@ -1,0 +1,85 @@
+"""The model that a run begins with, and what of it cannot be trained as the configuration asks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+import d2f
+from d2f.adapters import attach, new_lora
+from d2f.errors import InputError
+from d2f.export import build, convert
+from d2f.families import FAMILIES
+from d2f.model import DiffusionModel
+from d2f.official import check_official
+from d2f.tasks.tokenizer import train_tokenizer
+from distill.config import TrainConfig
+
+
+def prepare_model(
+    config: TrainConfig, device: torch.device | str = "cpu", *, plain: bool = False
+) -> DiffusionModel:
+    """The model to train, with a LoRA where the objective trains one. What is trained is in fp32.
+
+    device: ``meta`` gives shapes without weights; a 4-bit base is loaded onto it. plain: the base
+    in fp32 and not quantised, whatever the configuration says (to merge the adapter into).
+    Raises InputError where objective, family and model do not go together.
+    """
+    torch.manual_seed(config.seed)
+    device = torch.device(device)
+    place = device if device.type == "meta" else contextlib.nullcontext()
+    if config.init is not None:
+        dtype = torch.float32 if plain else getattr(torch, config.base_dtype)
+        quantize = config.quantize == "4bit" and not plain and device.type != "meta"
+        model = d2f.load(config.init, dtype=dtype, device=device, quantize=quantize)
+        with place:
+            model = convert(model, config.family or model.family)
+    else:
+        assert config.model is not None and config.family is not None
+        if config.tokenizer is None:
+            tokenizer: Any = train_tokenizer(1024)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        with place:
+            model = build(config.family, tokenizer, **config.model.model_dump())
+    check_fits(model, config)
+    if config.trains_adapter:
+        model.backbone.requires_grad_(False)
+        lora = config.lora
+        if config.init_adapter is not None and device.type != "meta":
+            attach(model, config.init_adapter, trainable=True)
+        else:
+            with place:
+                new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
+    if config.gradient_checkpointing:
+        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def check_fits(model: DiffusionModel, config: TrainConfig) -> None:
+    """Raise InputError where objective, family and model do not go together."""
+    if model.tokenizer is None:
+        raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
+    if config.objective == "next_token" and model.is_diffusion:
+        raise InputError(f"objective next_token trains the family causal, got {model.family}")
+    if config.objective != "next_token" and not model.is_diffusion:
+        raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+    if config.objective == "d2f" and FAMILIES[model.family].prompt_rule != "bidirectional":
+        raise InputError(
+            "objective d2f needs a teacher that sees everything (families "
+            f"{', '.join(n for n, f in FAMILIES.items() if f.prompt_rule == 'bidirectional')}), "
+            f"got {model.family}"
+        )
+    if config.objective == "wedlm" and model.contract.prompt_rule != "causal":
+        raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
+    if config.export_official:
+        check_official(model)
+    if config.noise.causal_share > 0 and model.logit_shift != 1:
+        raise InputError(
+            "noise.causal_share needs a family whose row p-1 predicts position p, "
+            f"got {model.family}"
+        )

@@ -1,0 +1,244 @@
+"""`--check`: what a run would need, from shapes alone; what would fail later fails here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import settings
+from tiny import fresh_model, random_model, tokenizer
+
+import d2f
+from d2f import quantize
+from d2f.errors import InputError
+from d2f.export import save_model
+from distill import train as train_module
+from distill.check import check
+from distill.config import read_config
+from distill.data import Stream, fill_rows
+from distill.memory import layer_bytes
+from distill.objectives import OBJECTIVES
+from distill.start import prepare_model
+from distill.train import train
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = {
+    "llada-8b-d2f": ("llada-8b", 8_015_581_184, 32 * 4 * 2 * 4096 * 32),
+    "llada-1.5-d2f": ("llada-8b", 8_015_581_184, 32 * 4 * 2 * 4096 * 32),
+    "dream-7b-d2f": ("dream-7b", 7_615_616_512, 28 * 32 * (2 * 2 * 3584 + 2 * (3584 + 512))),
+    "dream-7b-instruct-d2f": ("dream-7b", 7_615_616_512, None),
+    "diffucoder-7b-d2f": ("dream-7b", 7_615_616_512, None),
+}
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    path = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"{i}+3?", "response": "5" * (1 + i % 7)} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def folder(tmp_path: Path, shape: str) -> Path:
+    """A checkpoint without weights: a published config.json, and a tokenizer."""
+    place = tmp_path / shape
+    place.mkdir()
+    shutil.copy(ROOT / "tests" / "published" / shape / "config.json", place)
+    tokenizer().save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
+    shape, parameters, trained = PUBLISHED[name]
+    changes = {"init": folder(tmp_path, shape), "data.file": pairs, "output": tmp_path / "run"}
+    words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    config = read_config(ROOT / "configs" / f"{name}.yaml", words)
+    report = check(config, processes=8)
+    assert report.parameters - report.trained == parameters
+    if trained is not None:
+        assert report.trained == trained
+    assert report.rows_at_once == 1 and report.tokens_per_step == 40 * 512
+    assert report.memory.weights == 2 * parameters
+    assert report.memory.optimizer == 8 * report.trained
+    assert report.memory.activations > 5 * report.memory.activations_checkpointed
+    assert not (tmp_path / "run").exists()
+    text = str(report)
+    assert f"{report.trained:,} trained" in text and "40 samples, 1 steps an epoch" in text
+
+
+def test_a_4_bit_base_is_about_a_quarter(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(quantize, "_is_installed", lambda: True)
+    changes = ["--init", str(folder(tmp_path, "llada-8b")), "--data.file", str(pairs)]
+    config = read_config(ROOT / "configs" / "llada-8b-d2f.yaml", [*changes, "--quantize", "4bit"])
+    memory = check(config, processes=8).memory
+    embeddings = 2 * 2 * 126464 * 4096  # and the head, which stay as they are
+    assert memory.weights == pytest.approx(embeddings + 0.516 * 6.979e9, rel=0.01)
+
+
+def test_meta_loads_what_is_there_without_reading_weights(tmp_path):
+    save_model(random_model("dream"), tmp_path, dtype=torch.float32)
+    whole = d2f.load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    shapes = d2f.load(tmp_path, device="meta")
+    assert shapes.contract == whole.contract
+    assert all(p.is_meta for p in shapes.backbone.parameters())
+    named = {name: p.shape for name, p in shapes.backbone.named_parameters()}
+    assert named == {name: p.shape for name, p in whole.backbone.named_parameters()}
+
+
+@pytest.mark.parametrize("objective", ["d2f", "masked_diffusion"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_estimate_of_activations_is_what_autograd_keeps(
+    tmp_path, objective, dropout, precision
+):
+    """Counted on one layer: bytes of a two-layer model's saved tensors less those of a one-layer
+    model's, each storage once. Left out are weights with autocast's copies of them, and what only a
+    CPU keeps: attention's mask, and dropout's mask in fp32, which is counted as bytes."""
+    counted = []
+    for layers in (1, 2):
+        shape = {
+            "hidden_size": 64, "intermediate_size": 160, "layers": layers, "heads": 4,
+            "kv_heads": 4, "context_length": 128,
+        }  # fmt: skip
+        config = settings(
+            tmp_path, "masked_diffusion", model=shape, lora={"dropout": dropout},
+            mixed_precision=precision,
+        )  # fmt: skip
+        model = prepare_model(config)
+        if objective == "d2f":
+            from d2f.adapters import new_lora
+
+            model.backbone.requires_grad_(False)
+            new_lora(model, r=config.lora.r, alpha=32, dropout=dropout)
+            config = config.model_copy(update={"objective": "d2f"})
+        made = OBJECTIVES[objective](model, config).train()
+        stream = Stream(config.data, model.tokenizer, model.end_ids[0], 0, made.tail)
+        batch = made.batch(fill_rows(stream, 0)[0], slice(0, 2))
+        weights = {tuple(p.shape) for p in made.parameters()}
+        weights |= {shape[::-1] for shape in weights}
+        kept: dict[int, int] = {}
+        held = []
+
+        def pack(tensor, weights=weights, kept=kept, held=held):
+            if tuple(tensor.shape) in weights or tensor.shape[-2:] == (96, 96):
+                return tensor
+            held.append(tensor)  # so that no address comes twice
+            storage = tensor.untyped_storage()
+            is_mask = tensor.numel() > 1000 and len(tensor.unique()) == 2
+            kept[storage.data_ptr()] = tensor.numel() if is_mask else storage.nbytes()
+            return tensor
+
+        saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"), saved:
+            made.read(batch, batch.spans)
+        counted.append(sum(kept.values()))
+    tokens = batch.input_ids.numel()
+    measured = (counted[1] - counted[0]) / tokens
+    assert layer_bytes(model, config) == pytest.approx(measured, rel=0.15)
+
+
+def test_generated_data_has_no_end_and_the_parts_add_up(tmp_path):
+    report = check(settings(tmp_path, gradient_accumulation=2))
+    assert report.steps_per_epoch is None and "has no end" in str(report)
+    memory = report.memory
+    assert memory.total(False) - memory.total(True) == (
+        memory.activations - memory.activations_checkpointed
+    )
+    assert memory.adapter == 0 and memory.gradients == memory.weights == 4 * report.trained
+    assert 0 < report.filled <= 1 and report.rows_at_once == 1
+
+
+def test_the_steps_of_an_epoch_are_those_that_training_takes(tmp_path, pairs):
+    config = settings(tmp_path, data={"file": str(pairs), "row_length": 48, "rows": 2})
+    report = check(config)
+    model = prepare_model(config)
+    stream = Stream(config.data, model.tokenizer, model.end_ids[0], 0, True)
+    sample, steps = 0, 0
+    while sample < 40:
+        sample, steps = fill_rows(stream, sample)[1], steps + 1
+    assert (report.samples_per_epoch, report.steps_per_epoch) == (40, steps)
+
+
+def other_run(tmp_path: Path) -> None:
+    train(settings(tmp_path / "run"), stop_after=1)
+
+
+def broken(tmp_path: Path) -> str:
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "response": "b"}\n{"prompt": 1}\n')
+    return str(tmp_path / "broken.jsonl")
+
+
+def long_line(tmp_path: Path) -> str:
+    """Only the last of many lines is too long."""
+    lines = ['{"prompt": "a", "response": "b"}\n'] * 50
+    lines.append('{"prompt": "a", "response": "' + "9 " * 99 + '"}\n')
+    (tmp_path / "long.jsonl").write_text("".join(lines))
+    return str(tmp_path / "long.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda t: {"data": {"file": broken(t)}}, "line 2"),
+        (lambda t: {"data": {"file": str(t / "none.jsonl")}}, "cannot be read"),
+        (lambda t: {"data": {"file": long_line(t), "row_length": 48, "rows": 2}}, "sample .* has"),
+        (lambda t: {"init": str(t / "none")}, "no such folder"),
+        (lambda t: {"family": "causal"}, "needs a family with a mask"),
+        (lambda t: {"objective": "next_token", "family": "llada"}, "trains the family causal"),
+        (lambda t: {"gradient_accumulation": 3}, "multiple of the 1 processes x 3 parts"),
+        (lambda t: other_run(t) or {"steps": 9}, "holds another run"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_later_fails(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        check(settings(tmp_path / "run", **changes(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"objective": "d2f", "init": "x", "block_size": 97}, "block_size must not exceed"),
+        ({"quantize": "4bit"}, "are of frozen weights"),
+        ({"base_dtype": "bfloat16"}, "are of frozen weights"),
+        ({"gradient_accumulation": 0}, "gradient_accumulation"),
+    ],
+)
+def test_options_that_do_not_go_together(tmp_path, change, message):
+    with pytest.raises(InputError, match=message):
+        settings(tmp_path, **change)
+
+
+def test_d2f_wants_a_bidirectional_teacher(tmp_path):
+    model = fresh_model("llada")
+    model.contract = d2f.Contract(**vars(model.contract) | {"family": "sdar"})
+    save_model(model, tmp_path / "sdar", dtype=torch.float32)
+    config = json.loads((tmp_path / "sdar" / "config.json").read_text()) | {"model_type": "qwen3"}
+    (tmp_path / "sdar" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"teacher that sees everything .*llada, dream.*got sdar"):
+        check(settings(tmp_path / "run", "d2f", init=str(tmp_path / "sdar")))
+
+
+def test_four_bits_without_bitsandbytes_say_so(tmp_path, monkeypatch):
+    save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32)
+    monkeypatch.setattr(quantize, "_is_installed", lambda: False)
+    config = settings(tmp_path / "run", "d2f", init=str(tmp_path / "base"), quantize="4bit")
+    for call in (check, train):
+        with pytest.raises(InputError, match=r"needs bitsandbytes, which is not installed.*4bit"):
+            call(config)
+
+
+def test_the_command_prints_and_trains_nothing(tmp_path, capsys, monkeypatch):
+    words = ["train.py", "--config", str(ROOT / "configs" / "tiny-ar.yaml"), "--check"]
+    monkeypatch.setattr("sys.argv", [*words, "--output", str(tmp_path / "run")])
+    train_module.main()
+    printed = capsys.readouterr().out
+    assert "next_token on causal" in printed and "optimizer" in printed
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("sys.argv", [*words, "--data.rows", "0"])
+    with pytest.raises(SystemExit, match=r"error: .*data\.rows"):
+        train_module.main()
