@@ -6,6 +6,7 @@ The model is built on the meta device, so no weights are read and no accelerator
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 from d2f.quantize import require_bitsandbytes
@@ -121,7 +122,7 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
         filled=plan.filled,
         reads=reads,
         samples_per_epoch=plan.samples_per_epoch,
-        steps_per_epoch=None if plan.steps_per_epoch is None else round(plan.steps_per_epoch),
+        steps_per_epoch=None if plan.steps_per_epoch is None else ceil(plan.steps_per_epoch),
         memory=estimate(model, config, share * config.data.row_length, reads),
         notes=tuple(notes),
     )

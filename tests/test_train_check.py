@@ -186,7 +186,7 @@ def long_line(tmp_path: Path) -> str:
     [
         (lambda t: {"data": {"file": broken(t)}}, "line 2"),
         (lambda t: {"data": {"file": str(t / "none.jsonl")}}, "cannot be read"),
-        (lambda t: {"data": {"file": long_line(t), "row_length": 48, "rows": 2}}, "sample .* has"),
+        (lambda t: {"data": {"file": long_line(t), "row_length": 48, "rows": 2}}, "line 51"),
         (lambda t: {"init": str(t / "none")}, "no such folder"),
         (lambda t: {"family": "causal"}, "needs a family with a mask"),
         (lambda t: {"objective": "next_token", "family": "llada"}, "trains the family causal"),
