@@ -88,8 +88,9 @@ def read_weights(accelerator: Accelerator, parameters: Parameters) -> dict[str, 
 def read_state(
     accelerator: Accelerator, parameters: Parameters, optimizer: Any, step: int
 ) -> dict[str, dict[str, Any]]:
-    """After `step` steps: ``weights`` as `read_weights` gives them and ``optimizer``, AdamW's tensors by parameter name
-    in the same way; ``scaler``, fp16's loss scale. All processes call this."""
+    """What a checkpoint keeps after `step` steps: ``weights`` as `read_weights` gives them,
+    ``optimizer``, AdamW's tensors by parameter name in the same way, and ``scaler``, fp16's loss
+    scale. All processes call this."""
     state: dict[str, dict[str, Any]] = {
         "weights": read_weights(accelerator, parameters),
         "optimizer": {},
