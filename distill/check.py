@@ -50,10 +50,11 @@ class Report:
         share = 100 * self.trained / self.parameters
         parts = config.gradient_accumulation
         epoch = "the data has no end (generated)"
-        if self.steps_per_epoch is not None:
+        if self.samples_per_epoch is not None:
+            epochs = config.steps * self.samples_per_step / self.samples_per_epoch
             epoch = (
                 f"{self.samples_per_epoch} samples, {self.steps_per_epoch} steps an epoch, "
-                f"{config.steps / self.steps_per_epoch:.2f} epochs in {config.steps} steps"
+                f"{epochs:.2f} epochs in {config.steps} steps"
             )
         kept = f"4-bit, {config.base_dtype}" if config.quantize == "4bit" else config.base_dtype
         used = {False: "", True: "  <- this run"}

@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from d2f.errors import InputError
+
 Parameters = Mapping[str, nn.Parameter]
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as DeepSpeed names them too
 
@@ -84,16 +86,17 @@ def read_weights(accelerator: Accelerator, parameters: Parameters) -> dict[str, 
 
 
 def read_state(
-    accelerator: Accelerator, parameters: Parameters, optimizer: Any
+    accelerator: Accelerator, parameters: Parameters, optimizer: Any, step: int
 ) -> dict[str, dict[str, Any]]:
-    """``weights`` as `read_weights` gives them and ``optimizer``, AdamW's tensors by parameter name
-    in the same way; ``scaler``, fp16's loss scale. All processes call this."""
+    """What a checkpoint keeps after `step` steps: ``weights`` as `read_weights` gives them,
+    ``optimizer``, AdamW's tensors by parameter name in the same way, and ``scaler``, fp16's loss
+    scale. All processes call this."""
     state: dict[str, dict[str, Any]] = {
         "weights": read_weights(accelerator, parameters),
         "optimizer": {},
     }
     for name, parameter in parameters.items():
-        values = _moments(accelerator, parameter, optimizer)
+        values = _moments(accelerator, parameter, optimizer, step)
         if accelerator.is_main_process:
             state["optimizer"][name] = {key: value.cpu() for key, value in values.items()}
     if accelerator.scaler is not None:
@@ -104,10 +107,13 @@ def read_state(
 def write_state(
     accelerator: Accelerator, parameters: Parameters, optimizer: Any, saved: Mapping[str, Any]
 ) -> None:
-    """Put back what `read_state` gave, on all processes."""
+    """Put back what `read_state` gave, on all processes. Raises InputError under DeepSpeed, whose
+    optimizer does not take the step count that AdamW's bias correction needs."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _write_deepspeed(parameters, optimizer, saved)
-        return
+        raise InputError(
+            "a run does not go on from its checkpoint under DeepSpeed: expected one process, "
+            "DDP or FSDP2 (configs/accelerate/), which go on from a checkpoint of any"
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_like(saved["weights"][name], parameter))
@@ -128,22 +134,14 @@ def _weight(accelerator: Accelerator, parameter: nn.Parameter) -> Tensor:
 
 
 def _moments(
-    accelerator: Accelerator, parameter: nn.Parameter, optimizer: Any
+    accelerator: Accelerator, parameter: nn.Parameter, optimizer: Any, step: int
 ) -> dict[str, Tensor]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        return {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+        found = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+        return found | {"step": torch.tensor(float(step))}
     return {key: whole(value) for key, value in optimizer.state[parameter].items()}
-
-
-def _write_deepspeed(parameters: Parameters, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    from deepspeed import utils
-
-    for name, p in parameters.items():
-        utils.safe_set_full_fp32_param(p, saved["weights"][name])
-        for key in _MOMENTS:
-            utils.safe_set_full_optimizer_state(p, saved["optimizer"][name][key], key)
 
 
 def _like(value: Tensor, parameter: nn.Parameter) -> Tensor:

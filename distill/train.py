@@ -189,7 +189,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                     log.flush()
             if done % config.save_every == 0 or done == last or stopped:
                 watch.check()
-                state = sharded.read_state(accelerator, trainable, optimizer)
+                state = sharded.read_state(accelerator, trainable, optimizer, done)
                 if accelerator.is_main_process:
                     whole = {"step": done, "sample": sample, **state}
                     checkpoints.save(output / "checkpoints", done, whole, config.keep)
