@@ -10,11 +10,12 @@ from data_rows import END, MASK, long_rows, pairs, run_settings, samples, settin
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import fresh_model, random_model, tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from d2f.errors import CheckpointError, InputError
 from d2f.export import build, save_model
 from d2f.tasks import make_problem
-from distill.data import fill_rows, make_stream
+from distill.data import Stream, fill_rows, make_stream
 from distill.data.encode import Encoder
 from distill.data.screen import Fate, judge
 from distill.objectives import OBJECTIVES
@@ -70,7 +71,7 @@ def test_long_rows_are_dropped_or_cut_and_counted(long_file, measure_rows):
     assert len(samples(dropped)) == 10
     assert dropped.screen.counts() == {"truncated": 0, "dropped": 3, "broken": 0}
     assert dropped.counts() == ({} if measure_rows else dropped.screen.counts())
-    cut = stream(file=long_file, on_long="truncate", train_on_padding=True, **limits)
+    cut = stream(file=long_file, on_long="truncate", short_tail=9, **limits)
     found = samples(cut)
     assert len(found) == 12
     assert cut.screen.counts() == {"truncated": 2, "dropped": 1, "broken": 0}
@@ -117,8 +118,8 @@ def test_lengths_of_a_large_set_are_kept_between_runs(tmp_path, monkeypatch):
     for kept in (tmp_path / "xdg").rglob("*.npy"):
         kept.write_bytes(b"damaged")
     assert opened() == (first, 1100)
-    write(path, [*pairs(1101), "{"])
-    assert opened()[1] == 1101
+    write(path, [*pairs(1099), {"prompt": "another", "response": "row"}, "{"])
+    assert opened()[1] == 1100
 
 
 # Padding and the end of a response
@@ -156,6 +157,8 @@ def test_the_preset_of_the_published_code_trains_on_all_padding(tmp_path, object
     assert batch.weight.unique().numel() == 1 and (batch.targets == END).sum() > 50
     full = samples(stream(file=path, train_on_padding=True, max_response=20))
     assert {len(s.response) for s in full} == {20}
+    tight = samples(stream(file=path, train_on_padding=True, max_response=20, row_length=24))
+    assert {len(s) for s in tight} == {24}
 
 
 def test_an_end_token_of_its_own(tmp_path):
@@ -182,12 +185,19 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     path = str(write(tmp_path / "d.jsonl", [{"prompt": "2+3?", "response": "5"}]))
     bare = copy.deepcopy(tokenizer())
     bare.chat_template = None
-    from distill.data import Stream
-
     with pytest.raises(InputError, match=r"no chat template: take .* data.chat_template: none"):
         Stream(settings(file=path), bare, END, 0, True, MASK)
     found = Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
     assert bare.decode(found.sample(0).prompt) == "2+3?"
+    bare.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 2)]
+    )
+    assert bare.decode(found.sample(0).prompt) == "<|user|>2+3?"  # as decoding reads plain text
+    assert bare.decode(found.sample(0).response) == "5<|endoftext|>"
+    bare.chat_template = tokenizer().chat_template  # which writes special tokens by itself
+    assert bare.decode(Stream(settings(file=path), bare, END, 0, True, MASK).sample(0).prompt) == (
+        "<|user|>2+3?<|assistant|>"
+    )
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * 2]
     path = str(write(tmp_path / "m.jsonl", [{"messages": turns}]))
     with pytest.raises(InputError, match="line 1: several messages need a chat template"):

@@ -159,6 +159,11 @@ def test_data_sets_that_cannot_be_data(tmp_path):
     datasets.DatasetDict({"a": made, "b": made}).save_to_disk(str(tmp_path / "two"))
     with pytest.raises(InputError, match=r"two: expected data\.split among a, b, got test"):
         stream(dataset=str(tmp_path / "two"), split="test")
+    datasets.DatasetDict({"a": made}).save_to_disk(str(tmp_path / "three"))
+    with pytest.raises(InputError, match=r"three: expected data\.split among a, got test"):
+        stream(dataset=str(tmp_path / "three"), split="test")
+    with pytest.raises(InputError, match="got question, answer"):  # its only split is read
+        stream(dataset=str(tmp_path / "three"))
     with pytest.raises(InputError, match="nobody/nothing: cannot be loaded as a data set"):
         stream(dataset="nobody/nothing")
     (tmp_path / "files").mkdir()
