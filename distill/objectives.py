@@ -153,7 +153,9 @@ class Objective(nn.Module):
         return hidden.flatten(0, 1).index_select(0, batch.rows)
 
     def read_teacher(self, batch: Batch) -> Tensor:
-        """The same rows by the weights without the adapter under the teacher's spans."""
+        """The same rows by the weights without the adapter under the teacher's spans. To be called
+        before the student's graph is built: no wrapper that shards weights then sees the adapter
+        go off and on in between."""
         assert batch.teacher_spans is not None
         training = self.network.training
         self.network.eval()
@@ -260,7 +262,7 @@ class D2F(Objective):
         if self.config.distill_target == "hard":
             student = self.read(batch, batch.spans)
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
-        teacher = self.read_teacher(batch)  # before the student's graph, see there
+        teacher = self.read_teacher(batch)
         student = self.read(batch, batch.spans)
         head = whole(self.model.backbone.lm_head.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
