@@ -71,6 +71,7 @@ setup(
         "eval": ["datasets>=4.0"],
         "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
+        "ablation": ["scipy>=1.13"],
         "4bit": ["bitsandbytes>=0.48"],
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
@@ -84,6 +85,7 @@ setup(
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
             "matplotlib>=3.9",
+            "scipy>=1.13",
         ],
     },
 )

@@ -30,6 +30,7 @@ from d2f.contract import Contract
 from d2f.errors import CheckpointError, InputError
 from d2f.families import Family, family_of, get_family
 from d2f.model import DiffusionModel
+from d2f.models import resolve
 from d2f.quantize import four_bits
 
 _DTYPES = {
@@ -59,18 +60,24 @@ def load(
     """Load a checkpoint into transformers' own class.
 
     name_or_path: a folder, a hub name, or the name of a model that ships with this package
-    (`d2f.models.names()`). adapter: folder or hub name of a LoRA adapter, official or of this
-    project. family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU,
-    bf16 elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
+    (`d2f.models.names()`); where that is an adapter alone, the base that it names is loaded and it
+    goes onto it. adapter: folder or hub name of a LoRA adapter, official or of this project.
+    family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU, bf16
+    elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
     fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base.
     """
-    from d2f.models import resolve
-
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
+    base = _base_of_adapter(Path(place))
+    if base is not None:
+        if adapter is not None:
+            raise CheckpointError(f"{place} is an adapter: expected a model for {adapter}")
+        return load(
+            base, adapter=place, family=family, dtype=dtype, device=device, quantize=quantize
+        )
     raw = _read_config(place)
     contract = Contract.load(Path(place))
     chosen = get_family(
@@ -104,6 +111,17 @@ def folder_of(place: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
 
 
+def _base_of_adapter(folder: Path) -> str | None:
+    """The base that an adapter names, None where `folder` holds no adapter alone."""
+    path = folder / "adapter_config.json"
+    if (folder / "config.json").is_file() or not path.is_file():
+        return None
+    base = _read_json(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base or resolve(base) == str(folder):
+        raise CheckpointError(f"{path} names no base: give the base as model, and this as adapter")
+    return base
+
+
 def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere."""
     if dtype is None:
@@ -117,12 +135,14 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
 
 def _read_config(place: str) -> dict[str, Any]:
     path = Path(place) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
+    return _read_json(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{place}: expected a model folder with a config.json, found none"
-        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):

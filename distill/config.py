@@ -82,10 +82,23 @@ class Noise(Section):
         return self
 
 
+Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class Lora(Section):
     r: Positive = 32
     alpha: Positive = 32
     dropout: Ratio = 0.1
+    # Linear layers that are adapted, by transformers' names.
+    targets: Annotated[tuple[Module, ...], Field(min_length=1)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Lora:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets must be distinct, got {list(self.targets)}")
+        return self
 
 
 class WinoPlus(Section):

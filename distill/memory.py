@@ -80,13 +80,19 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
     if not config.trains_adapter:  # every linear layer keeps its input
         copies = 5 if autocast else 2  # q, k, v, gate and up cast their own
         return attention + norms + mlp + size * (copies * hidden + inner) + 2 * kept * hidden
-    if config.lora.dropout:  # q, k, v and o each drop their own, and keep the mask
-        lora = (size if autocast else 4) * (3 * hidden + queries) + 3 * hidden + queries
+    targets = config.lora.targets
+    of_hidden = sum(name not in ("o_proj", "down_proj") for name in targets)
+    own = of_hidden * hidden + inner * ("down_proj" in targets)  # inputs that nothing else keeps
+    if config.lora.dropout:  # each drops its own, and keeps the mask
+        own += queries * ("o_proj" in targets)
+        lora = (size if autocast else 4) * own + own
     elif autocast:
-        lora = size * 3 * hidden
-    else:
-        lora = kept * hidden
-    return attention + norms + mlp + lora + 4 * size * config.lora.r
+        lora = size * own
+    else:  # q, k and v share their input, gate and up theirs
+        groups = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
+        inputs = sum(any(name in targets for name in group) for group in groups)
+        lora = kept * (hidden * inputs + inner * ("down_proj" in targets))
+    return attention + norms + mlp + lora + len(targets) * size * config.lora.r
 
 
 def _is_linear(name: str) -> bool:

@@ -54,7 +54,7 @@ def prepare_model(
             attach(model, config.init_adapter, trainable=True)
         else:
             with place:
-                new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout)
+                new_lora(model, **lora.model_dump())
     if config.gradient_checkpointing:
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     return model

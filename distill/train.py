@@ -10,6 +10,7 @@ configuration's `output`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -239,12 +240,16 @@ def seed_dropout(seed: int, step: int, row: int) -> None:
 def refuse_another_run(config: TrainConfig, output: Path) -> None:
     """Raise InputError if `output` holds a run of another configuration: going on from its
     checkpoints would mix the two."""
-    import yaml
+    from d2f.configuration import read_mapping
+    from distill.config import parse_config
 
-    if not (output / "config.yaml").is_file():
+    path = output / "config.yaml"
+    if not path.is_file():
         return
-    theirs = _flat(yaml.safe_load((output / "config.yaml").read_text()))
-    ours = _flat(config.model_dump(mode="json"))
+    there = read_mapping(path)
+    with contextlib.suppress(InputError):  # a key that came since then has its default
+        there = parse_config(there, str(path)).model_dump(mode="json")
+    theirs, ours = _flat(there), _flat(config.model_dump(mode="json"))
     free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official"}
     free |= {"gradient_accumulation", "gradient_checkpointing"}  # the same sums, otherwise taken
     differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()

@@ -69,6 +69,33 @@ def test_a_saved_adapter_loads_with_the_same_logits_and_contract(base, golden, t
     assert short.contract == base.contract
 
 
+def test_an_adapter_alone_is_loaded_on_the_base_that_it_names(base, golden, tmp_path):
+    new_lora(base, r=4, alpha=6, dropout=0.0)
+    trained(base)
+    base.adapter.eval()
+    place = tmp_path / "adapter"
+    base.contract = dataclasses.replace(
+        base.contract, base=str(golden / "llada-tiny"), base_hash=fingerprint(base.path)
+    )
+    save_adapter(base, place)
+    again = load(place, device="cpu")
+    assert torch.equal(logits(again), logits(base))
+    assert again.contract == base.contract
+    with pytest.raises(CheckpointError, match="is an adapter: expected a model for"):
+        load(place, adapter=place)
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_an_adapter_alone_that_names_no_base_is_refused(base, tmp_path, name):
+    new_lora(base, r=4, alpha=6, dropout=0.0)
+    save_adapter(base, tmp_path)
+    path = tmp_path / "adapter_config.json"
+    values = json.loads(path.read_text()) | {"base_model_name_or_path": name}
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="names no base: give the base as model"):
+        load(tmp_path)
+
+
 def test_an_rslora_adapter_keeps_its_scale_when_saved_again(base, golden, tmp_path):
     """alpha / sqrt(r), not alpha / r."""
     folder = official_copy(golden, tmp_path / "rs", use_rslora=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tiny import fresh_model, random_model
 
@@ -83,6 +84,16 @@ def test_an_output_of_another_run_is_refused_and_kept(tmp_path):
     with pytest.raises(InputError, match=r"holds another run .*steps: 6 there, 7 now"):
         train(settings(tmp_path, steps=7))
     assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+def test_a_run_goes_on_after_a_key_came_to_the_configuration(tmp_path):
+    train(settings(tmp_path), stop_after=2)
+    path = tmp_path / "config.yaml"
+    values = yaml.safe_load(path.read_text())
+    del values["lora"]["targets"]
+    path.write_text(yaml.safe_dump(values))
+    train(settings(tmp_path))
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])

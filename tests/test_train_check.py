@@ -13,6 +13,7 @@ from tiny import fresh_model, random_model, tokenizer
 
 import d2f
 from d2f import quantize
+from d2f.adapters import ATTENTION, new_lora
 from d2f.errors import InputError
 from d2f.export import save_model
 from distill import train as train_module
@@ -90,11 +91,19 @@ def test_meta_loads_what_is_there_without_reading_weights(tmp_path):
     assert named == {name: p.shape for name, p in whole.backbone.named_parameters()}
 
 
-@pytest.mark.parametrize("objective", ["d2f", "masked_diffusion"])
+@pytest.mark.parametrize(
+    ("objective", "targets"),
+    [
+        ("d2f", ATTENTION),
+        ("d2f", (*ATTENTION, "gate_proj", "up_proj", "down_proj")),
+        ("d2f", ("v_proj", "down_proj")),
+        ("masked_diffusion", ATTENTION),
+    ],
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_estimate_of_activations_is_what_autograd_keeps(
-    tmp_path, objective, dropout, precision
+    tmp_path, objective, targets, dropout, precision
 ):
     """Counted on one layer: bytes of a two-layer model's saved tensors less those of a one-layer
     model's, each storage once. Left out are weights with autocast's copies of them, and what only a
@@ -106,15 +115,13 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             "kv_heads": 4, "context_length": 128,
         }  # fmt: skip
         config = settings(
-            tmp_path, "masked_diffusion", model=shape, lora={"dropout": dropout},
-            mixed_precision=precision,
+            tmp_path, "masked_diffusion", model=shape, mixed_precision=precision,
+            lora={"dropout": dropout, "targets": targets},
         )  # fmt: skip
         model = prepare_model(config)
         if objective == "d2f":
-            from d2f.adapters import new_lora
-
             model.backbone.requires_grad_(False)
-            new_lora(model, r=config.lora.r, alpha=32, dropout=dropout)
+            new_lora(model, **config.lora.model_dump())
             config = config.model_copy(update={"objective": "d2f"})
         made = OBJECTIVES[objective](model, config).train()
         stream = Stream(config.data, model.tokenizer, model.end_ids[0], 0, made.tail)

@@ -1,4 +1,4 @@
-"""The small trained models that ship with the package, by name."""
+"""The small trained models that ship with the package, by name: whole, or adapters of another."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ HERE = Path(__file__).parent
 
 def names() -> list[str]:
     """Names of the bundled models; `d2f.load` takes them."""
-    return sorted(p.parent.name for p in HERE.glob("*/config.json"))
+    return sorted(p.name for p in HERE.iterdir() if _is_model(p))
 
 
 def resolve(name: str) -> str:
     """The folder of a bundled model, or `name` itself where there is no such model."""
     folder = HERE / name
-    if "/" not in name and not Path(name).exists() and (folder / "config.json").is_file():
+    if "/" not in name and not Path(name).exists() and _is_model(folder):
         return str(folder)
     return name
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

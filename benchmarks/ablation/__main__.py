@@ -1,0 +1,103 @@
+"""python -m benchmarks.ablation --config configs/ablations/d2f.yaml --output FOLDER
+
+Trains every variant of a configuration with every seed, decodes the same held-out problems with
+each, and writes report.json and report.md: means over seeds with intervals. Runs are kept in
+`--runs` (default runs/ and the output's name); the same command again goes on where it was.
+Keys of the configuration can be overridden: --problems 50 --set.steps 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ablation.config import Ablation, read_ablation
+from benchmarks.ablation.report import render
+from benchmarks.ablation.runs import measure_untrained, train_and_measure
+from d2f.errors import InputError
+from d2f.files import write_beside
+
+
+def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -> None:
+    """Run what is left of an ablation and write its report. Raises InputError."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
+    context = multiprocessing.get_context("spawn")
+    # A process a run: what a run leaves in accelerate or torch cannot reach the next.
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        waiting = [
+            pool.submit(measure_untrained, ablation, entry, runs / entry.name)
+            for entry in ablation.untrained
+        ]
+        # All variants with one seed before the next, so that what a stop leaves can be compared.
+        order = [(variant, seed) for seed in ablation.seeds for variant in ablation.variants]
+        for variant, seed in order:
+            folder = runs / f"{variant.name}-{seed}"
+            waiting.append(pool.submit(train_and_measure, ablation, variant, seed, folder))
+        found = []
+        try:
+            for future in waiting:
+                found.append(future.result())
+                print(_line(found[-1]), flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    rest = len(ablation.untrained)
+    report = {
+        "title": f"Ablation {output.name}",
+        "command": command,
+        "environment": found[-1]["rows"][-1]["environment"],
+        "config": ablation.model_dump(mode="json"),
+        "untrained": found[:rest],
+        "runs": found[rest:],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
+    write_beside(output / "report.md", render(report))
+
+
+def _line(found: dict[str, Any]) -> str:
+    name = f"{found['variant']} {found.get('seed', '')}".strip()
+    rows = (f"{row['decoding']} {row['task']} {row['right']}" for row in found["rows"])
+    return f"{name}: {'; '.join(rows)} right"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ablation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="YAML file, see configs/ablations/")
+    parser.add_argument("--output", required=True, type=Path, help="folder of the report")
+    parser.add_argument("--runs", type=Path, help="folder of the trained models")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    options, overrides = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        if options.jobs < 1:
+            raise InputError(f"--jobs must be at least 1, got {options.jobs}")
+        if find_spec("scipy") is None:
+            raise InputError("intervals need scipy: pip install 'd2f-toolkit[ablation]'")
+        ablation = read_ablation(options.config, overrides)
+        runs = options.runs or Path("runs") / options.output.name
+        command = shlex.join(["python", "-m", "benchmarks.ablation", *given])
+        run(ablation, options.output, runs, options.jobs, command)
+    except (InputError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

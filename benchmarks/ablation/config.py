@@ -1,0 +1,109 @@
+"""The configuration of an ablation, from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from d2f.configuration import Section, check, override, read_mapping
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.cli.settings import split
+from decode.decoders import DECODERS
+from distill.config import TrainConfig, parse_config
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
+
+
+class Decoding(Section):
+    """A way to decode; options by the names of the command line's flags with underscores."""
+
+    name: Name
+    decoder: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Variant(Section):
+    """A training: keys of its configuration (dots lead into sections) over those of all."""
+
+    name: Name
+    set: dict[str, Any] = Field(default_factory=dict)
+    decode: tuple[Decoding, ...] = ()  # beside those of all
+
+
+class Untrained(Section):
+    """A model that is measured beside the variants, as it is."""
+
+    name: Name
+    model: str
+    decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
+
+
+class Ablation(Section):
+    """Variants of a training, each with every seed, and how all of them are measured."""
+
+    train: str  # the configuration that they vary
+    set: dict[str, Any] = Field(default_factory=dict)  # of all variants
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    untrained: tuple[Untrained, ...] = ()
+    decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    problems: Annotated[int, Field(ge=1)] = 500  # of each task
+    split: Literal["tuning", "heldout"] = "heldout"
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    against: str  # the variant that the others are compared with
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Ablation:
+        names = [variant.name for variant in (*self.variants, *self.untrained)]
+        _distinct("names of variants and untrained", names)
+        _distinct("seeds", self.seeds)
+        for variant in self.variants:
+            decodings = (*self.decode, *variant.decode)
+            _distinct(f"names of the decodings of {variant.name}", [d.name for d in decodings])
+        if self.against not in [variant.name for variant in self.variants]:
+            raise ValueError(f"against must name a variant, got {self.against!r}")
+        for task in self.tasks:
+            if task not in RESPONSE_LENGTH:
+                raise ValueError(f"tasks must be among {list(RESPONSE_LENGTH)}, got {task!r}")
+        own = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
+        for one in (*self.decode, *own):
+            if one.decoder not in DECODERS:
+                raise ValueError(
+                    f"decode {one.name}: decoder must be among {list(DECODERS)}, "
+                    f"got {one.decoder!r}"
+                )
+            split(one.options, f"decode {one.name}")
+        return self
+
+    def training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
+        """The configuration of one run. Raises InputError."""
+        values = read_mapping(self.train)
+        for key, value in {**self.set, **variant.set}.items():
+            override(values, [f"--{key}", yaml.safe_dump(value, default_flow_style=True)])
+        values |= {"seed": seed, "output": str(output), "tracker": "none"}
+        return parse_config(values, f"{self.train}, variant {variant.name}")
+
+    def decodings(self, variant: Variant) -> tuple[Decoding, ...]:
+        """How the runs of a variant are measured."""
+        return (*self.decode, *variant.decode)
+
+
+def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
+    """The configuration in a YAML file, with overrides ``--key value``. Raises InputError, also for
+    a variant whose training configuration is not one."""
+    values = read_mapping(path)
+    override(values, overrides)
+    found = check(Ablation, values, str(path))
+    for variant in found.variants:
+        found.training(variant, found.seeds[0], Path("-"))
+    return found
+
+
+def _distinct(what: str, values: Sequence[object]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{what} must be distinct, got {list(values)}")

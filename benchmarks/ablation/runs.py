@@ -1,0 +1,84 @@
+"""One run of an ablation, in a process of its own: train, decode held-out problems, keep both.
+
+What is trained already is not trained again, what is measured already not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ablation.config import Ablation, Decoding, Untrained, Variant
+from d2f.files import write_beside
+
+MEASURED = "measured.json"
+
+
+def train_and_measure(
+    ablation: Ablation, variant: Variant, seed: int, folder: Path
+) -> dict[str, Any]:
+    """A variant's run with a seed, in `folder`: its last logged loss, seconds and measured rows."""
+    from distill.train import train
+
+    config = ablation.training(variant, seed, folder)
+    if not (folder / "model" / "config.json").is_file():
+        train(config)
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return {
+        "variant": variant.name,
+        "seed": seed,
+        "steps": log[-1]["step"],
+        "samples": log[-1]["samples"],
+        "loss": log[-1]["loss"],
+        "seconds": log[-1]["seconds"],
+        "rows": measure(ablation, str(folder / "model"), ablation.decodings(variant), folder),
+    }
+
+
+def measure_untrained(ablation: Ablation, entry: Untrained, folder: Path) -> dict[str, Any]:
+    """The measured rows of a model as it is, kept in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"variant": entry.name, "rows": measure(ablation, entry.model, entry.decode, folder)}
+
+
+def measure(
+    ablation: Ablation, model_name: str, decodings: Sequence[Decoding], folder: Path
+) -> list[dict[str, Any]]:
+    """A row of decode.evaluate for each decoding and task. Raises InputError."""
+    import transformers
+
+    import d2f
+    from d2f.tasks.registry import RESPONSE_LENGTH
+    from decode.cli.settings import DecoderSettings
+    from decode.evaluate import environment, evaluate
+
+    path = folder / MEASURED
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    transformers.logging.disable_progress_bar()
+    model = d2f.load(model_name, dtype="float32")
+    rows = []
+    for decoding in decodings:
+        chosen = DecoderSettings(decoding.decoder, decoding.options)
+        for task in ablation.tasks:
+            asked = {
+                "decoder": decoding.decoder,
+                "options": decoding.options,
+                "task": task,
+                "split": ablation.split,
+                "problems": ablation.problems,
+            }
+            found = next((k for k in kept if asked.items() <= k.items()), None)
+            if found is None:
+                decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+                decoder.check(model.contract)
+                row = evaluate(
+                    model, decoder, task, ablation.problems,
+                    split=ablation.split, batch_size=ablation.batch_size,
+                )  # fmt: skip
+                found = row | asked | {"environment": environment(model)}
+                kept.append(found)
+                write_beside(path, json.dumps(kept) + "\n")
+            rows.append(found | {"decoding": decoding.name})
+    return rows

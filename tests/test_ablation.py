@@ -1,0 +1,118 @@
+"""The command that trains and measures variants with several seeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.ablation.__main__ import main
+from benchmarks.ablation.config import read_ablation
+from benchmarks.ablation.report import mean_interval, render
+from d2f.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+SMALL = {
+    "train": str(ROOT / "configs" / "tiny-d2f.yaml"),
+    "set": {"steps": 2, "data.rows": 2, "data.tasks": {"sudoku": 1}, "lora": {"r": 2}},
+    "seeds": [1, 2],
+    "variants": [{"name": "soft"}, {"name": "hard", "set": {"distill_target": "hard"}}],
+    "untrained": [
+        {"name": "teacher", "model": "tiny-teacher",
+         "decode": [{"name": "one", "decoder": "static", "options": {"block_size": 8}}]}
+    ],
+    "decode": [{"name": "one", "decoder": "d2f", "options": {"tau_conf": 0.9}}],
+    "tasks": ["sudoku"],
+    "problems": 3,
+    "against": "soft",
+}  # fmt: skip
+
+
+def written(tmp_path: Path, **changes: object) -> Path:
+    path = tmp_path / "ablation.yaml"
+    path.write_text(yaml.safe_dump(SMALL | changes))
+    return path
+
+
+def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeypatch):
+    """A second call trains and measures nothing again, but a setting that is new."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--config", str(written(tmp_path, seeds=[1])), "--output", str(tmp_path / "out")]
+    words += ["--runs", str(tmp_path / "runs")]
+    assert main(words) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [(r["variant"], r["seed"]) for r in report["runs"]] == [("soft", 1), ("hard", 1)]
+    assert [r["variant"] for r in report["untrained"]] == ["teacher"]
+    for entry in (*report["runs"], *report["untrained"]):
+        (row,) = entry["rows"]
+        assert row["problems"] == 3 and row["task"] == "sudoku" and row["split"] == "heldout"
+    soft, hard = (r["loss"] for r in report["runs"])
+    assert soft != hard
+    configs = [yaml.safe_load(p.read_text()) for p in (tmp_path / "runs").glob("*/config.yaml")]
+    assert {c["distill_target"] for c in configs} == {"soft", "hard"}
+    assert {(c["seed"], c["steps"], c["data"]["rows"]) for c in configs} == {(1, 2, 2)}
+
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("model.safetensors")}
+    rows = [entry["rows"] for entry in (*report["untrained"], *report["runs"])]
+    assert main(words) == 0
+    again = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [entry["rows"] for entry in (*again["untrained"], *again["runs"])] == rows
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+
+
+def test_means_and_intervals():
+    """Student's t: 2, 4, 9 have mean 5, deviation sqrt(13), and t(0.975, 2) = 4.3027."""
+    mean, low, high = mean_interval([2, 4, 9])
+    half = 4.302653 * (13 / 3) ** 0.5
+    assert (mean, low, high) == pytest.approx((5, 5 - half, 5 + half))
+    assert mean_interval([3])[0] == 3 and str(mean_interval([3])[1]) == "nan"
+
+
+def row(right: int, decoding: str = "one") -> dict[str, object]:
+    return {"task": "sudoku", "decoding": decoding, "problems": 100, "right": right,
+            "visible_tokens": 400, "forwards": 100}  # fmt: skip
+
+
+def test_the_report_compares_at_the_same_seed(tmp_path):
+    """soft 50, 60 against hard 48, 60: hard is 1.0 point lower on average."""
+    config = read_ablation(written(tmp_path, problems=100)).model_dump(mode="json")
+    rights = {("soft", 1): 50, ("soft", 2): 60, ("hard", 1): 48, ("hard", 2): 60}
+    runs = [
+        {"variant": v, "seed": s, "steps": 2, "loss": 0.5, "seconds": 1.0, "rows": [row(right)]}
+        for (v, s), right in rights.items()
+    ]
+    keys = ("date", "device", "dtype", "torch", "transformers", "python")
+    report = {
+        "title": "Ablation", "command": "-", "environment": dict.fromkeys(keys, "-"),
+        "config": config, "runs": runs, "untrained": [{"variant": "teacher", "rows": [row(70)]}],
+    }  # fmt: skip
+    text = render(report)
+    assert "| one | soft | 55.0 | -8.5 to 118.5 | 50 60 | | | 4.00 | 1.0 |" in text
+    assert "| one | hard | 54.0 | -22.2 to 130.2 | 48 60 | -1.0 | -13.7 to +11.7 | 4.00 |" in text
+    assert "| one | teacher | 70.0 | 60.4 to 78.1 |  | | | 4.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"against": "other"}, "against must name a variant, got 'other'"),
+        ({"tasks": ["chess"]}, "tasks must be among .* got 'chess'"),
+        ({"seeds": [1, 1]}, "seeds must be distinct"),
+        ({"variants": [{"name": "soft", "set": {"stepz": 3}}]}, "variant soft.*stepz"),
+        ({"decode": [{"name": "x", "decoder": "fast"}]}, "decoder must be among .* got 'fast'"),
+        ({"decode": [{"name": "x", "decoder": "d2f", "options": {"tau": 1, "no": 2}}]}, "key no"),
+        ({"train": "none.yaml"}, "none.yaml: cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_named_before_any_run(tmp_path, changes, message):
+    with pytest.raises(InputError, match=message):
+        read_ablation(written(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "ablations").glob("*.yaml")))
+def test_the_shipped_ablations_are_configurations(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = read_ablation(path)
+    assert len(found.seeds) >= 3 and found.split == "heldout"
