@@ -91,6 +91,11 @@ class Objective(nn.Module):
         rng = noise.sample_rng(self.config.seed, sample.index, noise.MASK)
         return noise.draw_mask(ratios, rng), weight * self.importance(sample)
 
+    def next_decided(self, sample: Sample) -> np.ndarray:
+        """Which masked tokens the decoder decides next, where a sample is a recorded state of it,
+        bool ``[response]``."""
+        return np.zeros(len(sample.response), dtype=bool)
+
     def rng(self, sample: Sample) -> np.random.Generator:
         """The generator of a sample's ratios."""
         return noise.sample_rng(self.config.seed, sample.index, noise.RATIOS)

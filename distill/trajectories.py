@@ -216,12 +216,27 @@ class StateStream(Stream):
 
     def sample(self, index: int) -> State:
         """State `index`."""
+        i, t = self._state(index)
+        return state_at(self.rollouts[i], self.steps[i], t, self.settings, self.end_ids, index)
+
+    @property
+    def epoch(self) -> int:
+        return len(self.states)
+
+    def where(self, index: int) -> str:
+        i, t = self._state(index)
+        return f"{self.data.file}, line {i + 2}, before step {t}"
+
+    def report(self) -> str:
+        return f"{len(self.states)} states of {len(self.rollouts)} rollouts"
+
+    def _state(self, index: int) -> tuple[int, int]:
+        """(rollout, step) of state `index`."""
         epoch, place = divmod(index, len(self.states))
         if epoch != self._order[0]:
             rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
             self._order = (epoch, rng.permutation(len(self.states)))
-        i, t = self.states[self._order[1][place]]
-        return state_at(self.rollouts[i], self.steps[i], t, self.settings, self.end_ids, index)
+        return self.states[self._order[1][place]]
 
     def _steps(self, number: int, rollout: Rollout) -> Ints:
         steps = np.array(rollout.trajectory_accepted)

@@ -70,6 +70,14 @@ class WinoPlusObjective(Objective):
             config.data, self.rollouts, self.settings, self.model.end_ids, config.seed
         )
 
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """(masked, whether decided next); a state's mask is that of its trajectory."""
+        assert isinstance(sample, State)
+        return sample.masked, sample.now.astype(float)
+
+    def next_decided(self, sample: Sample) -> np.ndarray:
+        return self.draw(sample)[1] > 0
+
     def sample_spans(self, sample: Sample) -> Tensor:
         if self.settings.mask == "block_causal":
             size = next(iter(self.config.block_shares))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from itertools import product
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import fresh_model, random_model
 from torch import Tensor
@@ -23,6 +26,7 @@ from d2f.export import save_model
 from distill import rollouts, wino_plus
 from distill.config import TrainConfig, WinoPlus, parse_config, read_config
 from distill.data import Placed, fill_rows
+from distill.data.__main__ import main as inspect
 from distill.objectives import OBJECTIVES
 from distill.train import train
 from distill.trajectories import (
@@ -168,6 +172,26 @@ def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
     other = OBJECTIVES["wino_plus"](random_model("llada"), mixed).stream()
     assert len(other.states) == count
     assert any((a != b).any() for a, b in zip(stream.steps, other.steps, strict=True))
+
+
+def test_inspect_shows_what_is_decided_next(tmp_path, files, base):
+    """The states that training sees, as the stream gives them."""
+    config = settings(tmp_path / "out", files["llada", "wino"], init=str(base["llada"]))
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    out = io.StringIO()
+    inspect(["--inspect", "--config", str(path), "--samples", "3"], Console(file=out))
+    parts = out.getvalue().split("\nsample ")[1:]
+    model = d2f.load(base["llada"])
+    stream = OBJECTIVES["wino_plus"](model, config).stream()
+    assert len(parts) == 3 and stream.epoch == len(stream.states)
+    for part, state in zip(parts, map(stream.sample, range(3)), strict=True):
+        assert f"before step {stream.where(state.index).rsplit(' ', 1)[1]}" in part
+        text = part.split("masked by block")[0].split("\n", 1)[1]
+        assert text.count("[+") == state.now.sum() > 0
+        assert text.count("[") == state.masked.sum()
+    assert f"{len(stream.states)} states of {len(stream.rollouts)} rollouts" in out.getvalue()
+    assert f"an epoch: {len(stream.states)} samples" in out.getvalue()
 
 
 # The loss.

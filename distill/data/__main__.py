@@ -2,7 +2,8 @@
 
 Prints what the model of a training run will see: some samples with their tokens by mask state and
 their block borders, the mask ratio of each block, lengths, how many rows were dropped or cut, and
-what a step and an epoch hold. Colours on a terminal; elsewhere [masked] and {tail}.
+what a step and an epoch hold. Of recorded trajectories it shows the states, with the tokens that
+the decoder decided next. Colours on a terminal; elsewhere [masked], [+decided next] and {tail}.
 """
 
 from __future__ import annotations

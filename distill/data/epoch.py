@@ -46,7 +46,7 @@ def plan(stream: Stream, most_steps: int = 20) -> Plan:
             tokens += len(placed.sample)
             response += len(placed.sample.response)
     data, epoch = stream.data, stream.epoch
-    used = None
+    used = epoch
     if stream.screen is not None and epoch is not None:
         if stream.screen.measured:
             used = stream.screen.count(Fate.WHOLE, Fate.TRUNCATED)

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 # What a token is to the model: its style on a terminal, and the marks around it elsewhere.
 PROMPT, VISIBLE, MASKED, TAIL, MASKED_TAIL = "prompt", "visible", "masked", "tail", "masked tail"
+NEXT = "decided next"  # masked, in a state of a trajectory
 LOOKS = {
     PROMPT: ("dim", "", ""),
     VISIBLE: ("green", "", ""),
     MASKED: ("bold white on red", "[", "]"),
     TAIL: ("cyan", "{", "}"),
     MASKED_TAIL: ("white on magenta", "[{", "}]"),
+    NEXT: ("bold black on yellow", "[+", "]"),
 }
 BORDER = "|"
 END = "·"  # an end token of the tail
@@ -55,10 +57,13 @@ class View:
 def view(sample: Sample, objective: Objective, where: str) -> View:
     """A sample as the objective masks it."""
     masked, _ = objective.draw(sample)
+    following = objective.next_decided(sample)
     states = [PROMPT] * len(sample.prompt)
     for place, hidden in enumerate(masked):
         tail = place >= sample.answer
-        if hidden and not objective.is_causal(sample):
+        if following[place]:
+            states.append(NEXT)
+        elif hidden and not objective.is_causal(sample):
             states.append(MASKED_TAIL if tail else MASKED)
         else:
             states.append(TAIL if tail else VISIBLE)
@@ -90,7 +95,8 @@ def show(console: Console, stream: Stream, objective: Objective, samples: int) -
     while shown < samples:
         sample = stream.sample(index)
         if sample is not None:
-            _show(console, view(sample, objective, stream.where(index)), stream, marks)
+            seen = view(sample, objective, stream.where(index))
+            _show(console, seen, objective, marks)
             shown += 1
         index += 1
     console.print()
@@ -117,15 +123,16 @@ def describe(found: Plan, report: str | None) -> Iterator[str]:
         )
 
 
-def _show(console: Console, seen: View, stream: Stream, marks: bool) -> None:
-    sample = seen.sample
+def _show(console: Console, seen: View, objective: Objective, marks: bool) -> None:
+    sample, tokenizer = seen.sample, objective.model.tokenizer
+    assert tokenizer is not None
     tail = len(sample.response) - sample.answer
     console.print()
     _line(
         console,
         f"sample {sample.index} ({seen.where}): prompt {len(sample.prompt)} tokens, response "
         f"{len(sample.response)} ({sample.answer} answer, {tail} tail), {len(sample)} of the "
-        f"{stream.data.row_length} of a row",
+        f"{objective.config.data.row_length} of a row",
     )
     text = Text()
     starts = {len(sample.prompt) + start for start in seen.starts}
@@ -133,8 +140,9 @@ def _show(console: Console, seen: View, stream: Stream, marks: bool) -> None:
         if place in starts:
             text.append(BORDER, style="bold yellow")
         state = seen.states[place]
-        word = str(stream.encoder.tokenizer.decode([token])).replace("\n", "⏎\n")
-        text.append_text(_token(END if state in (TAIL, MASKED_TAIL) else word, state, marks))
+        word = str(tokenizer.decode([token])).replace("\n", "⏎\n")
+        is_tail = place >= len(sample.prompt) + sample.answer
+        text.append_text(_token(END if is_tail else word, state, marks))
     console.print(text, soft_wrap=True)
     blocks = [f"{hidden}/{tokens}={hidden / tokens:.2f}" for tokens, hidden in seen.blocks]
     _line(console, f"masked by block: {' '.join(blocks)}")
