@@ -32,7 +32,7 @@ def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
     }
     if config.block_causal:  # what decoding must know of a D2F student, whatever it was trained by
         changes |= {"objective": "d2f", "prompt_rule": "block"}
-    if config.block_causal or config.objective == "wedlm":
+    if config.block_causal or config.objective in ("wedlm", "wino_plus"):
         changes["block_size"] = next(iter(config.block_shares))
     if config.objective == "d2f":
         changes["noise"] = (config.noise.low, config.noise.high)

@@ -210,7 +210,7 @@ class WinoPlusObjective(Objective):
                     f"mask id {model.mask_id}, got {(wrong or [model.mask_id])[0]}"
                 )
             size = next(iter(self.config.block_shares))
-            if settings.mask == "block_causal" and rollout.block_size != size:
+            if rollout.block_size != size:
                 raise InputError(
                     f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
                     f"expected those of block_size, {size}"

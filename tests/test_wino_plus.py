@@ -23,6 +23,7 @@ from d2f import spans
 from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.export import save_model
+from decode.cli.settings import DecoderSettings
 from distill import rollouts, wino_plus
 from distill.config import TrainConfig, WinoPlus, parse_config, read_config
 from distill.data import Placed, fill_rows
@@ -39,7 +40,7 @@ from distill.trajectories import (
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
-    "wino": ["--block-size", "8", "--tau1", "0.1", "--tau2", "0.9"],
+    "wino": ["--block-size", "4", "--tau1", "0.1", "--tau2", "0.9"],
     "d2f": ["--block-size", "4", "--tau-conf", "0.1"],
 }
 BLOCK_CAUSAL = {"mask": "block_causal", "kl_weight": 0.7}
@@ -389,9 +390,13 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
 
     merged = d2f.load(tmp_path / "whole" / "model")
     adapted = d2f.load(base[family], adapter=tmp_path / "whole" / "adapter")
-    expected = ("d2f", "block", 4) if wino else ("wino_plus", "bidirectional", None)
+    expected = ("d2f", "block", 4) if wino else ("wino_plus", "bidirectional", 4)
     for contract in (merged.contract, adapted.contract):
         assert (contract.objective, contract.prompt_rule, contract.block_size) == expected
+    chosen = DecoderSettings(None, {}).decoder(merged, 16)  # what decodes it unless told otherwise
+    assert (chosen.name, chosen.block_size) == ("d2f" if wino else "threshold", 4)
+    given = DecoderSettings(None, {"block_size": 8}).decoder(merged, 16)
+    assert (given.name, given.block_size) == (chosen.name, 8)
     ids = torch.randint(4, 200, (1, 12))
     with torch.no_grad():
         ours, theirs = (m.forward(ids, spans.bidirectional(12)) for m in (merged, adapted))

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from d2f.configuration import read_mapping
+from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, WeDLM
+from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, Threshold, WeDLM
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.decoders.visibility import mask_kind
 
@@ -42,18 +43,23 @@ class DecoderSettings:
 
     def choose(self, model: DiffusionModel) -> type[Decoder]:
         """The named decoder, else the one that suits the model's mask: the pipeline, WeDLM, block
-        diffusion, or for a model without a mask id one token at a time."""
+        diffusion, for a model without a mask id one token at a time; for one that WINO+ trained
+        the threshold rule."""
         if self.name is not None:
             return DECODERS[self.name]
         if model.mask_id is None:
             return Autoregressive
+        if _is_wino_plus(model.contract):
+            return Threshold
         kinds: dict[str, type[Decoder]] = {"causal": WeDLM, "absolute block-causal": Block}
         return kinds.get(mask_kind(model.contract), D2F)
 
     def decoder(self, model: DiffusionModel, length: int) -> Decoder:
         """The decoder of a prompt whose response has at most `length` tokens, every option
         resolved. Raises InputError."""
-        return self._build(self.choose(model), length, model.contract.block_size)
+        kind = self.choose(model)
+        takes = kind is D2F or (kind is Threshold and _is_wino_plus(model.contract))
+        return self._build(kind, length, model.contract.block_size if takes else None)
 
     def _build(self, kind: type[Decoder], length: int, block_size: int | None = None) -> Decoder:
         known = option_names(kind)
@@ -64,8 +70,10 @@ class DecoderSettings:
                 f"{', '.join(known)}"
             )
         values = dict(self.given)
-        if kind is D2F and values.get("block_size") is None:
-            values["block_size"] = block_size or DEFAULT_BLOCK_SIZE
+        if kind is D2F:
+            block_size = block_size or DEFAULT_BLOCK_SIZE
+        if block_size is not None and values.get("block_size") is None:
+            values["block_size"] = block_size
         return kind(**values | {"max_new_tokens": length})
 
 
@@ -94,6 +102,10 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
     if "decoder" in values and name not in list(DECODERS):
         raise InputError(f"{where}: decoder must be one of {', '.join(DECODERS)}, got {name!r}")
     return name, {key: value for key, value in values.items() if key != "decoder"}
+
+
+def _is_wino_plus(contract: Contract) -> bool:
+    return contract.objective == "wino_plus"
 
 
 def _known_options() -> list[str]:
