@@ -19,10 +19,11 @@ class Contract:
 
     family: name in `d2f.families.FAMILIES`. mask_id: the mask token, None for a model without one.
     end_ids: ids that end a response. logit_shift: 1 where row p-1 predicts position p, else 0.
-    objective: what it was trained by (``d2f``, ``masked_diffusion``, ``next_token``,
-    ``wino_plus``), None where unknown. block_size: of the blocks that it was trained to
-    decode. noise: mask ratio bounds of D2F training. prompt_rule: what the prompt attends. rope_fp32: RoPE is applied in fp32 whatever the
-    dtype. base, base_hash: name and fingerprint of the weights that an adapter belongs to.
+    objective: what it was trained by (``d2f``, ``masked_diffusion``, ``next_token``, ``wino_plus``,
+    ``wedlm``), None where unknown. block_size: of the blocks that it was trained to decode. noise:
+    mask ratio bounds of D2F training. prompt_rule: what the prompt attends. rope_fp32: RoPE is
+    applied in fp32 whatever the dtype. base, base_hash: name and fingerprint of the weights that an
+    adapter belongs to.
     """
 
     family: str

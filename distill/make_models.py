@@ -18,11 +18,24 @@ from typing import Any
 
 import yaml
 
+from distill.card import data_name
+from distill.config import TrainConfig, read_config
+
 HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "d2f" / "models"
 EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
-NAMES = ("tiny-ar", "tiny-teacher", "tiny-d2f")
+NAMES = (
+    "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
+)  # fmt: skip
+ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f")  # shipped without the base they are for
+# What makes the data.file of a configuration: arguments of distill.rollouts.
+ROLLOUTS = {
+    "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "
+    "--temperatures 0,0.2,0.4",
+    "tiny-wino-plus-d2f": "--model tiny-d2f --decoder d2f --revoke always --tau-conf 0.6 "
+    "--problems 1000 --temperatures 0,0.2,0.4",
+}
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     "tiny-ar": [("autoregressive", [])],
@@ -30,6 +43,13 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
         ("static, one token a forward, blocks of 8", ["--decoder", "static", "--block-size", "8"])
     ],
     "tiny-d2f": [("d2f, tau_conf 0.9", []), ("d2f, tau_conf 0.995", ["--tau-conf", "0.995"])],
+    "tiny-wino-plus": [(f"threshold {tau}, blocks of 8", ["--tau", tau]) for tau in ("0.6", "0.9")],
+    "tiny-wino-plus-d2f": [(f"d2f, tau_conf {tau}", ["--tau-conf", tau]) for tau in ("0.6", "0.9")],
+    "tiny-wedlm": [
+        ("wedlm", ["--window", "8", "--entropy-threshold", "0.1"]),
+        ("wedlm, verified", ["--window", "8", "--verify", "ar"]),
+        ("autoregressive", ["--decoder", "autoregressive"]),
+    ],
 }
 # glibc gives large buffers back to the kernel after each operation and faults them in again, which
 # slows training on a CPU; so they are kept.
@@ -46,18 +66,23 @@ def train(name: str) -> None:
     start = Path(values.get("init") or "")
     if start.parts[:1] == ("runs",):
         train(start.parts[1])
+    file = values["data"].get("file")
+    if file is not None:  # a call that has nothing left to do is short
+        collect = ["-m", "distill.rollouts", *ROLLOUTS[name].split(), "--output", file]
+        subprocess.run([sys.executable, *collect], check=True)
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
     script = [str(HERE / "train.py"), "--config", str(config), "--tracker", "none"]
     subprocess.run([sys.executable, *launch, *script], check=True, env=KEEP_MEMORY | os.environ)
 
 
 def ship(name: str) -> Path:
-    """Copy a finished run's model (and adapter) to the package; the folder."""
+    """Copy a finished run's model (and adapter), or its adapter alone, to the package; the
+    folder."""
     run, place = Path("runs") / name, MODELS / name
     beside = place.with_name(name + ".writing")
     shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(run / "model", beside)
-    if (run / "adapter").is_dir():
+    shutil.copytree(run / ("adapter" if name in ADAPTERS else "model"), beside)
+    if (run / "adapter").is_dir() and name not in ADAPTERS:
         shutil.copytree(run / "adapter", beside / "adapter")
     shutil.rmtree(place, ignore_errors=True)
     beside.rename(place)
@@ -79,30 +104,32 @@ def measure(name: str, problems: int) -> list[dict[str, Any]]:
 def card(name: str, reports: list[dict[str, Any]]) -> str:
     """The model card: recipe, data, steps, hardware, hours, measured table."""
     run = Path("runs") / name
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = read_config(run / "config.yaml")
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     device = reports[0]["environment"]["device"]
     contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
-    shape = json.loads((MODELS / name / "config.json").read_text())
+    whole = MODELS / (contract["base"] if name in ADAPTERS else name)
+    shape = json.loads((whole / "config.json").read_text())
+    stored = "float32" if name in ADAPTERS else shape["dtype"]
+    of_adapter = f", of a LoRA on {whole.name}" if name in ADAPTERS else ""
     lines = [
         f"# {name}",
         "",
         f"A model of the family `{contract['family']}` for the tiny tasks of this project, trained "
-        f"by the objective `{config['objective']}`.",
+        f"by the objective `{config.objective}`.",
         "",
         "| | |",
         "|---|---|",
-        f"| parameters | {parameters(MODELS / name):,} |",
+        f"| parameters | {parameters(MODELS / name):,}{of_adapter} |",
         f"| shape | {shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, "
         f"{shape['num_attention_heads']} heads, vocabulary {shape['vocab_size']} |",
-        f"| recipe | `accelerate launch distill/train.py --config configs/{name}.yaml` |",
-        f"| starts from | {config['init'] or 'random weights'} |",
-        f"| data | generated {', '.join(config['data']['tasks'])} problems, split `train`, "
-        f"seed {config['seed']}, {log[-1]['samples']:,} samples |",
-        f"| steps | {log[-1]['step']:,} of {config['data']['rows']} packed rows of "
-        f"{config['data']['row_length']} tokens |",
+        f"| recipe | {recipe(name, config)} |",
+        f"| starts from | {starts_from(config)} |",
+        f"| data | {data_name(config)}, {log[-1]['samples']:,} samples |",
+        f"| steps | {log[-1]['step']:,} of {config.data.rows} packed rows of "
+        f"{config.data.row_length} tokens |",
         f"| time | {hours(log):.2f} hours on {os.cpu_count()} cores, {device}, beside other work |",
-        f"| weights stored in | {shape['dtype']} |",
+        f"| weights stored in | {stored} |",
         "",
         "Measured on held-out problems (never trained on: the splits are disjoint by the hash of "
         "each problem's key), greedy. Visible tokens are those before the first end token; "
@@ -128,6 +155,22 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def recipe(name: str, config: TrainConfig) -> str:
+    """The commands that train it."""
+    commands = [f"accelerate launch distill/train.py --config configs/{name}.yaml"]
+    if name in ROLLOUTS:
+        rollouts = f"python -m distill.rollouts {ROLLOUTS[name]} --output {config.data.file}"
+        commands.insert(0, rollouts)
+    return ", then ".join(f"`{command}`" for command in commands)
+
+
+def starts_from(config: TrainConfig) -> str:
+    """What the weights were at the first step."""
+    if config.init_adapter is None:
+        return config.init or "random weights"
+    return f"{config.init} with the adapter {config.init_adapter}"
 
 
 def results_table() -> str:
@@ -159,7 +202,8 @@ def parameters(folder: Path) -> int:
     """Weights in a model folder."""
     from safetensors import safe_open
 
-    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, framework="numpy") as tensors:
         shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
     total = 0
     for shape in shapes:
