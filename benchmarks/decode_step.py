@@ -59,6 +59,12 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
+    # LLaDA-8B with every width, the vocabulary too, divided by eight, and four layers: for a CPU.
+    "LLaDA-8B/8": lambda: LlamaConfig(
+        vocab_size=15808, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
     "tiny": lambda: LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,

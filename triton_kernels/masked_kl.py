@@ -9,8 +9,9 @@ With z the logits, a running maximum m and running sums over the tiles seen, one
     KL = (sum_v e^(z_t - m_t) * (z_t - z_s)) / (sum_v e^(z_t - m_t)) - lse(z_t) + lse(z_s)
 
 Backward makes each tile's logits again and multiplies ``weight * (s - t)`` with its part of the
-head; of a vocabulary that is one tile that difference is kept instead. Two equal inputs give 0, and
-a gradient of 0, exactly.
+head. Where a tile holds the whole vocabulary for a fair number of rows, rows are taken a part at a
+time instead, and the gradient of a part is made while its logits are there: three products of
+logits' size, not five. Two equal inputs give 0, and a gradient of 0, exactly.
 
 The matrix products are the library's on every device; on a GPU a kernel does what lies between them
 in one pass over a tile.
@@ -31,6 +32,7 @@ from triton_kernels.choice import use_kernel
 
 TILE_BYTES = 32 << 20  # of one tile's fp32 logits
 _LEAST_COLUMNS = 128
+_LEAST_ROWS = 64  # fewer at a time, and reading the head for each part would take the time
 
 
 def masked_linear_kl_reference(
@@ -56,14 +58,18 @@ def masked_linear_kl(
     """Sum over rows of weight x KL(teacher || student), a scalar of at least fp32.
 
     student_hidden, teacher_hidden: ``[N, C]``, N may be 0. head: ``[V, C]``, frozen. weight:
-    ``[N]``. columns: tokens of the vocabulary in a tile; by default as many as keep a tile of fp32
-    logits within 32 MiB. kernel: whether Triton computes between the matrix products
+    ``[N]``. columns: tokens of the vocabulary in a tile; by default all of them for some of the rows,
+    or some for all of the rows, such that a tile of fp32 logits is within 32 MiB. kernel: whether Triton computes between the matrix products
     (default: as `use_kernel` says). Only student_hidden gets a gradient. Raises
     ValueError for shapes, devices or dtypes that do not fit, and for a head that wants a gradient.
     """
     _check(student_hidden, teacher_hidden, head, weight, columns)
+    rows = len(weight)
     if columns is None:
-        columns = tile_columns(len(weight))
+        columns = tile_columns(rows)
+        part = TILE_BYTES // 4 // (2 * len(head))
+        if part >= min(rows, _LEAST_ROWS):
+            rows, columns = max(1, part), len(head)
     kind = student_hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -73,6 +79,7 @@ def masked_linear_kl(
         teacher_hidden.detach(),
         head,
         weight,
+        rows,
         columns,
         use_kernel("masked_kl", student_hidden, kernel),
     )
@@ -91,31 +98,43 @@ class _MaskedLinearKL(torch.autograd.Function):
         teacher: Tensor,
         head: Tensor,
         weight: Tensor,
+        rows: int,
         columns: int,
         kernel: bool,
     ) -> Tensor:
-        hidden = torch.cat((student, teacher))  # [2N, C]
-        totals = Statistics.empty(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for part in _tiles(head, columns):
-                logits = F.linear(hidden, part.to(hidden.dtype))
+        ctx.columns, ctx.kernel, ctx.dtype = columns, kernel, student.dtype
+        with torch.autocast(student.device.type, enabled=False):
+            if len(head) > columns:
+                hidden = torch.cat((student, teacher))  # [2N, C]
+                totals = Statistics.empty(hidden)
+                for part in _tiles(head, columns):
+                    totals.add(F.linear(hidden, part.to(hidden.dtype)), kernel)
+                ctx.save_for_backward(weight, hidden, head, totals.log_sum())
+                return (totals.divergence() * weight).sum()
+            head = head.to(student.dtype)
+            loss = _wide(weight).new_zeros(())
+            slopes = [_wide(student[:0])] if ctx.needs_input_grad[0] else []
+            for s, t, w in zip(*(x.split(rows) for x in (student, teacher, weight)), strict=True):
+                logits = F.linear(torch.cat((s, t)), head)  # [2 rows, V]
+                totals = Statistics.empty(logits)
                 totals.add(logits, kernel)
-            log_sum, slope = totals.log_sum(), None
-            if len(head) <= columns and ctx.needs_input_grad[0]:
-                slope = difference(_wide(logits), log_sum, _wide(weight), kernel)
-            ctx.save_for_backward(hidden, head, weight, log_sum, slope)
-        ctx.columns, ctx.kernel = columns, kernel
-        return (totals.divergence() * weight).sum()
+                loss = loss + (totals.divergence() * w).sum()
+                if slopes:  # without the weight, which fp16 may not hold
+                    ones = torch.ones_like(_wide(w))
+                    slopes.append(_wide(difference(logits, totals.log_sum(), ones, kernel) @ head))
+            ctx.save_for_backward(weight, torch.cat(slopes) if slopes else None)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, weight, log_sum, slope = ctx.saved_tensors
-        rest = (None,) * 5
-        with torch.autocast(hidden.device.type, enabled=False):
-            if slope is not None:
-                return (slope * grads[0]).to(hidden.dtype) @ head.to(hidden.dtype), *rest
-            scale = _wide(weight) * grads[0]  # [N]
+        weight, *saved = ctx.saved_tensors
+        rest = (None,) * 6
+        scale = _wide(weight) * grads[0]  # [N]
+        with torch.autocast(weight.device.type, enabled=False):
+            if len(saved) == 1:
+                return (saved[0] * scale[:, None]).to(ctx.dtype), *rest
+            hidden, head, log_sum = saved
             gradient = torch.zeros_like(_wide(hidden[: len(weight)]))  # [N, C]
             for part in _tiles(head, ctx.columns):
                 part = part.to(hidden.dtype)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from triton_kernels import masked_kl
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
 KERNEL = [False, True]
@@ -35,6 +36,39 @@ def test_equals_the_plain_computation(device, kernel, n, width, vocabulary, colu
     got = value_and_gradient(masked_linear_kl, *args, columns=columns, kernel=kernel)
     want = value_and_gradient(masked_linear_kl_reference, *args)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNEL)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 4), st.data())
+def test_rows_a_part_at_a_time_equal_the_plain_computation(
+    device, kernel, n, vocabulary, part, data
+):
+    """As by default where a tile holds the whole vocabulary for `part` rows."""
+    args = inputs(n, 5, vocabulary, data.draw(st.integers(0, 999)), device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked_kl, "TILE_BYTES", 8 * vocabulary * part)
+        patch.setattr(masked_kl, "_LEAST_ROWS", 1)
+        got = value_and_gradient(masked_linear_kl, *args, kernel=kernel)
+    want = value_and_gradient(masked_linear_kl_reference, *args)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+def test_fp16_keeps_a_gradient_that_the_scaled_loss_can_hold():
+    """Weights as small as 1 / (rows of a step) are not fp16's, their product with the scale is."""
+    student, teacher, head, _ = inputs(6, 16, 50)
+    weight = torch.full((6,), 1e-7)
+    half = [x.detach().half() for x in (student, teacher, head)]
+    got, want = [], []
+    for found, (s, *more), function in (
+        (got, half, masked_linear_kl),
+        (want, [x.float() for x in half], masked_linear_kl_reference),
+    ):
+        s = s.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(2**16 * function(s, *more, weight), s)
+        found.append(gradient.float())
+    assert want[0].abs().max() > 1e-5
+    torch.testing.assert_close(got[0], want[0], rtol=0.02, atol=2e-2 * want[0].abs().max().item())
 
 
 @settings(max_examples=10)
@@ -102,7 +136,7 @@ def test_the_default_tile_does_not_grow_with_the_vocabulary():
         with Watch():
             value_and_gradient(masked_linear_kl, student, teacher, head, weight)
         largest.append(max(size for size in sizes if size != head.untyped_storage().nbytes()))
-    assert largest[0] == largest[1] <= 32 << 20
+    assert all(31 << 20 < size <= 32 << 20 for size in largest)
 
 
 @pytest.mark.parametrize(
