@@ -30,9 +30,10 @@ from torch.autograd.function import once_differentiable
 
 from triton_kernels.choice import use_kernel
 
-TILE_BYTES = 32 << 20  # of one tile's fp32 logits
+TILE_BYTES = 32 << 20  # of one tile's fp32 logits on an accelerator
+CPU_TILE_BYTES = 8 << 20  # with what is computed of it, about five times that is there at once
 _LEAST_COLUMNS = 128
-_LEAST_ROWS = 64  # fewer at a time, and reading the head for each part would take the time
+_LEAST_ROWS = 32  # fewer at a time, and reading the head for each part would take the time
 
 
 def masked_linear_kl_reference(
@@ -58,16 +59,17 @@ def masked_linear_kl(
     """Sum over rows of weight x KL(teacher || student), a scalar of at least fp32.
 
     student_hidden, teacher_hidden: ``[N, C]``, N may be 0. head: ``[V, C]``, frozen. weight:
-    ``[N]``. columns: tokens of the vocabulary in a tile; by default all of them for some of the rows,
-    or some for all of the rows, such that a tile of fp32 logits is within 32 MiB. kernel: whether Triton computes between the matrix products
-    (default: as `use_kernel` says). Only student_hidden gets a gradient. Raises
-    ValueError for shapes, devices or dtypes that do not fit, and for a head that wants a gradient.
+    ``[N]``. columns: tokens of the vocabulary in a tile; by default all of them for some of the
+    rows, or some for all of the rows, so that a tile of fp32 logits stays within 32 MiB (8 on a
+    CPU). kernel: whether Triton computes between the matrix products (default: as `use_kernel`
+    says). Only student_hidden gets a gradient. Raises ValueError for shapes, devices or dtypes that
+    do not fit, and for a head that wants a gradient.
     """
     _check(student_hidden, teacher_hidden, head, weight, columns)
     rows = len(weight)
     if columns is None:
-        columns = tile_columns(rows)
-        part = TILE_BYTES // 4 // (2 * len(head))
+        tile = CPU_TILE_BYTES if head.device.type == "cpu" else TILE_BYTES
+        columns, part = tile_columns(rows, tile), tile // 4 // (2 * len(head))
         if part >= min(rows, _LEAST_ROWS):
             rows, columns = max(1, part), len(head)
     kind = student_hidden.device.type
@@ -85,9 +87,10 @@ def masked_linear_kl(
     )
 
 
-def tile_columns(rows: int) -> int:
-    """Tokens of the vocabulary in a tile of `rows` student rows and as many of the teacher."""
-    return max(_LEAST_COLUMNS, TILE_BYTES // 4 // max(1, 2 * rows))
+def tile_columns(rows: int, tile: int = TILE_BYTES) -> int:
+    """Tokens of the vocabulary in a tile (bytes) of `rows` student rows and as many of the
+    teacher."""
+    return max(_LEAST_COLUMNS, tile // 4 // max(1, 2 * rows))
 
 
 class _MaskedLinearKL(torch.autograd.Function):
