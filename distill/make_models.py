@@ -46,8 +46,8 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     "tiny-wino-plus": [(f"threshold {tau}, blocks of 8", ["--tau", tau]) for tau in ("0.6", "0.9")],
     "tiny-wino-plus-d2f": [(f"d2f, tau_conf {tau}", ["--tau-conf", tau]) for tau in ("0.6", "0.9")],
     "tiny-wedlm": [
-        ("wedlm", ["--window", "8", "--entropy-threshold", "0.1"]),
-        ("wedlm, verified", ["--window", "8", "--verify", "ar"]),
+        ("wedlm", ["--entropy-threshold", "0.1"]),
+        ("wedlm, verified", ["--verify", "ar"]),
         ("autoregressive", ["--decoder", "autoregressive"]),
     ],
 }

@@ -20,6 +20,7 @@ import decode
 from d2f import noise
 from d2f.errors import CheckpointError, InputError
 from d2f.export import convert, save_model
+from decode.cli.settings import DecoderSettings
 from decode.reference import DensePlan
 from decode.references.wedlm import streaming_mask
 from distill.config import TrainConfig, parse_config, read_config
@@ -237,6 +238,9 @@ def test_the_result_of_an_autoregressive_model_decodes_both_ways(tmp_path, causa
     assert (contract.family, contract.logit_shift, contract.prompt_rule) == ("wedlm", 0, "causal")
     assert (contract.objective, contract.block_size) == ("wedlm", 8)
     assert contract.mask_id == model.tokenizer.mask_token_id
+    chosen = DecoderSettings(None, {}).decoder(model, 16)  # what decodes it unless told otherwise
+    assert (chosen.name, chosen.window) == ("wedlm", 8)
+    assert DecoderSettings(None, {"window": 3}).decoder(model, 16).window == 3
     prompts = [[5, 9, 20], [7, 30, 31, 40]]
     plain = decode.generate(model, prompts, decode.Autoregressive(max_new_tokens=12))
     sure = decode.generate(model, prompts, decode.WeDLM(8, max_new_tokens=12, verify="ar"))

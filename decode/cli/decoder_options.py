@@ -70,8 +70,8 @@ DECODER_OPTIONS = (
         "block_size",
         int,
         "tokens a block, at least 1 (default: d2f and block the model's own, else 32, for block on "
-        "absolute blocks 4; static and freedave one block for the whole response; wino 128; the "
-        "others 32)",
+        "absolute blocks 4; threshold on a WINO+ model its own; static and freedave one block for "
+        "the whole response; wino 128; the others 32)",
     ),
     Option(
         "tau_add",
@@ -208,7 +208,9 @@ DECODER_OPTIONS = (
         "block: blocks begin at position 0 or at the prompt's end (default: as the model was "
         "trained)",
     ),
-    Option("window", int, "wedlm: slots of the window, at least 1 (default 16)"),
+    Option(
+        "window", int, "wedlm: slots of the window, at least 1 (default: as trained here, else 16)"
+    ),
     Option(
         "entropy_threshold",
         float,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
 from d2f.configuration import read_mapping
@@ -49,7 +50,7 @@ class DecoderSettings:
             return DECODERS[self.name]
         if model.mask_id is None:
             return Autoregressive
-        if _is_wino_plus(model.contract):
+        if model.contract.objective == "wino_plus":
             return Threshold
         kinds: dict[str, type[Decoder]] = {"causal": WeDLM, "absolute block-causal": Block}
         return kinds.get(mask_kind(model.contract), D2F)
@@ -58,10 +59,11 @@ class DecoderSettings:
         """The decoder of a prompt whose response has at most `length` tokens, every option
         resolved. Raises InputError."""
         kind = self.choose(model)
-        takes = kind is D2F or (kind is Threshold and _is_wino_plus(model.contract))
-        return self._build(kind, length, model.contract.block_size if takes else None)
+        return self._build(kind, length, _trained_for(kind, model.contract))
 
-    def _build(self, kind: type[Decoder], length: int, block_size: int | None = None) -> Decoder:
+    def _build(
+        self, kind: type[Decoder], length: int, defaults: Mapping[str, int] = MappingProxyType({})
+    ) -> Decoder:
         known = option_names(kind)
         unknown = [name for name in self.given if name not in known]
         if unknown:
@@ -71,9 +73,8 @@ class DecoderSettings:
             )
         values = dict(self.given)
         if kind is D2F:
-            block_size = block_size or DEFAULT_BLOCK_SIZE
-        if block_size is not None and values.get("block_size") is None:
-            values["block_size"] = block_size
+            defaults = {"block_size": DEFAULT_BLOCK_SIZE, **defaults}
+        values |= {name: v for name, v in defaults.items() if values.get(name) is None}
         return kind(**values | {"max_new_tokens": length})
 
 
@@ -104,8 +105,14 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
     return name, {key: value for key, value in values.items() if key != "decoder"}
 
 
-def _is_wino_plus(contract: Contract) -> bool:
-    return contract.objective == "wino_plus"
+def _trained_for(kind: type[Decoder], contract: Contract) -> dict[str, int]:
+    """The decoder's options that follow from the blocks that a model was trained with."""
+    name = {
+        D2F: "block_size",
+        Threshold: "block_size" if contract.objective == "wino_plus" else None,
+        WeDLM: "window" if contract.objective == "wedlm" else None,
+    }.get(kind)
+    return {} if name is None or contract.block_size is None else {name: contract.block_size}
 
 
 def _known_options() -> list[str]:
