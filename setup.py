@@ -76,6 +76,7 @@ setup(
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
+            "bitsandbytes>=0.48",
             "datasets>=4.0",
             "pytest>=9.0",
             "pytest-xdist>=3.8",

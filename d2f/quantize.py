@@ -38,5 +38,14 @@ def four_bits(dtype: torch.dtype) -> Any:
     )
 
 
+def keep_differentiable(network: torch.nn.Module) -> None:
+    """Let no 4-bit layer of `network` pack its weights for inference on a CPU: bitsandbytes does
+    so at the first forward that is not of training (of the teacher, of an evaluation), and what
+    packed layers compute has no gradient."""
+    for module in network.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (no module's own)
+
+
 def _is_installed() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None

@@ -14,6 +14,7 @@ from d2f.export import build, convert
 from d2f.families import FAMILIES
 from d2f.model import DiffusionModel
 from d2f.official import check_official
+from d2f.quantize import keep_differentiable
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.config import TrainConfig
 
@@ -34,6 +35,8 @@ def prepare_model(
         dtype = torch.float32 if plain else getattr(torch, config.base_dtype)
         quantize = config.quantize == "4bit" and not plain and device.type != "meta"
         model = d2f.load(config.init, dtype=dtype, device=device, quantize=quantize)
+        if quantize:
+            keep_differentiable(model.backbone)
         with place:
             model = convert(model, config.family or model.family)
     else:
