@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from d2f.errors import InputError
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose truth values are true and false alone, as in YAML 1.2: `mixed_precision: no` is
+    the text."""
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver(_BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
 
 
 class Section(BaseModel):
@@ -25,7 +39,7 @@ Config = TypeVar("Config", bound=BaseModel)
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InputError."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -42,7 +56,7 @@ def override(values: dict[str, Any], arguments: Sequence[str]) -> None:
         raise InputError(f"overrides must be pairs --key value, got {' '.join(arguments)!r}")
     for flag, text in zip(arguments[::2], arguments[1::2], strict=True):
         try:
-            value = yaml.safe_load(text)
+            value = yaml.load(text, Loader)
         except yaml.YAMLError as error:
             raise InputError(f"{flag} {text}: not YAML: {error}") from error
         _put(values, flag, value)

@@ -256,6 +256,16 @@ def test_a_bad_configuration_is_an_error_before_any_work(tmp_path, change, messa
     assert not (tmp_path / "out").exists()
 
 
+def test_no_is_a_word_and_not_a_truth_value(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("{objective: d2f, init: x, output: y, steps: 1, data: {tasks: {story: 1}},"
+                    " mixed_precision: no, gradient_checkpointing: True}")  # fmt: skip
+    config = read_config(path)
+    assert config.mixed_precision == "no" and config.gradient_checkpointing is True
+    config = read_config(path, ["--mixed_precision", "no", "--gradient_checkpointing", "false"])
+    assert config.mixed_precision == "no" and config.gradient_checkpointing is False
+
+
 def test_overrides_and_bad_files(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text((ROOT / "configs" / "tiny-ar.yaml").read_text())
