@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,17 +14,19 @@ from distill.config import TrainConfig
 from distill.data import Stream
 
 _HASHED = 256  # samples
+_POINTS = 10  # of the curve
+_EVALUATED = ("evaluation/accuracy", "evaluation/tokens_per_forward")
 
 
 def card(config: TrainConfig, stream: Stream, log: Path) -> str:
-    """Markdown with the command, the resolved configuration, hashes of the data, and the loss at
-    the first and the last logged step.
+    """Markdown with the command, hashes of the data, the curve of the loss, what was evaluated on
+    the way, and the resolved configuration.
 
     log: the run's ``log.jsonl``, which is only read.
     """
     values = config.model_dump(mode="json")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    first, last = lines[0], lines[-1]
+    last = lines[-1]
     rows = [
         ("made by", f"d2f-toolkit {d2f.__version__}"),
         ("command", "`accelerate launch distill/train.py --config config.yaml`"),
@@ -37,8 +40,6 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
         )
     rows += [
         ("steps", f"{last['step']:,}, {last['samples']:,} samples"),
-        (f"loss at step {first['step']:,}", f"{first['loss']:.4f}"),
-        (f"loss at step {last['step']:,}", f"{last['loss']:.4f}"),
     ]
     table = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join(
@@ -51,6 +52,8 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
             "|---|---|",
             *table,
             "",
+            *curve(lines),
+            "",
             "config.yaml, every key resolved:",
             "",
             "```yaml",
@@ -59,6 +62,23 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
             "",
         ]
     )
+
+
+def curve(lines: list[dict[str, Any]]) -> list[str]:
+    """A table of the loss at some of the logged steps, evenly apart, the first and the last among
+    them, and of every evaluation."""
+    apart = max(1, len(lines) - 1) / (_POINTS - 1)
+    chosen = {min(round(i * apart), len(lines) - 1) for i in range(_POINTS)}
+    evaluated = [name for name in _EVALUATED if any(name in line for line in lines)]
+    head = ["step", "loss", *(name.rsplit("/", 1)[1].replace("_", " ") for name in evaluated)]
+    table = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for number, line in enumerate(lines):
+        values = [line.get(name) for name in evaluated]
+        if number in chosen or any(value is not None for value in values):
+            cells = [f"{line['step']:,}", f"{line['loss']:.4f}"]
+            cells += ["" if value is None else f"{value:.3f}" for value in values]
+            table.append(f"| {' | '.join(cells)} |")
+    return table
 
 
 def data_name(config: TrainConfig) -> str:

@@ -103,7 +103,8 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
     model = prepare_model(config, "meta")
     objective = OBJECTIVES[config.objective](model, config)
     stream = objective.stream()
-    reads = len(objective.batch(fill_rows(stream, 0)[0], slice(0, share)).rows)
+    batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))
+    reads = len(batch.rows)
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
     notes = []
@@ -124,6 +125,6 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
         reads=reads,
         samples_per_epoch=plan.samples_per_epoch,
         steps_per_epoch=None if plan.steps_per_epoch is None else ceil(plan.steps_per_epoch),
-        memory=estimate(model, config, share * config.data.row_length, reads),
+        memory=estimate(model, config, batch.input_ids.numel(), reads),
         notes=tuple(notes),
     )

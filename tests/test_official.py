@@ -17,6 +17,7 @@ from d2f.errors import CheckpointError
 from d2f.export import save_model
 from d2f.official import official_name, save_official
 from d2f.spans import bidirectional
+from distill.card import curve
 from distill.config import parse_config
 from distill.train import train
 
@@ -135,8 +136,8 @@ def test_a_run_exports_the_merged_model_officially_and_a_card(tmp_path, family):
     cards = {(run / name / "README.md").read_text() for name in ("model", "adapter", "official")}
     assert len(cards) == 1
     card = cards.pop()
-    assert f"| loss at step 1 | {lines[0]['loss']:.4f} |" in card
-    assert f"| loss at step 3 | {lines[-1]['loss']:.4f} |" in card
+    points = [f"| {line['step']} | {line['loss']:.4f} |" for line in lines]
+    assert "\n".join(["| step | loss |", "|---|---|", *points]) in card
     assert "accelerate launch distill/train.py --config config.yaml" in card
     assert (run / "config.yaml").read_text().strip() in card
 
@@ -166,3 +167,12 @@ def test_an_official_export_of_another_family_is_refused_before_training(tmp_pat
     with pytest.raises(CheckpointError, match="known for dream and llada, got the family causal"):
         train(settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_curve_has_its_ends_and_every_evaluation():
+    lines = [{"step": step, "loss": 1 / step} for step in range(1, 101)]
+    lines[41] |= {"evaluation/accuracy": 0.5, "evaluation/tokens_per_forward": 2.25}
+    table = curve(lines)
+    assert table[:2] == ["| step | loss | accuracy | tokens per forward |", "|---|---|---|---|"]
+    assert table[2] == "| 1 | 1.0000 |  |  |" and table[-1] == "| 100 | 0.0100 |  |  |"
+    assert "| 42 | 0.0238 | 0.500 | 2.250 |" in table and len(table) == 2 + 10 + 1

@@ -249,3 +249,14 @@ def test_the_command_prints_and_trains_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [*words, "--data.rows", "0"])
     with pytest.raises(SystemExit, match=r"error: .*data\.rows"):
         train_module.main()
+
+
+def test_wedlm_is_counted_with_both_of_its_streams(tmp_path):
+    once, twice = (
+        check(settings(tmp_path / name, name, **changes)).memory.activations
+        for name, changes in (
+            ("masked_diffusion", {}),
+            ("wedlm", {"family": "wedlm", "block_size": 8}),
+        )
+    )
+    assert twice == 2 * once
