@@ -71,12 +71,19 @@ def load(
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
-    base = _base_of_adapter(Path(place))
+    base = base_of_adapter(place)
     if base is not None:
         if adapter is not None:
             raise CheckpointError(f"{place} is an adapter: expected a model for {adapter}")
+        try:
+            found = str(folder_of(resolve(base), weights=where.type != "meta"))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{place} is an adapter of {base}, which is not at hand: expected that base as the "
+                "model, and this as its adapter"
+            ) from error
         return load(
-            base, adapter=place, family=family, dtype=dtype, device=device, quantize=quantize
+            found, adapter=place, family=family, dtype=dtype, device=device, quantize=quantize
         )
     raw = _read_config(place)
     contract = Contract.load(Path(place))
@@ -111,13 +118,14 @@ def folder_of(place: str, *, weights: bool = True) -> Path:
         raise CheckpointError(f"{place}: no such folder or hub name: {error}") from error
 
 
-def _base_of_adapter(folder: Path) -> str | None:
-    """The base that an adapter names, None where `folder` holds no adapter alone."""
-    path = folder / "adapter_config.json"
-    if (folder / "config.json").is_file() or not path.is_file():
+def base_of_adapter(place: str) -> str | None:
+    """The base that the adapter in a folder names, None where the folder holds no adapter alone.
+    Raises CheckpointError where it names none."""
+    path = Path(place) / "adapter_config.json"
+    if path.with_name("config.json").is_file() or not path.is_file():
         return None
     base = _read_json(path).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base or resolve(base) == str(folder):
+    if not isinstance(base, str) or not base or resolve(base) == place:
         raise CheckpointError(f"{path} names no base: give the base as model, and this as adapter")
     return base
 

@@ -104,7 +104,7 @@ def describe(
         "version": __version__,
         "model": options.model,
         "adapter": options.adapter,
-        "merged": options.merge and (options.adapter or model.contract.base) is not None,
+        "merged": options.adapter is not None and options.merge,
         "weights": weights,
         "family": model.family,
         "dtype": _short(model.dtype),

@@ -165,7 +165,8 @@ class TrainConfig(Section):
     init_adapter: str | None = None  # adapter of init to train on; default: a fresh one
     model: ModelShape | None = None  # or the shape to start from scratch
     tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
-    block_size: BlockSizes = 16  # of d2f and wedlm; of several, decoders take the first by default
+    # Of d2f, wedlm and wino_plus (that of its rollouts); of several, decoders take the first.
+    block_size: BlockSizes = 16
     distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
     optimizer: Optimizer = Optimizer()
     noise: Noise = Noise()

@@ -38,7 +38,9 @@ def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
         changes["noise"] = (config.noise.low, config.noise.high)
     if model.adapter is not None:
         assert config.init is not None and model.path is not None
-        changes |= {"base": Path(config.init).name, "base_hash": fingerprint(model.path)}
+        here = Path(config.init)
+        base = here.name if here.is_dir() else config.init  # a hub name keeps its owner
+        changes |= {"base": base, "base_hash": fingerprint(model.path)}
     contract = dataclasses.replace(model.contract, **changes)  # type: ignore[arg-type]
     return DiffusionModel(
         model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path

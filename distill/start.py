@@ -35,6 +35,11 @@ def prepare_model(
         dtype = torch.float32 if plain else getattr(torch, config.base_dtype)
         quantize = config.quantize == "4bit" and not plain and device.type != "meta"
         model = d2f.load(config.init, dtype=dtype, device=device, quantize=quantize)
+        if model.adapter is not None:
+            raise InputError(
+                f"init {config.init} is an adapter of {model.contract.base or model.path}: "
+                "expected its base as init, and it as init_adapter"
+            )
         if quantize:
             keep_differentiable(model.backbone)
         with place:

@@ -252,8 +252,11 @@ def refuse_another_run(config: TrainConfig, output: Path) -> None:
     theirs, ours = _flat(there), _flat(config.model_dump(mode="json"))
     free = {"output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official"}
     free |= {"gradient_accumulation", "gradient_checkpointing"}  # the same sums, otherwise taken
-    differ = [f"{k}: {theirs.get(k)!r} there, {v!r} now" for k, v in ours.items()
-              if k not in free and theirs.get(k) != v]  # fmt: skip
+    differ = [
+        f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
+        for key in dict.fromkeys([*ours, *theirs])
+        if key not in free and theirs.get(key) != ours.get(key)
+    ]
     if differ:
         raise InputError(
             f"{output} holds another run ({'; '.join(differ)}): "

@@ -21,7 +21,7 @@ SMALL = {
     "variants": [{"name": "soft"}, {"name": "hard", "set": {"distill_target": "hard"}}],
     "untrained": [
         {"name": "teacher", "model": "tiny-teacher",
-         "decode": [{"name": "one", "decoder": "static", "options": {"block_size": 8}}]}
+         "decode": [{"name": "static", "decoder": "static", "options": {"block_size": 8}}]}
     ],
     "decode": [{"name": "one", "decoder": "d2f", "options": {"tau_conf": 0.9}}],
     "tasks": ["sudoku"],
@@ -36,8 +36,9 @@ def written(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
-def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeypatch):
-    """A second call trains and measures nothing again, but a setting that is new."""
+def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeypatch, capsys):
+    """A second call trains and measures nothing again, but a setting that is new; other settings of
+    the training are refused."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--config", str(written(tmp_path, seeds=[1])), "--output", str(tmp_path / "out")]
     words += ["--runs", str(tmp_path / "runs")]
@@ -61,6 +62,13 @@ def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeyp
     assert [entry["rows"] for entry in (*again["untrained"], *again["runs"])] == rows
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
+    assert main([*words, "--problems", "2"]) == 0
+    fewer = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {row["problems"] for run in fewer["runs"] for row in run["rows"]} == {2}
+    assert before == {p: p.stat().st_mtime_ns for p in before}
+    assert main([*words, "--set.steps", "3"]) == 2
+    assert "holds another run (steps: 2 there, 3 now" in capsys.readouterr().err
+
 
 def test_means_and_intervals():
     """Student's t: 2, 4, 9 have mean 5, deviation sqrt(13), and t(0.975, 2) = 4.3027."""
@@ -71,8 +79,10 @@ def test_means_and_intervals():
 
 
 def row(right: int, decoding: str = "one") -> dict[str, object]:
+    keys = ("date", "device", "dtype", "torch", "transformers", "python")
     return {"task": "sudoku", "decoding": decoding, "problems": 100, "right": right,
-            "visible_tokens": 400, "forwards": 100}  # fmt: skip
+            "visible_tokens": 400, "forwards": 100,
+            "environment": dict.fromkeys(keys, "-")}  # fmt: skip
 
 
 def test_the_report_compares_at_the_same_seed(tmp_path):
@@ -83,14 +93,18 @@ def test_the_report_compares_at_the_same_seed(tmp_path):
         {"variant": v, "seed": s, "steps": 2, "loss": 0.5, "seconds": 1.0, "rows": [row(right)]}
         for (v, s), right in rights.items()
     ]
-    keys = ("date", "device", "dtype", "torch", "transformers", "python")
     report = {
-        "title": "Ablation", "command": "-", "environment": dict.fromkeys(keys, "-"),
+        "title": "Ablation", "command": "-",
         "config": config, "runs": runs, "untrained": [{"variant": "teacher", "rows": [row(70)]}],
     }  # fmt: skip
     text = render(report)
-    assert "| one | soft | 55.0 | -8.5 to 118.5 | 50 60 | | | 4.00 | 1.0 |" in text
-    assert "| one | hard | 54.0 | -22.2 to 130.2 | 48 60 | -1.0 | -13.7 to +11.7 | 4.00 |" in text
+    assert "| one | soft | 55.0 | 0.0 to 100.0 | 50 60 | | | 4.00 | 1.0 |" in text
+    assert "| one | hard | 54.0 | 0.0 to 100.0 | 48 60 | -1.0 | -13.7 to +11.7 | 4.00 |" in text
+    rights[("soft", 2)] = rights[("hard", 2)] = 50
+    for run in runs:
+        run["rows"] = [row(rights[run["variant"], run["seed"]])]
+    text = render(report)  # where all seeds agree, there is still the choice of problems
+    assert "| one | soft | 50.0 | 40.4 to 59.6 | 50 50 |" in text
     assert "| one | teacher | 70.0 | 60.4 to 78.1 |  | | | 4.00 |" in text
 
 
@@ -102,7 +116,22 @@ def test_the_report_compares_at_the_same_seed(tmp_path):
         ({"seeds": [1, 1]}, "seeds must be distinct"),
         ({"variants": [{"name": "soft", "set": {"stepz": 3}}]}, "variant soft.*stepz"),
         ({"decode": [{"name": "x", "decoder": "fast"}]}, "decoder must be among .* got 'fast'"),
-        ({"decode": [{"name": "x", "decoder": "d2f", "options": {"tau": 1, "no": 2}}]}, "key no"),
+        ({"decode": [{"name": "x", "decoder": "d2f", "options": {"no": 2}}]}, "has no option no"),
+        ({"decode": [{"name": "x", "decoder": "d2f", "options": {"tau_conf": 7}}]}, "tau_conf"),
+        (
+            {"decode": [{"name": "x", "decoder": "d2f", "options": {"max_new_tokens": 7}}]},
+            "max_new_tokens is no option here",
+        ),
+        ({"decode": [{"name": "static", "decoder": "d2f"}]}, "one name for two ways"),
+        ({"set": {"seed": 4}}, "seed is not for a variant to set"),
+        (
+            {
+                "variants": [{"name": "soft"}],
+                "seeds": [1],
+                "untrained": [{"name": "soft-1", "model": "x", "decode": SMALL["decode"]}],
+            },
+            "folders of the runs",
+        ),
         ({"train": "none.yaml"}, "none.yaml: cannot be read"),
     ],
 )

@@ -69,6 +69,15 @@ def test_a_saved_adapter_loads_with_the_same_logits_and_contract(base, golden, t
     assert short.contract == base.contract
 
 
+def test_an_adapter_alone_names_its_base_where_that_is_not_at_hand(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    new_lora(base, r=4, alpha=6, dropout=0.0)
+    base.contract = dataclasses.replace(base.contract, base="LLaDA-8B-Instruct")
+    save_adapter(base, tmp_path)
+    with pytest.raises(CheckpointError, match=r"an adapter of LLaDA-8B-Instruct, which is not at"):
+        load(tmp_path)
+
+
 def test_an_adapter_alone_is_loaded_on_the_base_that_it_names(base, golden, tmp_path):
     new_lora(base, r=4, alpha=6, dropout=0.0)
     trained(base)

@@ -86,6 +86,24 @@ def test_an_output_of_another_run_is_refused_and_kept(tmp_path):
     assert (tmp_path / "config.yaml").read_bytes() == before
 
 
+def test_a_run_with_more_than_is_asked_for_now_is_another(tmp_path):
+    data = {"row_length": 96, "rows": 2}
+    train(settings(tmp_path, data={"tasks": {"countdown": 1, "sudoku": 1}, **data}), stop_after=1)
+    with pytest.raises(InputError, match=r"data.tasks.sudoku: 1.0 there, None now"):
+        train(settings(tmp_path, data={"tasks": {"countdown": 1}, **data}))
+
+
+def test_an_adapter_is_no_init(tmp_path, teacher):
+    """Its weights would be lost under the new adapter."""
+    train(settings(tmp_path / "one", "d2f", init=str(teacher), steps=1))
+    adapter = tmp_path / "one" / "adapter"
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    values["base_model_name_or_path"] = str(teacher)
+    (adapter / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"adapter of teacher: expected its base as init, and it"):
+        train(settings(tmp_path / "two", "d2f", init=str(adapter)))
+
+
 def test_a_run_goes_on_after_a_key_came_to_the_configuration(tmp_path):
     train(settings(tmp_path), stop_after=2)
     path = tmp_path / "config.yaml"

@@ -397,6 +397,8 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
     assert (chosen.name, chosen.block_size) == ("d2f" if wino else "threshold", 4)
     given = DecoderSettings(None, {"block_size": 8}).decoder(merged, 16)
     assert (given.name, given.block_size) == (chosen.name, 8)
+    whole = DecoderSettings("threshold", {"block_size": None}).decoder(merged, 16)
+    assert whole.block_size is None  # one block for the response, as asked
     ids = torch.randint(4, 200, (1, 12))
     with torch.no_grad():
         ours, theirs = (m.forward(ids, spans.bidirectional(12)) for m in (merged, adapted))

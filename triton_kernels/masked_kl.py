@@ -33,7 +33,9 @@ from triton_kernels.choice import use_kernel
 TILE_BYTES = 32 << 20  # of one tile's fp32 logits on an accelerator
 CPU_TILE_BYTES = 8 << 20  # with what is computed of it, about five times that is there at once
 _LEAST_COLUMNS = 128
-_LEAST_ROWS = 32  # fewer at a time, and reading the head for each part would take the time
+# Fewer rows at a time, and reading the head for each part would take the time.
+_LEAST_ROWS = 512
+_CPU_LEAST_ROWS = 32
 
 
 def masked_linear_kl_reference(
@@ -68,9 +70,10 @@ def masked_linear_kl(
     _check(student_hidden, teacher_hidden, head, weight, columns)
     rows = len(weight)
     if columns is None:
-        tile = CPU_TILE_BYTES if head.device.type == "cpu" else TILE_BYTES
+        cpu = head.device.type == "cpu"
+        tile, least = (CPU_TILE_BYTES, _CPU_LEAST_ROWS) if cpu else (TILE_BYTES, _LEAST_ROWS)
         columns, part = tile_columns(rows, tile), tile // 4 // (2 * len(head))
-        if part >= min(rows, _LEAST_ROWS):
+        if part >= min(rows, least):
             rows, columns = max(1, part), len(head)
     kind = student_hidden.device.type
     if torch.is_autocast_enabled(kind):

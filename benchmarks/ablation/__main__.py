@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from typing import Any
 from benchmarks.ablation.config import Ablation, read_ablation
 from benchmarks.ablation.report import render
 from benchmarks.ablation.runs import measure_untrained, train_and_measure
-from d2f.errors import InputError
+from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
 
 
 def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -> None:
     """Run what is left of an ablation and write its report. Raises InputError."""
+    configs = ablation.trainings(runs)  # read once: what is edited meanwhile is for the next call
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
     context = multiprocessing.get_context("spawn")
@@ -38,11 +40,8 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -
             pool.submit(measure_untrained, ablation, entry, runs / entry.name)
             for entry in ablation.untrained
         ]
-        # All variants with one seed before the next, so that what a stop leaves can be compared.
-        order = [(variant, seed) for seed in ablation.seeds for variant in ablation.variants]
-        for variant, seed in order:
-            folder = runs / f"{variant.name}-{seed}"
-            waiting.append(pool.submit(train_and_measure, ablation, variant, seed, folder))
+        for variant, config in configs:
+            waiting.append(pool.submit(train_and_measure, ablation, variant, config))
         found = []
         try:
             for future in waiting:
@@ -55,7 +54,6 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -
     report = {
         "title": f"Ablation {output.name}",
         "command": command,
-        "environment": found[-1]["rows"][-1]["environment"],
         "config": ablation.model_dump(mode="json"),
         "untrained": found[:rest],
         "runs": found[rest:],
@@ -93,9 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = options.runs or Path("runs") / options.output.name
         command = shlex.join(["python", "-m", "benchmarks.ablation", *given])
         run(ablation, options.output, runs, options.jobs, command)
-    except (InputError, FloatingPointError) as error:
+    except (InputError, FloatingPointError, NonFiniteLogitsError, BrokenProcessPool) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from d2f.configuration import Section, check, override, read_mapping
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.cli.settings import split
+from decode.cli.settings import DecoderSettings
 from decode.decoders import DECODERS
 from distill.config import TrainConfig, parse_config
 
@@ -63,25 +63,47 @@ class Ablation(Section):
         _distinct("names of variants and untrained", names)
         _distinct("seeds", self.seeds)
         for variant in self.variants:
-            decodings = (*self.decode, *variant.decode)
-            _distinct(f"names of the decodings of {variant.name}", [d.name for d in decodings])
+            named = (*self.decode, *variant.decode)
+            _distinct(f"names of the decodings of {variant.name}", [d.name for d in named])
         if self.against not in [variant.name for variant in self.variants]:
             raise ValueError(f"against must name a variant, got {self.against!r}")
         for task in self.tasks:
             if task not in RESPONSE_LENGTH:
                 raise ValueError(f"tasks must be among {list(RESPONSE_LENGTH)}, got {task!r}")
-        own = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
-        for one in (*self.decode, *own):
+        decodings: dict[str, Decoding] = {}
+        theirs = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
+        for one in (*self.decode, *theirs):
             if one.decoder not in DECODERS:
                 raise ValueError(
                     f"decode {one.name}: decoder must be among {list(DECODERS)}, "
                     f"got {one.decoder!r}"
                 )
-            split(one.options, f"decode {one.name}")
+            own = sorted({"decoder", "max_new_tokens"} & set(one.options))
+            if own:
+                raise ValueError(f"decode {one.name}: {', '.join(own)} is no option here")
+            lengths = [RESPONSE_LENGTH[task] for task in self.tasks]
+            DecoderSettings(one.decoder, one.options).check(lengths)
+            if decodings.setdefault(one.name, one) != one:
+                raise ValueError(f"decode {one.name}: one name for two ways to decode")
+        for values in (self.set, *(variant.set for variant in self.variants)):
+            own = sorted({"seed", "output", "tracker"} & set(values))
+            if own:
+                raise ValueError(f"set: {', '.join(own)} is not for a variant to set")
+        folders = [_folder(variant, seed) for variant in self.variants for seed in self.seeds]
+        _distinct("folders of the runs", [*folders, *(entry.name for entry in self.untrained)])
         return self
 
-    def training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
-        """The configuration of one run. Raises InputError."""
+    def trainings(self, runs: Path) -> list[tuple[Variant, TrainConfig]]:
+        """Every variant with the configuration of its run, in a folder of `runs` of its own: all
+        variants with one seed before the next, so that what a stop leaves can be compared. Raises
+        InputError."""
+        return [
+            (variant, self._training(variant, seed, runs / _folder(variant, seed)))
+            for seed in self.seeds
+            for variant in self.variants
+        ]
+
+    def _training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
         values = read_mapping(self.train)
         for key, value in {**self.set, **variant.set}.items():
             override(values, [f"--{key}", yaml.safe_dump(value, default_flow_style=True)])
@@ -99,9 +121,12 @@ def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
     values = read_mapping(path)
     override(values, overrides)
     found = check(Ablation, values, str(path))
-    for variant in found.variants:
-        found.training(variant, found.seeds[0], Path("-"))
+    found.trainings(Path("-"))
     return found
+
+
+def _folder(variant: Variant, seed: int) -> str:
+    return f"{variant.name}-{seed}"
 
 
 def _distinct(what: str, values: Sequence[object]) -> None:

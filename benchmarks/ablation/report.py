@@ -25,7 +25,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def render(report: dict[str, Any]) -> str:
     """The report as Markdown: a table for each decoding and task, a line for each variant."""
-    config, about = report["config"], report["environment"]
+    config = report["config"]
     against = config["against"]
     seeds = ", ".join(str(seed) for seed in config["seeds"])
     lines = [
@@ -36,13 +36,14 @@ def render(report: dict[str, Any]) -> str:
         f"{config['problems']} {config['split']} problems a task, greedy, "
         f"{config['batch_size']} at a time. Visible tokens are those before the first end token.",
         "",
-        f"{about['date']}, {about['device']}, {about['dtype']}, torch {about['torch']}, "
-        f"transformers {about['transformers']}, Python {about['python']}.",
+        *environments(report),
         "",
-        "Right: the mean over seeds, with the 95 % interval of that mean (Student's t over the "
-        "seeds). A model that was not trained here has the interval of its share of the problems "
-        f"(Wilson). Against {against}: points of accuracy, the mean difference at the same seed "
-        "and its 95 % interval. All seeds decode the same problems.",
+        "Right: the mean over seeds, with the 95 % interval of that mean over seeds (Student's t). "
+        "All seeds decode the same problems, so it leaves out what other problems would give; "
+        "where all seeds agree, and for a model that was not trained here, the interval is that of "
+        f"the share of the problems instead (Wilson). Against {against}: points of accuracy, the "
+        "mean difference at the same seed and its 95 % interval over seeds. Of so many intervals "
+        "some miss by chance: one in twenty.",
         "",
         "| variant | what it sets | steps | last loss, by seed | seconds, by seed |",
         "|---|---|---|---|---|",
@@ -65,6 +66,19 @@ def render(report: dict[str, Any]) -> str:
         for decoding in decodings(report):
             lines += _table(report, task, decoding)
     return "\n".join(lines) + "\n"
+
+
+def environments(report: dict[str, Any]) -> list[str]:
+    """A line for each date and machine that rows were measured on."""
+    runs = (*report["untrained"], *report["runs"])
+    return list(
+        dict.fromkeys(
+            "{date}, {device}, {dtype}, torch {torch}, transformers {transformers}, "
+            "Python {python}.".format(**row["environment"])
+            for run in runs
+            for row in run["rows"]
+        )
+    )
 
 
 def decodings(report: dict[str, Any]) -> list[str]:
@@ -95,13 +109,15 @@ def _table(report: dict[str, Any], task: str, decoding: str) -> Iterable[str]:
             continue
         count, right = rows[0]["problems"], [row["right"] for row in rows]
         mean, low, high = mean_interval(right)
-        if name not in trained:
+        low, high = max(0.0, low), min(count, high)
+        if name not in trained or len(set(right)) == 1:
             low, high = (count * share for share in wilson(right[0], count))
         compared = "| | "
         if base and name != config["against"] and name in trained:
             points = [100 * (r - b) / count for r, b in zip(right, base, strict=True)]
             middle, least, most = mean_interval(points)
-            compared = f"| {middle:+.1f} | {least:+.1f} to {most:+.1f} "
+            spread = "-" if least == most else f"{least:+.1f} to {most:+.1f}"
+            compared = f"| {middle:+.1f} | {spread} "
         speed = sum(r["visible_tokens"] for r in rows) / sum(r["forwards"] for r in rows)
         forwards = sum(r["forwards"] for r in rows) / (count * len(rows))
         yield (

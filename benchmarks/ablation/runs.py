@@ -1,6 +1,7 @@
 """One run of an ablation, in a process of its own: train, decode held-out problems, keep both.
 
-What is trained already is not trained again, what is measured already not measured again.
+What is trained already by the same configuration is not trained again, what is measured already of
+the same weights not measured again.
 """
 
 from __future__ import annotations
@@ -11,28 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablation.config import Ablation, Decoding, Untrained, Variant
+from d2f.errors import InputError
 from d2f.files import write_beside
+from distill.config import TrainConfig
 
 MEASURED = "measured.json"
 
 
-def train_and_measure(
-    ablation: Ablation, variant: Variant, seed: int, folder: Path
-) -> dict[str, Any]:
-    """A variant's run with a seed, in `folder`: its last logged loss, seconds and measured rows."""
-    from distill.train import train
+def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig) -> dict[str, Any]:
+    """A variant's run: its last logged loss, seconds and measured rows. Raises InputError where
+    its folder has a run of another configuration, or where it was stopped."""
+    from distill.make_models import hours
+    from distill.train import refuse_another_run, train
 
-    config = ablation.training(variant, seed, folder)
+    folder = Path(config.output)
+    refuse_another_run(config, folder)
     if not (folder / "model" / "config.json").is_file():
         train(config)
+    if not (folder / "model" / "config.json").is_file():
+        raise InputError(f"{folder}: stopped before its end; the same command goes on")
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {
         "variant": variant.name,
-        "seed": seed,
+        "seed": config.seed,
         "steps": log[-1]["step"],
         "samples": log[-1]["samples"],
         "loss": log[-1]["loss"],
-        "seconds": log[-1]["seconds"],
+        "seconds": 3600 * hours(log),
         "rows": measure(ablation, str(folder / "model"), ablation.decodings(variant), folder),
     }
 
@@ -51,6 +57,7 @@ def measure(
 
     import d2f
     from d2f.tasks.registry import RESPONSE_LENGTH
+    from decode.cli.model import weights_hash
     from decode.cli.settings import DecoderSettings
     from decode.evaluate import environment, evaluate
 
@@ -58,11 +65,15 @@ def measure(
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     transformers.logging.disable_progress_bar()
     model = d2f.load(model_name, dtype="float32")
+    weights = weights_hash(model)
+    model.merge_adapter()
     rows = []
     for decoding in decodings:
         chosen = DecoderSettings(decoding.decoder, decoding.options)
         for task in ablation.tasks:
             asked = {
+                "weights": weights,
+                "batch_size": ablation.batch_size,
                 "decoder": decoding.decoder,
                 "options": decoding.options,
                 "task": task,

@@ -50,6 +50,8 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
             dtype=options.dtype,
             device=options.device,
         )
+        if model.adapter is not None and options.adapter is None:
+            options.adapter = options.model  # an adapter alone, on the base that it names
         identity = weights_hash(model)
         if options.merge:
             model.merge_adapter()

@@ -74,7 +74,9 @@ class DecoderSettings:
         values = dict(self.given)
         if kind is D2F:
             defaults = {"block_size": DEFAULT_BLOCK_SIZE, **defaults}
-        values |= {name: v for name, v in defaults.items() if values.get(name) is None}
+        for name, value in defaults.items():
+            if name not in values or (kind is D2F and values[name] is None):
+                values[name] = value
         return kind(**values | {"max_new_tokens": length})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from d2f.checkpoint import load_tokenizer
+from d2f.checkpoint import base_of_adapter, load_tokenizer
 from d2f.errors import InputError
 from d2f.models import resolve
 from decode.comparison.workload import Workload
@@ -14,7 +14,8 @@ def tokenizer_of(name: str) -> Any:
     """The tokenizer of a folder, hub name or bundled model; nothing else of it is fetched.
     Raises InputError."""
     try:
-        tokenizer = load_tokenizer(resolve(name))
+        place = resolve(name)
+        tokenizer = load_tokenizer(resolve(base_of_adapter(place) or place))
     except (OSError, ValueError) as error:
         raise InputError(f"{name}: its tokenizer cannot be loaded: {error}") from error
     if tokenizer is None:
