@@ -65,6 +65,11 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
+    # A small model with a vocabulary of the usual size, which is then most of it.
+    "small": lambda: LlamaConfig(
+        vocab_size=32000, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192,
+    ),
     "tiny": lambda: LlamaConfig(
         vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
