@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from triton_kernels.choice import use_kernel
 
 TILE_BYTES = 32 << 20  # of one tile's fp32 logits on an accelerator
-CPU_TILE_BYTES = 8 << 20  # with what is computed of it, about five times that is there at once
+CPU_TILE_BYTES = 8 << 20  # what is computed of it is there beside it
 _LEAST_COLUMNS = 128
 # Fewer rows at a time, and reading the head for each part would take the time.
 _LEAST_ROWS = 512

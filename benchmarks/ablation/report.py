@@ -43,7 +43,8 @@ def render(report: dict[str, Any]) -> str:
         "where all seeds agree, and for a model that was not trained here, the interval is that of "
         f"the share of the problems instead (Wilson). Against {against}: points of accuracy, the "
         "mean difference at the same seed and its 95 % interval over seeds. Of so many intervals "
-        "some miss by chance: one in twenty.",
+        "some miss by chance: one in twenty. Seconds are wall time of the training, whatever else "
+        "the machine did.",
         "",
         "| variant | what it sets | steps | last loss, by seed | seconds, by seed |",
         "|---|---|---|---|---|",
@@ -116,7 +117,7 @@ def _table(report: dict[str, Any], task: str, decoding: str) -> Iterable[str]:
         if base and name != config["against"] and name in trained:
             points = [100 * (r - b) / count for r, b in zip(right, base, strict=True)]
             middle, least, most = mean_interval(points)
-            spread = "-" if least == most else f"{least:+.1f} to {most:+.1f}"
+            spread = f"{least:+.1f} to {most:+.1f}" if least < most else "-"
             compared = f"| {middle:+.1f} | {spread} "
         speed = sum(r["visible_tokens"] for r in rows) / sum(r["forwards"] for r in rows)
         forwards = sum(r["forwards"] for r in rows) / (count * len(rows))
