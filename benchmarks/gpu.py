@@ -25,7 +25,7 @@ from d2f.files import write_beside
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("kernels", "decode_step", "training", "forward", "compare")
-CONFIG = ROOT / "configs" / "compare-tiny.yaml"
+CONFIG = ROOT / "configs" / "comparison" / "compare-tiny.yaml"
 
 
 def forward(model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""python -m decode.compare --config configs/compare-tiny.yaml [--key value ...]
+"""python -m decode.compare --config configs/comparison/compare-tiny.yaml [--key value ...]
 
 Compares decoders of this project with an autoregressive model served by vLLM (or any
 OpenAI-compatible endpoint) and with transformers' generate: the same prompts, the same stopping
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/compare-tiny.yaml")
+    parser.add_argument("--config", required=True, help="YAML file, see configs/comparison/compare-tiny.yaml")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
     try:

@@ -57,9 +57,9 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def train(name: str) -> None:
-    """Run the training of configs/NAME.yaml, unless its result is there; first the one whose
+    """Run the training of configs/training/NAME.yaml, unless its result is there; first the one whose
     result it starts from, where that is not a shipped model."""
-    config = HERE.parent / "configs" / f"{name}.yaml"
+    config = HERE.parent / "configs" / "training" / f"{name}.yaml"
     values = yaml.safe_load(config.read_text())
     if (Path(values["output"]) / "model" / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""accelerate launch distill/train.py --config configs/NAME.yaml [--key value ...]
+"""accelerate launch distill/train.py --config configs/training/NAME.yaml [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
 student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
@@ -36,7 +36,7 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4",
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/")
+    parser.add_argument("--config", required=True, help="YAML file, see configs/training")
     parser.add_argument(
         "--check",
         action="store_true",

@@ -15,7 +15,7 @@ from d2f.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
-    "train": str(ROOT / "configs" / "tiny-d2f.yaml"),
+    "train": str(ROOT / "configs" / "training" / "tiny-d2f.yaml"),
     "set": {"steps": 2, "data.rows": 2, "data.tasks": {"sudoku": 1}, "lora": {"r": 2}},
     "seeds": [1, 2],
     "variants": [{"name": "soft"}, {"name": "hard", "set": {"distill_target": "hard"}}],

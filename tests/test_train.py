@@ -286,7 +286,7 @@ def test_no_is_a_word_and_not_a_truth_value(tmp_path):
 
 def test_overrides_and_bad_files(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text((ROOT / "configs" / "tiny-ar.yaml").read_text())
+    path.write_text((ROOT / "configs" / "training" / "tiny-ar.yaml").read_text())
     config = read_config(path, ["--steps", "7", "--optimizer.lr", "0.5", "--data.rows", "4"])
     assert (config.steps, config.optimizer.lr, config.data.rows) == (7, 0.5, 4)
     with pytest.raises(InputError, match="pairs"):
@@ -302,7 +302,7 @@ def test_overrides_and_bad_files(tmp_path):
 
 @pytest.mark.parametrize("name", ["tiny-ar", "tiny-teacher", "tiny-d2f"])
 def test_the_shipped_configurations_are_valid(name):
-    assert read_config(ROOT / "configs" / f"{name}.yaml").output == f"runs/{name}"
+    assert read_config(ROOT / "configs" / "training" / f"{name}.yaml").output == f"runs/{name}"
 
 
 def test_own_data_from_a_file(tmp_path):

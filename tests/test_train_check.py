@@ -57,7 +57,7 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
     shape, parameters, trained = PUBLISHED[name]
     changes = {"init": folder(tmp_path, shape), "data.file": pairs, "output": tmp_path / "run"}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    config = read_config(ROOT / "configs" / f"{name}.yaml", words)
+    config = read_config(ROOT / "configs" / "training" / f"{name}.yaml", words)
     report = check(config, processes=8)
     assert report.parameters - report.trained == parameters
     if trained is not None:
@@ -74,7 +74,7 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
 def test_a_4_bit_base_is_about_a_quarter(tmp_path, pairs, monkeypatch):
     monkeypatch.setattr(quantize, "_is_installed", lambda: True)
     changes = ["--init", str(folder(tmp_path, "llada-8b")), "--data.file", str(pairs)]
-    config = read_config(ROOT / "configs" / "llada-8b-d2f.yaml", [*changes, "--quantize", "4bit"])
+    config = read_config(ROOT / "configs" / "training" / "llada-8b-d2f.yaml", [*changes, "--quantize", "4bit"])
     memory = check(config, processes=8).memory
     embeddings = 2 * 2 * 126464 * 4096  # and the head, which stay as they are
     assert memory.weights == pytest.approx(embeddings + 0.516 * 6.979e9, rel=0.01)
@@ -240,7 +240,7 @@ def test_four_bits_without_bitsandbytes_say_so(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_and_trains_nothing(tmp_path, capsys, monkeypatch):
-    words = ["train.py", "--config", str(ROOT / "configs" / "tiny-ar.yaml"), "--check"]
+    words = ["train.py", "--config", str(ROOT / "configs" / "training" / "tiny-ar.yaml"), "--check"]
     monkeypatch.setattr("sys.argv", [*words, "--output", str(tmp_path / "run")])
     train_module.main()
     printed = capsys.readouterr().out

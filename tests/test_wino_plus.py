@@ -497,5 +497,5 @@ def test_a_rollout_with_a_foreign_or_a_mask_id_is_named(tmp_path, files, base):
 
 @pytest.mark.parametrize("name", ["tiny-wino-plus", "tiny-wino-plus-d2f"])
 def test_the_shipped_configurations_are_valid(name):
-    config = read_config(ROOT / "configs" / f"{name}.yaml")
+    config = read_config(ROOT / "configs" / "training" / f"{name}.yaml")
     assert config.output == f"runs/{name}" and config.objective == "wino_plus"

@@ -270,6 +270,6 @@ def test_prompts_of_your_own(tmp_path, fake_python):
 
 
 def test_the_shipped_configuration_is_read():
-    text = (ROOT / "configs" / "compare-tiny.yaml").read_text()
+    text = (ROOT / "configs" / "comparison" / "compare-tiny.yaml").read_text()
     assert yaml.safe_load(text)["entries"][0]["kind"] == "vllm"
-    read_config(ROOT / "configs" / "compare-tiny.yaml")
+    read_config(ROOT / "configs" / "comparison" / "compare-tiny.yaml")
