@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/comparison/compare-tiny.yaml")
+    parser.add_argument(
+        "--config", required=True, help="YAML file, see configs/comparison/compare-tiny.yaml"
+    )
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
     try:

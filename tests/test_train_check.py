@@ -74,7 +74,8 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
 def test_a_4_bit_base_is_about_a_quarter(tmp_path, pairs, monkeypatch):
     monkeypatch.setattr(quantize, "_is_installed", lambda: True)
     changes = ["--init", str(folder(tmp_path, "llada-8b")), "--data.file", str(pairs)]
-    config = read_config(ROOT / "configs" / "training" / "llada-8b-d2f.yaml", [*changes, "--quantize", "4bit"])
+    place = ROOT / "configs" / "training" / "llada-8b-d2f.yaml"
+    config = read_config(place, [*changes, "--quantize", "4bit"])
     memory = check(config, processes=8).memory
     embeddings = 2 * 2 * 126464 * 4096  # and the head, which stay as they are
     assert memory.weights == pytest.approx(embeddings + 0.516 * 6.979e9, rel=0.01)

@@ -272,3 +272,32 @@ def test_a_bad_option_is_named_with_what_came(options, message):
 def test_a_model_that_is_not_causal_is_refused_with_the_alternative(model, message):
     with pytest.raises(InputError, match=message):
         decode.generate(model, [[5]], decode.WeDLM())
+
+
+@pytest.mark.parametrize("refill", ["paper", "repository"])
+@pytest.mark.parametrize("verify", [None, "ar"])
+def test_the_blocks_shown_lie_where_their_tokens_do(refill, verify):
+    """Positions of a block count from the response's start: committed, then the window."""
+    model = wedlm(True, 0)
+    decoder = decode.WeDLM(
+        window=4, entropy_threshold=1.5, max_new_tokens=14, refill=refill, verify=verify
+    )
+    events = list(decode.stream(model, [[5, 6, 7, 8, 9]], decoder))
+    response = events[-1].result.raw_tokens
+    assert len(events) > 3
+    for event in events:
+        starts = [block.start for block in event.blocks]
+        ends = [block.end for block in event.blocks]
+        assert starts[0] == 0 and starts[1:] == ends[:-1], "one after the other from 0"
+        assert [block.state for block in event.blocks] == ["cached", "fully active"][
+            -len(event.blocks) :
+        ]
+        for block in event.blocks:
+            assert len(block.tokens) == block.end - block.start
+            if block.state == "cached":  # never revised
+                assert list(block.tokens) == response[block.start : block.end]
+        shown = {
+            block.start + i: token for block in event.blocks for i, token in enumerate(block.tokens)
+        }
+        new = {r.position: r.token for r in event.revealed}
+        assert all(shown.get(position, token) == token for position, token in new.items())

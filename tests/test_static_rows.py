@@ -1,0 +1,51 @@
+"""Forwards padded to fixed sizes, in a cache that the requests fill to the last slot.
+
+A padding row that wrote to any slot but the one that is no request's, or that a real row could see,
+would change what the request at that slot reads.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tiny import random_model
+
+import decode
+from decode import static_rows
+from decode.engine import Engine
+from decode.request import Request
+
+SIZES = (16, 40, 96)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decode.D2F(4, tau_conf=0.15, max_new_tokens=12),
+        decode.D2F(4, tau_conf=0.9, max_new_tokens=10),
+        decode.Static(block_size=5, max_new_tokens=10),
+    ],
+    ids=["pipeline", "one at a time", "static"],
+)
+@pytest.mark.parametrize("together", [1, 3])
+def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, together, monkeypatch):
+    monkeypatch.setattr(static_rows, "SIZES", SIZES)
+    model, prompts = random_model(family), [[5, 6, 7], [8], [9, 10, 11, 12, 13]][:together]
+    plain = decode.generate(model, prompts, decoder)
+    requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
+    padded = []
+    real = static_rows.StaticForward.start
+
+    def counted(self, rows, named):
+        padded.append(self.host.shape[1] - len(rows.tokens))
+        return real(self, rows, named)
+
+    monkeypatch.setattr(static_rows.StaticForward, "start", counted)
+    slots = sum(request.session.slots for request in requests)  # not one more
+    engine = Engine(model, batch_size=together, slots=slots, static=True)
+    for request in requests:
+        engine.submit(request)
+    list(engine.run())
+    assert [request.result.raw_tokens for request in requests] == [r.raw_tokens for r in plain]
+    assert len(padded) == engine.forwards, "every forward was a static one"
+    assert any(padded), "and some had rows that pad"
