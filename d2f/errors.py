@@ -12,6 +12,10 @@ class CheckpointError(InputError):
     or made for another base."""
 
 
+class OutputError(InputError):
+    """A file or folder that could not be written; says what became of what was there."""
+
+
 class CompileError(InputError):
     """The model cannot be compiled here."""
 

@@ -1,12 +1,176 @@
-"""Files that are whole or not there."""
+"""Files and folders that are whole or as they were: written beside their place, then renamed.
+
+What is written first has a name that cannot be known before and is made exclusively, so a link that
+someone put there is not followed. It is `NAME.HEX.writing`; what a killed command left of it is
+removed by the next one that writes there. A place is written by one command at a time
+(`d2f/locks.py`); of two that meet nevertheless one fails, and the place is whole.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from d2f.errors import OutputError
 
 
-def write_beside(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(path.name + ".writing")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+def write_beside(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all. Raises OutputError."""
+    with writing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of `path` when all is on disk.
+
+    Raises OutputError where that fails, or where `path` is a link or no file; whatever is raised,
+    `path` is as it was.
+    """
+    with _explained(path):
+        beside = _beside(path, stat.S_ISREG, "a file")
+        try:
+            with beside.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing_folder(place: Path) -> Iterator[Path]:
+    """An empty folder beside `place` that replaces it, if the body ends well.
+
+    Raises OutputError where the disk fails, or where `place` is a link or no folder; whatever is
+    raised, `place` is as it was. A kill in the moment between two renames leaves the old folder
+    beside its place; the next call puts it back.
+    """
+    with _explained(place):
+        beside = _beside(place, stat.S_ISDIR, "a folder")
+        beside.mkdir()
+        try:
+            yield beside
+            if place.exists():
+                _exchange(beside, place)
+            else:
+                beside.rename(place)
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+
+
+class GrowingFile:
+    """A text file at `path` that grows by whole lines. Raises OutputError, also for a link."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise OutputError(
+                f"{path} could not be opened for writing: {_reason(error)}"
+            ) from error
+
+    def write(self, lines: str, *, sync: bool = False) -> None:
+        """Add lines: all of them, or none. sync: they are on disk before this returns."""
+        rest = memoryview(lines.encode())
+        before = os.fstat(self._descriptor).st_size
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            if sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            with suppress(OSError):  # a half line that stays is dropped by who reads it
+                os.ftruncate(self._descriptor, before)
+            raise OutputError(
+                f"{self.path} could not be written: {_reason(error)}; what it had before is kept"
+            ) from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def __enter__(self) -> GrowingFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, where there is none. Raises OutputError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"the folder {folder} cannot be made: {_reason(error)}") from error
+
+
+def _beside(path: Path, is_kind: Callable[[int], bool], kind: str) -> Path:
+    """A name for what is written first, with what killed commands left removed."""
+    for left in _leftovers(path, "replaced"):
+        if path.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.rename(path)
+    for left in _leftovers(path, "writing"):
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not is_kind(mode):
+            found = "a link" if stat.S_ISLNK(mode) else "something else"
+            raise OutputError(f"{path} could not be written: expected {kind} there, found {found}")
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.writing")
+
+
+def _leftovers(path: Path, suffix: str) -> list[Path]:
+    pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{16}}\.{suffix}")
+    return [path.with_name(n) for n in os.listdir(path.parent) if pattern.fullmatch(n)]
+
+
+def _exchange(beside: Path, place: Path) -> None:
+    old = place.with_name(f"{place.name}.{secrets.token_hex(8)}.replaced")
+    place.rename(old)
+    try:
+        beside.rename(place)
+    except BaseException:
+        old.rename(place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Let an error of the disk be an OutputError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) and "I/O error" not in str(error):
+            raise
+        there = "what was there before is untouched" if path.exists() else "nothing is there"
+        raise OutputError(f"{path} could not be written: {_reason(error)}; {there}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str((isinstance(error, OSError) and error.strerror) or error)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
+from d2f.files import write_beside
 from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
 
 if TYPE_CHECKING:
@@ -218,13 +219,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         report = run(options)
+        if options.json is not None:
+            write_beside(options.json, json.dumps(report, indent=2) + "\n")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json is not None:
-        beside = options.json.with_name(options.json.name + ".writing")
-        beside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        beside.rename(options.json)
     return 0
 
 

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.path import Path
 from matplotlib.transforms import Bbox
 
+from d2f.files import writing
+
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's, told apart by people who see fewer colours."""
 FAINT = "#9a9a9a"
@@ -96,10 +98,8 @@ def save(figure: Figure, stem: FilePath) -> list[FilePath]:
     fixed = {"svg.hashsalt": "d2f-toolkit", "svg.fonttype": "path"}
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
         path = stem.with_name(stem.name + suffix)
-        beside = path.with_name(path.name + ".writing")
-        with matplotlib.rc_context(fixed):
-            figure.savefig(beside, format=suffix[1:], dpi=DPI, metadata=metadata)
-        beside.replace(path)
+        with matplotlib.rc_context(fixed), writing(path) as file:
+            figure.savefig(file, format=suffix[1:], dpi=DPI, metadata=metadata)
         written.append(path)
     return written
 

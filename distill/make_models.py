@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from d2f.files import writing_folder
 from distill.card import data_name
 from distill.config import TrainConfig, read_config
 
@@ -79,13 +80,11 @@ def ship(name: str) -> Path:
     """Copy a finished run's model (and adapter), or its adapter alone, to the package; the
     folder."""
     run, place = Path("runs") / name, MODELS / name
-    beside = place.with_name(name + ".writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(run / ("adapter" if name in ADAPTERS else "model"), beside)
-    if (run / "adapter").is_dir() and name not in ADAPTERS:
-        shutil.copytree(run / "adapter", beside / "adapter")
-    shutil.rmtree(place, ignore_errors=True)
-    beside.rename(place)
+    trained = run / ("adapter" if name in ADAPTERS else "model")
+    with writing_folder(place) as beside:
+        shutil.copytree(trained, beside, dirs_exist_ok=True)
+        if (run / "adapter").is_dir() and name not in ADAPTERS:
+            shutil.copytree(run / "adapter", beside / "adapter")
     return place
 
 

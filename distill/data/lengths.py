@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from d2f.errors import OutputError
+from d2f.files import make_folder, writing
 from distill.data.encode import Encoder
 from distill.data.settings import Data
 
@@ -49,11 +52,7 @@ class LengthsFile:
         """Keep lengths, whole or not at all."""
         if self.path is None or len(lengths) < SMALL:
             return
-        beside = self.path.with_suffix(f".{os.getpid()}.writing")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
+        with suppress(OutputError):
+            make_folder(self.path.parent)
+            with writing(self.path) as file:
                 np.save(file, lengths)
-            beside.replace(self.path)
-        except OSError:
-            beside.unlink(missing_ok=True)

@@ -1,0 +1,147 @@
+"""What is written is whole or not there, whatever lies beside it and whatever fails."""
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from d2f.errors import OutputError
+from d2f.files import GrowingFile, write_beside, writing, writing_folder
+
+
+def fill_folder(place):
+    with writing_folder(place) as folder:
+        (folder / "new").write_text("new")
+
+
+def test_a_link_planted_beside_an_output_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for planted in ("out.writing", "out.0123456789abcdef.writing"):
+        (tmp_path / planted).symlink_to(victim)
+        write_beside(tmp_path / "out", "content")
+        assert (tmp_path / "out").read_text() == "content"
+        assert victim.read_text() == "precious"
+
+
+def test_a_link_at_the_name_that_is_written_first_is_refused(tmp_path, monkeypatch):
+    """Someone who could guess the name would still gain nothing."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr("d2f.files.secrets.token_hex", lambda n: "guessed")
+    (tmp_path / "out.guessed.writing").symlink_to(victim)
+    with pytest.raises(OutputError, match="File exists"):
+        write_beside(tmp_path / "out", "content")
+    assert victim.read_text() == "precious" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("write", [lambda p: write_beside(p, "new"), fill_folder, GrowingFile])
+def test_a_link_in_the_place_itself_is_refused(tmp_path, write):
+    victim, place = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("precious")
+    place.symlink_to(victim)
+    with pytest.raises(OutputError, match=r"out could not be"):
+        write(place)
+    assert place.is_symlink() and victim.read_text() == "precious"
+
+
+def test_what_a_killed_command_left_does_not_stay(tmp_path):
+    script = (
+        "import os, sys, pathlib, d2f.files as f\n"
+        "place = pathlib.Path(sys.argv[1])\n"
+        "with f.writing(place / 'file') as file, f.writing_folder(place / 'folder') as folder:\n"
+        "    file.write(b'half'); file.flush(); (folder / 'half').write_text('half')\n"
+        "    os._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
+    assert done.returncode == 9 and len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "other.0123456789abcdef.writing").write_text("another's")
+    write_beside(tmp_path / "file", "whole")
+    fill_folder(tmp_path / "folder")
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["file", "folder", "other.0123456789abcdef.writing"]
+
+
+def test_a_folder_that_a_kill_left_beside_its_place_is_put_back(tmp_path):
+    place, old = tmp_path / "model", tmp_path / "model.0123456789abcdef.replaced"
+    old.mkdir()
+    (old / "old").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        with writing_folder(place):
+            raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["model"] and (place / "old").is_file()
+    fill_folder(place)
+    assert [p.name for p in place.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def full(*args, **more):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    place = tmp_path / "out"
+    place.write_text("before")
+    monkeypatch.setattr("d2f.files.os.fsync", full)
+    with pytest.raises(OutputError, match=r"out could not.*No space left.*before is untouched"):
+        write_beside(place, "after")
+    with pytest.raises(OutputError, match=r"none could not.*No space left.*nothing is there"):
+        write_beside(tmp_path / "none", "after")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and place.read_text() == "before"
+
+
+def test_a_folder_is_as_it_was_where_the_disk_is_full(tmp_path, monkeypatch):
+    place = tmp_path / "out"
+    place.mkdir()
+    (place / "before").touch()
+    rename = type(place).rename
+
+    def fail_at_the_end(self, target):
+        return full() if self.name.endswith(".writing") else rename(self, target)
+
+    monkeypatch.setattr(type(place), "rename", fail_at_the_end)
+    with pytest.raises(OutputError, match="No space left"):
+        fill_folder(place)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/before"]
+
+
+def test_weights_that_the_disk_does_not_take(tmp_path):
+    """safetensors has an error of its own for it."""
+    script = (
+        "import pathlib, resource, sys\n"
+        "import numpy as np\n"
+        "from safetensors.numpy import save_file\n"
+        "from d2f.errors import OutputError\n"
+        "from d2f.files import writing_folder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with writing_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "        save_file({'w': np.zeros(9999)}, folder / 'w')\n"
+        "except OutputError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "model could not be written: " in done.stdout and "too large" in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_body_is_no_error_of_the_disk(tmp_path):
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "out") as file:
+        file.write(b"%d" % (1 // 0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_growing_file_has_whole_lines_only(tmp_path, monkeypatch):
+    write = os.write
+    with GrowingFile(tmp_path / "log") as file:
+        file.write("one\n")
+        monkeypatch.setattr("d2f.files.os.write", lambda d, data: write(d, data[:2]))
+        file.write("second\n")  # in pieces
+        pieces = iter([lambda d, data: write(d, data[:2]), full])
+        monkeypatch.setattr("d2f.files.os.write", lambda d, data: next(pieces)(d, data))
+        with pytest.raises(OutputError, match=r"log could not.*No space left.*before is kept"):
+            file.write("third\n")
+        assert (tmp_path / "log").read_text() == "one\nsecond\n"
