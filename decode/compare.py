@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
+from d2f.locks import locked
 
 if TYPE_CHECKING:
     from decode.comparison.config import CompareConfig
@@ -69,6 +70,11 @@ def run(config: CompareConfig, command: str) -> Report:
     Raises InputError for bad input before any work, and where an entry failed; the report then
     holds what was measured until then, as it does after an interrupt.
     """
+    with locked(Path(config.output)) as folder:
+        return _run(config, command, folder)
+
+
+def _run(config: CompareConfig, command: str, folder: Path) -> Report:
     from decode.cli.extras import require_matplotlib
     from decode.comparison.config import Endpoint
     from decode.comparison.contestants import Contestant, check_entries, make_ready
@@ -81,6 +87,8 @@ def run(config: CompareConfig, command: str) -> Report:
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
 
+    if (folder / "report.json").exists():
+        raise InputError(f"{folder} holds a report: expected another --output, or none there")
     reference = config.reference
     named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
     if config.figures:
@@ -88,7 +96,6 @@ def run(config: CompareConfig, command: str) -> Report:
     workloads = make_workloads(config)
     tokenizer = tokenizer_of(config.tokenizer or named)
     check_entries(config)
-    folder = _folder(config.output)
     about = _about(config, command, config.tokenizer or named)
     ledger = Ledger(folder / "measurements.jsonl")
     display = Display()
@@ -150,18 +157,6 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
         "entries": {e.name: {"kind": e.kind, "model": e.model} for e in config.entries},
         "cut_short": None,
     }
-
-
-def _folder(output: str) -> Path:
-    """The folder of the results. Raises InputError where it cannot be one, or holds a report."""
-    folder = Path(output)
-    if (folder / "report.json").exists():
-        raise InputError(f"{folder} holds a report: expected another --output, or none there")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output: {folder} cannot be made: {error.strerror}") from error
-    return folder
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.cli.options import parse
+from decode.cli.places import hold_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +50,12 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Decode what the options say. Raises InputError before any work."""
-    console = console or _console()
+    _check_paths(options)
+    with hold_output(options.output):
+        _run(options, console or _console())
+
+
+def _run(options: argparse.Namespace, console: Console) -> None:
     with _waiting(options, console):
         from decode.cli.jobs import known_lengths, make_jobs, read_sources
         from decode.cli.loop import decode
@@ -58,7 +64,6 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
         from decode.cli.settings import read_settings
         from decode.cli.trace import Trace
 
-        _check_paths(options)
         settings = read_settings(options)
         sources = read_sources(options)
         settings.check(known_lengths(sources, settings))

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
+from d2f.files import make_folder
 from decode.cli.decoder_options import DECODER_OPTIONS
+from decode.cli.places import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -97,7 +99,6 @@ def run(options: argparse.Namespace) -> None:
             found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
         print(f"block size {size}: {len(found[size])} states")
     about = {"model": options.model, "tasks": tasks, "problems": options.problems, **given}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     PipelineStates(found).save(options.output, **about)
 
 
@@ -111,8 +112,11 @@ def _sizes(text: str | None) -> list[int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status."""
+    options = _parser().parse_args(arguments)
     try:
-        run(_parser().parse_args(arguments))
+        make_folder(options.output.parent)
+        with hold_output(options.output):
+            run(options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.locks import locked
 from decode.cli.extras import require_matplotlib
 from decode.tuning.options import parse
 
@@ -51,6 +52,20 @@ def tune(
     as it is. figures: draw the frontier, which needs matplotlib. The speeds are of this machine,
     in visible tokens per second. Raises InputError before any decoding, NonFiniteLogitsError.
     """
+    with locked(check_folder(output)) as folder:
+        return _tune(model, tuning, folder, name, adapter, weights, figures, display)
+
+
+def _tune(
+    model: DiffusionModel,
+    tuning: Tuning,
+    folder: Path,
+    name: str | None,
+    adapter: str | None,
+    weights: str | None,
+    figures: bool,
+    display: Silent | None,
+) -> Report:
     from decode.cli.model import weights_hash
     from decode.evaluate import environment
     from decode.tuning.bench import Bench, check_prompts, make_all_problems
@@ -66,7 +81,6 @@ def tune(
     problems = make_all_problems(tuning.tasks, counts, tuning.seed)
     check_prompts(model, space, problems)
     run = describe(model, tuning, space, weights or weights_hash(model))
-    folder = prepare(output)
     ledger = Ledger(folder / "measurements.jsonl", run)
     if ledger.torn:
         display.say(f"notice: {ledger.path}: its last line was cut short and is measured again")
@@ -187,14 +201,12 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
     }
 
 
-def prepare(output: str | Path) -> Path:
-    """The folder, made if it is missing. Raises InputError if it cannot be written."""
+def check_folder(output: str | Path) -> Path:
+    """The folder. Raises InputError if there is one that cannot be written, or something else."""
     folder = Path(os.path.realpath(output))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {output}: no folder can be there: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output {output}: no folder can be there: it is a file")
+    if folder.exists() and not os.access(folder, os.W_OK):
         raise InputError(f"--output {output}: the folder cannot be written")
     return folder
 
@@ -216,18 +228,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
         goal=Goal(options.within, options.min_accuracy),
     )
     check_options(options)
-    model, weights = load(options)
     live = console.is_terminal and not console.is_dumb_terminal
-    report = tune(
-        model,
-        tuning,
-        options.output,
-        name=options.model,
-        adapter=options.adapter,
-        weights=weights,
-        figures=options.figures,
-        display=Live(console) if live else Plain(console),
-    )
+    with locked(check_folder(options.output)) as folder:
+        model, weights = load(options)
+        display = Live(console) if live else Plain(console)
+        names_of_model = options.model, options.adapter, weights
+        report = _tune(model, tuning, folder, *names_of_model, options.figures, display)
     show(report, console)
 
 

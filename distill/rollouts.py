@@ -24,6 +24,7 @@ from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.decoder_options import DECODER_OPTIONS
 from decode.cli.options import Parser
+from decode.cli.places import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -80,17 +81,20 @@ class RolloutFile:
 
 def run(options: argparse.Namespace) -> None:
     """Collect what the options say. Raises InputError before any work."""
+    with hold_output(options.output):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from decode.cli.model import check_options, load
-    from decode.cli.output import check_place
     from decode.cli.settings import DecoderSettings
     from distill.collect import collect, make_jobs
 
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
-    check_place(Path(os.path.realpath(options.output)), "--output")
     check_options(options)
     model, weights = load(options)
     jobs = make_jobs(model, settings, options.tasks, options.problems, options.seed)

@@ -22,6 +22,7 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from d2f.errors import InputError
+from d2f.locks import locked
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -293,7 +294,9 @@ def main() -> None:
 
             print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
         else:
-            train(config)
+            main_process = os.environ.get("RANK", "0") == "0"
+            with locked(Path(config.output)) if main_process else contextlib.nullcontext():
+                train(config)
     except (InputError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
 

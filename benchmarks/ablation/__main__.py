@@ -26,6 +26,7 @@ from benchmarks.ablation.report import render
 from benchmarks.ablation.runs import measure_untrained, train_and_measure
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
+from d2f.locks import locked
 
 
 def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -> None:
@@ -58,7 +59,6 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -
         "untrained": found[:rest],
         "runs": found[rest:],
     }
-    output.mkdir(parents=True, exist_ok=True)
     write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
     write_beside(output / "report.md", render(report))
 
@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ablation = read_ablation(options.config, overrides)
         runs = options.runs or Path("runs") / options.output.name
         command = shlex.join(["python", "-m", "benchmarks.ablation", *given])
-        run(ablation, options.output, runs, options.jobs, command)
+        with locked(options.output):
+            run(ablation, options.output, runs, options.jobs, command)
     except (InputError, FloatingPointError, NonFiniteLogitsError, BrokenProcessPool) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

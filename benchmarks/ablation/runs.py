@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.ablation.config import Ablation, Decoding, Untrained, Variant
 from d2f.errors import InputError
 from d2f.files import write_beside
+from d2f.locks import locked
 from distill.config import TrainConfig
 
 MEASURED = "measured.json"
@@ -25,12 +26,13 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
     from distill.make_models import hours
     from distill.train import refuse_another_run, train
 
-    folder = Path(config.output)
-    refuse_another_run(config, folder)
-    if not (folder / "model" / "config.json").is_file():
-        train(config)
-    if not (folder / "model" / "config.json").is_file():
-        raise InputError(f"{folder}: stopped before its end; the same command goes on")
+    with locked(Path(config.output)) as folder:
+        refuse_another_run(config, folder)
+        if not (folder / "model" / "config.json").is_file():
+            train(config)
+        if not (folder / "model" / "config.json").is_file():
+            raise InputError(f"{folder}: stopped before its end; the same command goes on")
+        rows = measure(ablation, str(folder / "model"), ablation.decodings(variant), folder)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {
         "variant": variant.name,
@@ -39,14 +41,15 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
         "samples": log[-1]["samples"],
         "loss": log[-1]["loss"],
         "seconds": 3600 * hours(log),
-        "rows": measure(ablation, str(folder / "model"), ablation.decodings(variant), folder),
+        "rows": rows,
     }
 
 
 def measure_untrained(ablation: Ablation, entry: Untrained, folder: Path) -> dict[str, Any]:
     """The measured rows of a model as it is, kept in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return {"variant": entry.name, "rows": measure(ablation, entry.model, entry.decode, folder)}
+    with locked(folder):
+        rows = measure(ablation, entry.model, entry.decode, folder)
+    return {"variant": entry.name, "rows": rows}
 
 
 def measure(

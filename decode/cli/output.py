@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from d2f.errors import InputError
 from d2f.files import write_beside
+from decode.cli.places import check_place
 from decode.cli.record import Record
 
 
@@ -101,13 +102,3 @@ def refuse_another_run(path: Path, there: dict[str, Any], here: dict[str, Any]) 
             f"{path} is the output of another run: {'; '.join(different)}; nothing was "
             "written, give another --output"
         )
-
-
-def check_place(path: Path, option: str) -> None:
-    """Raise InputError if no file can be put at `path`."""
-    if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
-    if path.exists() and not path.is_file():
-        raise InputError(f"{option} {path} is not a file")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")

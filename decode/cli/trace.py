@@ -10,7 +10,7 @@ from typing import Any
 
 from d2f.files import write_beside
 from decode.cli.jobs import Job
-from decode.cli.output import check_place
+from decode.cli.places import check_place
 from decode.result import Event
 
 

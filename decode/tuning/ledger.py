@@ -12,7 +12,8 @@ import numpy as np
 
 from d2f.errors import InputError
 from d2f.files import write_beside
-from decode.cli.output import check_place, json_line, refuse_another_run
+from decode.cli.output import json_line, refuse_another_run
+from decode.cli.places import check_place
 from decode.tuning.evidence import Evidence
 from decode.tuning.space import Setting
 

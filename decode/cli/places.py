@@ -1,0 +1,30 @@
+"""Where a command may write: checked, and held, before any work."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from d2f.errors import InputError
+from d2f.locks import locked_file
+
+
+def hold_output(path: str | Path | None) -> AbstractContextManager[None]:
+    """Hold the file of --output, if one is given, for this command alone. Raises InputError where
+    no file can be there or another command writes it."""
+    if path is None:
+        return nullcontext()
+    place = Path(os.path.realpath(path))
+    check_place(place, "--output")
+    return locked_file(place)
+
+
+def check_place(path: Path, option: str) -> None:
+    """Raise InputError if no file can be put at `path`."""
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{option} {path} is not a file")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
