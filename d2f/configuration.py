@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from d2f.errors import InputError
+from d2f.yaml_core import MOST_BYTES, load
 
 
-class Loader(yaml.SafeLoader):
-    """YAML whose truth values are true and false alone, as in YAML 1.2: `mixed_precision: no` is
-    the text."""
+def _switch(value: object) -> object:
+    """What older YAML says for true and false is meant so where a key is a truth value."""
+    words = {"yes": True, "on": True, "no": False, "off": False}
+    return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
-_BOOL = "tag:yaml.org,2002:bool"
-Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-Loader.add_implicit_resolver(_BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+Switch = Annotated[bool, BeforeValidator(_switch)]
 
 
 class Section(BaseModel):
@@ -39,13 +34,21 @@ Config = TypeVar("Config", bound=BaseModel)
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InputError."""
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not YAML: {error}") from error
+    except UnicodeDecodeError as error:
+        if len(content) > MOST_BYTES:  # it may be cut within a character
+            text = content.decode("utf-8", "replace")
+        else:
+            raise InputError(f"{path}: not YAML: not UTF-8, {error.reason}") from error
+    values = load(text, str(path))
+    if values is None:
+        raise InputError(f"{path}: expected a mapping of keys, the file is empty")
     if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
+        raise InputError(f"{path}: expected a mapping of keys, got {shown(values)}")
     return values
 
 
@@ -53,13 +56,28 @@ def override(values: dict[str, Any], arguments: Sequence[str]) -> None:
     """Put ``--key value`` pairs into values: dots lead into sections, a list's member is named by
     its number or its `name`, values are YAML. Raises InputError."""
     if len(arguments) % 2 or any(not key.startswith("--") for key in arguments[::2]):
-        raise InputError(f"overrides must be pairs --key value, got {' '.join(arguments)!r}")
+        raise InputError(f"overrides must be pairs --key value, got {' '.join(arguments)!r:.200}")
     for flag, text in zip(arguments[::2], arguments[1::2], strict=True):
-        try:
-            value = yaml.load(text, Loader)
-        except yaml.YAMLError as error:
-            raise InputError(f"{flag} {text}: not YAML: {error}") from error
-        _put(values, flag, value)
+        put(values, flag.removeprefix("--"), load(text, f"{flag} {text:.60}"))
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Put one value in its place; key: as `override` takes it, without ``--``. Raises
+    InputError."""
+    flag = f"--{key}"
+    *sections, last = key.replace("-", "_").split(".")
+    place: Any = values
+    for section in sections:
+        if isinstance(place, list):
+            place = place[_member(place, section, flag)]
+        else:
+            place = place.setdefault(section, {})
+        if not isinstance(place, dict | list):
+            raise InputError(f"{flag}: {section} is not a section")
+    if isinstance(place, list):
+        place[_member(place, last, flag)] = value
+    else:
+        place[last] = value
 
 
 def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
@@ -77,22 +95,6 @@ def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
         raise InputError(f"{source}: " + "; ".join(lines)) from error
 
 
-def _put(values: dict[str, Any], flag: str, value: Any) -> None:
-    *sections, last = flag.removeprefix("--").replace("-", "_").split(".")
-    place: Any = values
-    for section in sections:
-        if isinstance(place, list):
-            place = place[_member(place, section, flag)]
-        else:
-            place = place.setdefault(section, {})
-        if not isinstance(place, dict | list):
-            raise InputError(f"{flag}: {section} is not a section")
-    if isinstance(place, list):
-        place[_member(place, last, flag)] = value
-    else:
-        place[last] = value
-
-
 def _member(members: list[Any], name: str, flag: str) -> int:
     """The place of a list's member by number or `name`; hyphens and underscores are one."""
     if name.isdecimal() and int(name) < len(members):
@@ -102,3 +104,16 @@ def _member(members: list[Any], name: str, flag: str) -> int:
     if name not in plain:
         raise InputError(f"{flag}: expected one of {', '.join(names)} or a number, got {name!r}")
     return plain.index(name)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: as YAML says it, short, what is nested by its size."""
+    if isinstance(value, dict):
+        keys = ", ".join(str(key)[:20] for key in list(value)[:3])
+        return f"a mapping of {len(value)} keys ({keys}{', ...' if len(value) > 3 else ''})"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

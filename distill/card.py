@@ -7,9 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import d2f
+from d2f.yaml_core import dump
 from distill.config import TrainConfig
 from distill.data import Stream
 
@@ -57,7 +56,7 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
             "config.yaml, every key resolved:",
             "",
             "```yaml",
-            yaml.safe_dump(values, sort_keys=False).rstrip(),
+            dump(values).rstrip(),
             "```",
             "",
         ]

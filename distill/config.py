@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, check, override, read_mapping
+from d2f.configuration import Section, Switch, check, override, read_mapping
+from d2f.yaml_core import dump
 from distill.data.settings import Data, Positive, Ratio
 
 Share = Annotated[float, Field(gt=0)]
@@ -109,7 +109,7 @@ class WinoPlus(Section):
     defer_weight: Annotated[float, Field(ge=0)] = 1.0  # 0 leaves the term out
     sharpen_weight: Annotated[float, Field(ge=0)] = 0.1  # lambda; 0 leaves the term out
     scope: Literal["all", "block"] = "all"  # later tokens that may be deferred; the code: block
-    tail: bool = True  # whether tokens after the first end token are trained
+    tail: Switch = True  # whether tokens after the first end token are trained
     trajectory: Literal["recorded", "random"] = "recorded"  # random: the paper's ablation
     mask: Literal["bidirectional", "block_causal"] = "bidirectional"  # of the trained model
     kl_weight: Annotated[float, Field(ge=0)] = 0.0  # beta, of KL(teacher || student)
@@ -126,7 +126,7 @@ class Wedlm(Section):
 
     weights: Literal["paper", "code"] = "paper"  # 1 / gamma, or normalised by their sum
     ar_weight: Annotated[float, Field(ge=0)] = 1.0  # of the next-token loss
-    adapter: bool = False  # train a LoRA (section lora) instead of all weights
+    adapter: Switch = False  # train a LoRA (section lora) instead of all weights
 
 
 class Evaluation(Section):
@@ -176,7 +176,7 @@ class TrainConfig(Section):
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     base_dtype: Literal["float32", "bfloat16"] = "float32"  # of frozen weights
     quantize: Literal["none", "4bit"] = "none"  # of frozen weights (QLoRA)
-    gradient_checkpointing: bool = False  # compute each layer again in the backward pass
+    gradient_checkpointing: Switch = False  # compute each layer again in the backward pass
     gradient_accumulation: Positive = 1  # parts that a process feeds its rows of a step in
     # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
@@ -185,7 +185,7 @@ class TrainConfig(Section):
     eval_every: Positive | None = None  # steps between evaluations; the last step is one
     evaluation: Evaluation = Evaluation()
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    export_official: bool = False  # also in the format that the family's own code reads
+    export_official: Switch = False  # also in the format that the family's own code reads
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     log_every: Positive = 10
@@ -249,7 +249,7 @@ class TrainConfig(Section):
         return {size: share / sum(sizes.values()) for size, share in sizes.items()}
 
     def save(self, path: Path) -> None:
-        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        path.write_text(dump(self.model_dump(mode="json")), encoding="utf-8")
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
 
 from d2f.files import writing_folder
+from d2f.configuration import read_mapping
 from distill.card import data_name
 from distill.config import TrainConfig, read_config
 
@@ -61,7 +61,7 @@ def train(name: str) -> None:
     """Run the training of configs/training/NAME.yaml, unless its result is there; first the one whose
     result it starts from, where that is not a shipped model."""
     config = HERE.parent / "configs" / "training" / f"{name}.yaml"
-    values = yaml.safe_load(config.read_text())
+    values = read_mapping(config)
     if (Path(values["output"]) / "model" / "config.json").is_file():
         return
     start = Path(values.get("init") or "")

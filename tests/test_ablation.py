@@ -140,6 +140,13 @@ def test_a_wrong_configuration_is_named_before_any_run(tmp_path, changes, messag
         read_ablation(written(tmp_path, **changes))
 
 
+def test_what_one_variant_sets_is_not_set_for_the_next(tmp_path):
+    """Also where it sets a key within a section that is set for all."""
+    variants = [{"name": "soft", "set": {"lora.r": 16}}, {"name": "hard"}]
+    found = read_ablation(written(tmp_path, variants=variants)).trainings(tmp_path)
+    assert [config.lora.r for _, config in found] == [16, 2, 16, 2]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "ablations").glob("*.yaml")))
 def test_the_shipped_ablations_are_configurations(path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, check, override, read_mapping
+from d2f.configuration import Section, check, override, put, read_mapping
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.cli.settings import DecoderSettings
 from decode.decoders import DECODERS
@@ -106,7 +106,7 @@ class Ablation(Section):
     def _training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
         values = read_mapping(self.train)
         for key, value in {**self.set, **variant.set}.items():
-            override(values, [f"--{key}", yaml.safe_dump(value, default_flow_style=True)])
+            put(values, key, deepcopy(value))  # later keys may lead into it
         values |= {"seed": seed, "output": str(output), "tracker": "none"}
         return parse_config(values, f"{self.train}, variant {variant.name}")
 

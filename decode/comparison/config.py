@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, check, override, read_mapping
+from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
 from d2f.tasks.registry import TASKS
 
@@ -42,7 +42,7 @@ class Ours(Entry):
     config: str | None = None
     decoder: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    compile: bool = False  # through torch.compile, as vLLM does; before anything is measured
+    compile: Switch = False  # through torch.compile, as vLLM does; before anything is measured
     batch_size: Positive | None = None  # most requests in a forward; default: the concurrency
     threads: Positive | None = None
 
@@ -61,7 +61,7 @@ class Served(Entry):
     """What the two served kinds have. stream: tokens are sent as they are made; without it there
     is less work for the server and no latency to the first token."""
 
-    stream: bool = True
+    stream: Switch = True
     prompt_as: Literal["ids", "text"] = "ids"
     body: dict[str, Any] = Field(
         default_factory=dict
@@ -76,7 +76,7 @@ class Vllm(Served):
     shares: str | None = None
     python: str | None = None  # of vLLM's environment; default: vllm_python of the configuration
     dtype: str = "auto"
-    prefix_caching: bool = False  # prompts come again in each repetition; a cache would skip them
+    prefix_caching: Switch = False  # prompts come again in each repetition; a cache would skip them
     args: tuple[str, ...] = ()  # more of the command line
     env: dict[str, str] = Field(default_factory=dict)
     startup_seconds: Seconds = 600.0
@@ -125,7 +125,7 @@ class CompareConfig(Section):
     vllm_python: str = ".venv-vllm/bin/python"
     retries: Whole = 2
     limits: Limits = Limits()
-    figures: bool = True
+    figures: Switch = True
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareConfig:

@@ -10,9 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from d2f.files import write_beside
+from d2f.yaml_core import dump
 from decode.cli.options import DEFAULT_MODEL
 from decode.tuning.outcome import FINAL_COLUMNS, ROLES, Outcome, final_row
 from decode.tuning.space import Setting, Space, named
@@ -102,7 +101,7 @@ class Report:
         ]
         options = {"decoder": self.space.decoder, **outcome.chosen}
         comments = "".join(f"# {line}\n" for line in lines)
-        return comments + yaml.safe_dump(options, sort_keys=False)
+        return comments + dump(options)
 
     def markdown(self, *, figures: bool) -> str:
         """The report for reading."""

@@ -1,4 +1,4 @@
-"""python -m distill.data --inspect --config configs/training/NAME.yaml [--samples 3] [--key value ...]
+"""python -m distill.data --inspect --config FILE [--samples 3] [--key value ...]
 
 Prints what the model of a training run will see: some samples with their tokens by mask state and
 their block borders, the mask ratio of each block, lengths, how many rows were dropped or cut, and

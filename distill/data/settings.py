@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section
+from d2f.configuration import Section, Switch
 
 Positive = Annotated[int, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -76,7 +76,7 @@ class Data(Section):
     measure_rows: Annotated[int, Field(ge=0)] = 100_000
     row_length: Positive = 192  # tokens a packed row
     rows: Positive = 32  # packed rows a step, over all processes
-    train_on_padding: bool = False  # preset of the three below, see above
+    train_on_padding: Switch = False  # preset of the three below, see above
     # The defaults are for generated tasks; for files and data sets the first two are 0.
     padded_share: Ratio = 0.5  # samples filled to the full response length with end tokens
     short_tail: Annotated[int, Field(ge=0)] = 7  # most end tokens after the first, in the others
