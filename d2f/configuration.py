@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from d2f.errors import InputError
+from d2f.validation import explain, refuse_another_kind, shown
 from d2f.yaml_core import MOST_BYTES, load
 
 
@@ -81,18 +82,20 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
-    """A checked configuration. Raises InputError that names each key, what was expected and what
-    came."""
+    """A checked configuration. Raises InputError, in one line, that names each key, what was
+    expected and what came."""
+    refuse_another_kind(values, kind.model_fields, source, f"the keys {_some(kind)}")
     try:
         return kind.model_validate_json(json.dumps(values))
-    except (TypeError, ValueError) as error:
-        if not isinstance(error, ValidationError):
-            raise InputError(f"{source}: a value that JSON does not know: {error}") from error
-        lines = [
-            f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        ]
-        raise InputError(f"{source}: " + "; ".join(lines)) from error
+    except ValidationError as error:
+        raise InputError(f"{source}: {explain(error, values)}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{source}: a value that JSON does not know: {error}") from error
+
+
+def _some(kind: type[BaseModel]) -> str:
+    """Keys that a configuration must have."""
+    return ", ".join(name for name, field in kind.model_fields.items() if field.is_required())
 
 
 def _member(members: list[Any], name: str, flag: str) -> int:
@@ -104,16 +107,3 @@ def _member(members: list[Any], name: str, flag: str) -> int:
     if name not in plain:
         raise InputError(f"{flag}: expected one of {', '.join(names)} or a number, got {name!r}")
     return plain.index(name)
-
-
-def shown(value: object) -> str:
-    """A value as an error shows it: as YAML says it, short, what is nested by its size."""
-    if isinstance(value, dict):
-        keys = ", ".join(str(key)[:20] for key in list(value)[:3])
-        return f"a mapping of {len(value)} keys ({keys}{', ...' if len(value) > 3 else ''})"
-    if isinstance(value, list | tuple):
-        return f"a list of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,6 +12,7 @@ from d2f.configuration import read_mapping
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from d2f.validation import refuse_another_kind, shown
 from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, Threshold, WeDLM
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.decoders.visibility import mask_kind
@@ -95,7 +96,8 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
     Raises InputError, naming where, for a key that no decoder has.
     """
     known = _known_options()
-    unknown = [str(key) for key in values if key not in ("decoder", *known)]
+    refuse_another_kind(values, ("decoder", *known), where, "options of a decoder")
+    unknown = [f"{key}"[:60] for key in values if key not in ("decoder", *known)]
     if unknown:
         raise InputError(
             f"{where}: unknown key {', '.join(unknown)}; expected some of "
@@ -103,7 +105,7 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
         )
     name = values.get("decoder")
     if "decoder" in values and name not in list(DECODERS):
-        raise InputError(f"{where}: decoder must be one of {', '.join(DECODERS)}, got {name!r}")
+        raise InputError(f"{where}: decoder must be one of {', '.join(DECODERS)}, got {shown(name)}")
     return name, {key: value for key, value in values.items() if key != "decoder"}
 
 

@@ -1,0 +1,85 @@
+"""A fault in a configuration is one line: the key, what was expected, what came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ablation.config import read_ablation
+from d2f.configuration import read_mapping
+from d2f.errors import InputError
+from decode.cli.settings import split
+from decode.comparison.config import read_config as read_comparison
+from distill.config import read_config
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+TRAINING = CONFIGS / "training" / "tiny-d2f.yaml"
+COMPARISON = CONFIGS / "comparison" / "compare-tiny.yaml"
+ABLATION = CONFIGS / "ablations" / "d2f.yaml"
+OPTIONS = CONFIGS / "published" / "d2f-llada-math.yaml"
+
+
+def read_options(path: Path) -> object:
+    return split(read_mapping(path), str(path))
+
+
+KINDS = {
+    TRAINING: (read_config, "a training configuration .*distill/train.py"),
+    COMPARISON: (read_comparison, "a comparison configuration .*decode.compare"),
+    ABLATION: (read_ablation, "an ablation configuration .*benchmarks.ablation"),
+    OPTIONS: (read_options, "a file of decoder options .*decode.pipeline"),
+}
+
+
+@pytest.mark.parametrize(
+    "path", [*KINDS, CONFIGS / "accelerate" / "ddp.yaml"], ids=lambda p: p.stem
+)
+@pytest.mark.parametrize("reader", [reader for reader, _ in KINDS.values()])
+def test_another_kind_of_file_is_named_with_the_command_that_takes_it(path, reader, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    own, said = KINDS.get(path, (None, "a configuration of accelerate .*accelerate launch"))
+    if reader is own:
+        assert reader(path)
+        return
+    with pytest.raises(InputError, match=rf"{path.stem}\.yaml looks like {said}") as caught:
+        reader(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 250
+
+
+FAULTS = {
+    ("--block_size", "[0]"): "block_size.0: expected more than 0, got 0",
+    ("--block_size", "x"): "block_size: expected a whole number or a list or a mapping, got 'x'",
+    ("--optimizer", "[1, 2]"): "optimizer: expected a section of keys, got a list of 2",
+    ("--output", "2024"): "output: expected text, got 2024",
+    ("--stepz", "3"): "stepz: there is no such key",
+    ("--lora.targets", "[q]"): r"lora\.targets\.0: expected 'q_proj', .*, got 'q'",
+    ("--data.columns", "3"): r"data\.columns: expected text or a section of keys, got 3",
+    ("--steps", "~"): "steps: expected a whole number, got null",
+    ("--data.tasks", "[" + "x, " * 400 + "x]"): r"data\.tasks: expected a mapping, got a list of 401",
+    ("--init", "{" + ", ".join(f"k{i}: 1" for i in range(400)) + "}"):
+        r"init: expected text, got a mapping of 400 keys \(k0, k1, k2, \.\.\.\)",
+    ("--attention", "x" * 5000): r"attention: expected 'auto'.*, got 'x{56}\.\.\.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), FAULTS.items(), ids=lambda v: str(v)[:30])
+def test_a_fault_is_named_by_its_path_and_shortened(words, message):
+    with pytest.raises(InputError, match=rf": {message}") as caught:
+        read_config(TRAINING, words)
+    assert len(str(caught.value)) < len(str(TRAINING)) + 200
+
+
+def test_faults_within_a_list_of_entries_are_named_without_the_rest():
+    with pytest.raises(InputError, match=r": entries\.1\.model: expected a value, got nothing$"):
+        read_comparison(
+            COMPARISON, ["--entries", "[{name: a, kind: ours, model: b}, {name: x, kind: ours}]"]
+        )
+    with pytest.raises(InputError, match=r"entries\.0: expected 'kind' to be one of 'ours', "):
+        read_comparison(COMPARISON, ["--entries", "[{name: x, kind: y}]"])
+
+
+def test_many_faults_are_counted():
+    words = [word for i in range(50) for word in (f"--k{i}", "1")]
+    with pytest.raises(InputError, match=r"k0: there is no such key; .*; and 44 more$"):
+        read_config(TRAINING, words)
