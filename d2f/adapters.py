@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from d2f.base import check_base
 from d2f.checkpoint import folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
@@ -46,7 +45,7 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
     trainable: its weights are to be trained on.
 
     Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
-    another base.
+    another base; warns with UnverifiedBaseWarning where the base cannot be told (`d2f.base`).
     """
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
@@ -57,7 +56,9 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
     _check_base_class(model, folder, raw)
     contract = Contract.load(folder)
     if contract is not None:
-        _check_contract(model, folder, contract)
+        _check_family(model, folder, contract)
+    named = (contract.base if contract else None) or raw.get("base_model_name_or_path")
+    check_base(folder, named, contract.base_hash if contract else None, model.path)
     weights = _rename(model, _read_weights(folder / WEIGHTS))
 
     config = LoraConfig(
@@ -111,33 +112,6 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
     model.contract.save(folder)
 
 
-def fingerprint(place: str) -> str:
-    """Identity of a checkpoint's weights, whatever the dtype they are loaded in: a hash over the
-    name, shape and up to three rows (first, middle, last) of every tensor in its weight files.
-
-    Raises CheckpointError where there are none.
-    """
-    folder = folder_of(place)
-    files = [folder / "model.safetensors"]
-    if not files[0].is_file():  # split in several, else nothing
-        files = sorted(folder.glob("model-*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: expected model.safetensors, whole or split, found none")
-    entries: dict[str, bytes] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                part = tensors.get_slice(name)
-                shape = part.get_shape()
-                rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape else []
-                data = [part[i : i + 1].contiguous().view(torch.uint8).numpy() for i in rows]
-                entries[name] = str(shape).encode() + b"".join(d.tobytes() for d in data)
-    digest = hashlib.sha256()
-    for name, content in sorted(entries.items()):
-        digest.update(name.encode() + content)
-    return digest.hexdigest()
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -154,6 +128,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise CheckpointError(f"{path}: {name} must be a positive number, got {value!r}")
+    base = values.get("base_model_name_or_path")
+    if not isinstance(base, str | None):
+        raise CheckpointError(f"{path}: base_model_name_or_path must be text, got {base!r}")
     for name in _NOT_SUPPORTED:
         if values.get(name) not in (None, False, "none", [], {}):
             raise CheckpointError(f"{path}: {name} is not supported, got {values[name]!r}")
@@ -180,19 +157,12 @@ def _check_base_class(model: DiffusionModel, folder: Path, raw: dict[str, Any]) 
             )
 
 
-def _check_contract(model: DiffusionModel, folder: Path, contract: Contract) -> None:
+def _check_family(model: DiffusionModel, folder: Path, contract: Contract) -> None:
     if contract.family != model.family:
         raise CheckpointError(
             f"{folder}: the adapter was made for the family {contract.family}, "
             f"this base is {model.family}"
         )
-    if contract.base_hash is not None and model.path is not None:
-        came = fingerprint(model.path)
-        if came != contract.base_hash:
-            raise CheckpointError(
-                f"{folder}: the adapter belongs to the base {contract.base} "
-                f"({contract.base_hash[:12]}), this base is {model.path} ({came[:12]})"
-            )
 
 
 def _targets(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> list[str]:

@@ -22,3 +22,7 @@ class CompileError(InputError):
 
 class NonFiniteLogitsError(RuntimeError):
     """The model gave NaN or infinite logits; no token was chosen from them."""
+
+
+class UnverifiedBaseWarning(UserWarning):
+    """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""

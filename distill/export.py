@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from d2f.adapters import fingerprint, save_adapter
+from d2f.adapters import save_adapter
+from d2f.base import fingerprint
 from d2f.export import save_model
 from d2f.model import DiffusionModel
 from d2f.official import save_official

@@ -1,0 +1,109 @@
+"""Whether an adapter belongs to the base that it is put on: by hash where it carries one, else by
+the name in its configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from d2f.checkpoint import folder_of
+from d2f.errors import CheckpointError, UnverifiedBaseWarning
+from d2f.models import HERE, resolve
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
+
+
+def base_name(path: str | None) -> str | None:
+    """What a model in the folder `path` is called where its place says so for certain: owner/name
+    for a snapshot in the hub's cache, a bundled model's name; None for any other folder."""
+    if path is None:
+        return None
+    place = Path(path).absolute()
+    repository = place.parent.parent.name
+    if place.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return place.name if place.parent == HERE else None
+
+
+def check_base(adapter: Path, named: str | None, base_hash: str | None, path: str | None) -> None:
+    """Compare the base that an adapter was made for with the model in the folder `path`.
+
+    named: the base by the adapter's configuration. base_hash: by its contract, which decides alone.
+    Raises CheckpointError, with both, where they are known to differ; warns with
+    UnverifiedBaseWarning where that cannot be known: a local folder may hold anything, and the name
+    of a folder on the machine where the adapter was trained says little.
+    """
+    here = base_name(path) or path
+    wanted = base_hash or _hash_of(named)
+    if wanted is not None and path is not None:
+        came = fingerprint(path)
+        if came != wanted:
+            raise CheckpointError(
+                f"{adapter}: the adapter belongs to the base {named} ({wanted[:12]}), "
+                f"this base is {here} ({came[:12]})"
+            )
+        return
+    same_name = bool(named and here) and _last(str(named)) == _last(str(here))
+    if base_name(path) is not None and named and _HUB_NAME.fullmatch(named):
+        if named.lower() == str(here).lower():
+            return
+        if not same_name:  # another owner's copy may be of the same weights
+            raise CheckpointError(
+                f"{adapter}: the adapter belongs to the base {named}, this base is {here}; where "
+                "they are the same weights, give the base as a folder of your own"
+            )
+    elif same_name:
+        return
+    warnings.warn(
+        f"{adapter}: the base could not be verified: the adapter was made for "
+        f"{named or 'a base that it does not name'}, this base is {here or 'not from a folder'}; "
+        "on another base it gives wrong answers",
+        UnverifiedBaseWarning,
+        stacklevel=2,
+    )
+
+
+def _hash_of(named: str | None) -> str | None:
+    """The fingerprint of a base that is a folder here or a bundled model, else None."""
+    try:
+        place = resolve(named or "")
+        return fingerprint(place) if named and Path(place).is_dir() else None
+    except (CheckpointError, OSError):  # holds something else, or no name
+        return None
+
+
+def fingerprint(place: str) -> str:
+    """Identity of a checkpoint's weights, whatever the dtype they are loaded in: a hash over the
+    name, shape and up to three rows (first, middle, last) of every tensor in its weight files.
+
+    Raises CheckpointError where there are none.
+    """
+    folder = folder_of(place)
+    files = [folder / "model.safetensors"]
+    if not files[0].is_file():  # split in several, else nothing
+        files = sorted(folder.glob("model-*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: expected model.safetensors, whole or split, found none")
+    entries: dict[str, bytes] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                part = tensors.get_slice(name)
+                shape = part.get_shape()
+                rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape else []
+                data = [part[i : i + 1].contiguous().view(torch.uint8).numpy() for i in rows]
+                entries[name] = str(shape).encode() + b"".join(d.tobytes() for d in data)
+    digest = hashlib.sha256()
+    for name, content in sorted(entries.items()):
+        digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+def _last(name: str) -> str:
+    """A model's name without owner or folder, as the hub compares names."""
+    return name.rstrip("/").rsplit("/", 1)[-1].lower()
