@@ -27,6 +27,7 @@ from transformers import (
 
 from d2f import attention
 from d2f.contract import Contract
+from d2f.device import parse_device
 from d2f.errors import CheckpointError, InputError
 from d2f.families import Family, family_of, get_family
 from d2f.model import DiffusionModel
@@ -67,9 +68,10 @@ def load(
     fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
-    misshapen weights, a damaged file, or an adapter that does not belong to this base.
+    misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
+    for a dtype or device that there is not.
     """
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = parse_device(device)
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
     base = base_of_adapter(place)
     if base is not None:

@@ -12,6 +12,7 @@ import transformers
 
 import d2f
 from d2f.checkpoint import parse_dtype
+from d2f.device import parse_device
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.models import names, resolve
@@ -29,11 +30,12 @@ def check_options(options: argparse.Namespace) -> None:
         )
     if options.dtype is not None:
         parse_dtype(options.dtype, torch.device("cpu"))
-    if options.device is not None:
-        try:
-            torch.empty(0, device=options.device)
-        except (RuntimeError, AssertionError) as error:
-            raise InputError(f"--device {options.device}: no such device here: {error}") from error
+    try:
+        device = parse_device(options.device)
+    except InputError as error:
+        raise InputError(f"--{error}") from error
+    if device.type == "meta":
+        raise InputError("--device meta: no such device here: it holds shapes and no weights")
 
 
 def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from d2f.checkpoint import folder_of, load_tokenizer, parse_dtype
+from d2f.device import parse_device
 from d2f.errors import InputError
 from d2f.models import resolve
 from decode.comparison.answers import Answer, Run
@@ -27,7 +28,7 @@ class TransformersRunner:
 
         if entry.threads is not None:
             torch.set_num_threads(entry.threads)
-        self.device = torch.device(entry.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = parse_device(entry.device)
         dtype = parse_dtype(entry.dtype, self.device)
         place = str(folder_of(resolve(entry.model)))
         try:

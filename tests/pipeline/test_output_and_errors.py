@@ -103,6 +103,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
         (["--dtype", "int4"], "dtype must be one of"),
         (["--device", "abacus"], "--device abacus: no such device here"),
         (["--device", "cuda:99"], "--device cuda:99: no such device here"),
+        (["--device", "meta"], "--device meta: no such device here"),
         (["--adapter", "no/such/folder"], "no/such/folder"),
         (["--trace", "no/such/trace"], "does not exist"),
         (["--nothing"], "unrecognized arguments: --nothing"),

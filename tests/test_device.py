@@ -1,0 +1,40 @@
+"""A device that is not there is an error that says which are, wherever it is named."""
+
+import pytest
+import torch
+
+import d2f
+from d2f.device import parse_device
+from d2f.errors import InputError
+from decode.comparison.config import Transformers
+from decode.comparison.hf import TransformersRunner
+
+BAD = ["foo", "cuda:99", "cpu:x", "", "cuda:-1", "meta:x"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_device_that_is_not_there(name):
+    with pytest.raises(InputError, match=f"device {name}: no such device here, expected cpu"):
+        d2f.load("tiny-teacher", device=name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+def test_cuda_where_there_is_none():
+    """torch raises AssertionError."""
+    with pytest.raises(InputError, match="device cuda: no such device here, expected cpu"):
+        d2f.load("tiny-teacher", device="cuda")
+
+
+def test_nothing_is_loaded_for_a_bad_device():
+    with pytest.raises(InputError, match="device foo"):
+        d2f.load("no such model", device="foo")
+    with pytest.raises(InputError, match="device foo"):
+        TransformersRunner(
+            Transformers(name="hf", kind="transformers", model="no such model", device="foo"), []
+        )
+
+
+def test_devices_that_are_there():
+    assert parse_device("cpu") == parse_device(torch.device("cpu")) == torch.device("cpu")
+    assert parse_device("meta").type == "meta"
+    assert parse_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
