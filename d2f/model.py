@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,22 @@ class DiffusionModel:
         self._compiled: CompiledRows | None = None
         if contract.rope_fp32 and not isinstance(backbone.model.rotary_emb, Fp32Rotary):
             backbone.model.rotary_emb = Fp32Rotary(backbone.model.rotary_emb)
+
+    def __repr__(self) -> str:
+        contract = self.contract
+        facts = [
+            f"{self.family} in {type(self.backbone).__name__}",
+            f"{self.backbone.num_parameters():,} parameters",
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"objective={contract.objective}",
+            f"block_size={contract.block_size}",
+            f"mask_id={self.mask_id}",
+            f"end_ids={self.end_ids}",
+            *(["adapter"] if self.adapter is not None else []),
+            *(["compiled"] if self.is_compiled else []),
+            *(["no tokenizer"] if self.tokenizer is None else []),
+        ]
+        return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
 
     @property
     def family(self) -> str:
@@ -168,6 +185,19 @@ class DiffusionModel:
         else:
             with self.adapter.disable_adapter():
                 yield
+
+    def save(self, folder: str | Path) -> None:
+        """Write `folder`, which `d2f.load` reads back to the same tokens in the same dtype: config,
+        weights in the model's dtype (safetensors), tokenizer and contract; of a model with an
+        adapter the adapter alone, with the name and hash of its base (`merge_adapter` first for
+        all of it in one). Whole or not at all.
+
+        Raises InputError for a folder that holds anything but an earlier save, for 4-bit weights,
+        and where it cannot be written.
+        """
+        from d2f.saving import save
+
+        save(self, folder)
 
     def merge_adapter(self) -> None:
         """Fold the adapter into the weights and forget it: the same function, one matrix less."""

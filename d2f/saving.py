@@ -1,0 +1,93 @@
+"""`DiffusionModel.save`: a folder that `d2f.load` reads back, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from d2f.adapters import save_adapter
+from d2f.base import base_name, fingerprint
+from d2f.contract import FILE_NAME
+from d2f.errors import CheckpointError, InputError
+from d2f.export import save_model
+from d2f.model import DiffusionModel
+
+
+def save(model: DiffusionModel, folder: str | Path) -> None:
+    """See `DiffusionModel.save`."""
+    if model.device.type == "meta":
+        raise InputError("a model on the meta device has no weights to save")
+    if model.adapter is None and getattr(model.backbone, "is_quantized", False):
+        raise InputError("4-bit weights cannot be saved: load the model without quantize")
+    if model.adapter is not None and model.path is None:
+        raise InputError(
+            "the adapter's base is in no folder, so nothing could load the adapter: "
+            "save the base first and load it, or merge_adapter()"
+        )
+    with replaced(Path(folder)) as beside:
+        if model.adapter is None:
+            save_model(model, beside, dtype=model.dtype, base=None, base_hash=None)
+        else:
+            assert model.path is not None
+            contract = dataclasses.replace(
+                model.contract,
+                base=base_name(model.path) or str(Path(model.path).resolve()),
+                base_hash=model.contract.base_hash or fingerprint(model.path),
+            )
+            named = DiffusionModel(model.backbone, contract, adapter=model.adapter)
+            save_adapter(named, beside)
+
+
+@contextlib.contextmanager
+def replaced(place: Path) -> Iterator[Path]:
+    """An empty folder beside `place` that takes its place once it is filled.
+
+    Raises InputError where `place` is there and is neither empty nor a model of the same files: no
+    file is removed that is not written again.
+    """
+    place = place.resolve()
+    if place.exists() and not place.is_dir():
+        raise InputError(f"{place}: expected a folder to save to, this is a file")
+    there = _names(place)
+    if there and FILE_NAME not in there:
+        raise InputError(
+            f"{place} holds {_some(there)}: expected an empty folder, or a saved model"
+        )
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        beside = Path(
+            tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".writing", dir=place.parent)
+        )
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {error.strerror}") from error
+    try:
+        new = beside / "new"
+        new.mkdir()
+        yield new
+        others = _names(place) - _names(new)
+        if others:
+            raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
+        if place.exists():
+            place.rename(beside / "old")
+        new.rename(place)
+    except (OSError, SafetensorError) as error:
+        if (beside / "old").exists():
+            (beside / "old").rename(place)
+        raise CheckpointError(f"{place}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + f" and {len(names) - 3} more" * (len(names) > 3)
