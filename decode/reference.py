@@ -6,6 +6,7 @@ boolean mask. Written to be read, not to be fast.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,12 @@ def predict_positions(
     rows = logits[[p - shift for p in wanted]]
     predictions = predict(rows, [Wanted(sampler, len(wanted))], forward=0)[0]
     return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
+
+
+def in_fp32(threshold: float) -> float:
+    """A threshold as torch compares an fp32 tensor with it, as the official codes of D2F and SDAR
+    do: rounded to fp32."""
+    return float(np.float32(threshold))
 
 
 def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[int | None]:
@@ -75,7 +82,7 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
         guess = dict(zip(wanted, found, strict=True))
         for b, block in enumerate(blocks):
             masked = [p for p in block if out[p] is None]
-            chosen = [p for p in masked if guess[p][1] > options.tau_conf]
+            chosen = [p for p in masked if guess[p][1] > in_fp32(options.tau_conf)]
             if not chosen and masked and b in full:
                 chosen = [max(masked, key=lambda p: (guess[p][1], -p))]
             for p in chosen:

@@ -43,7 +43,7 @@ options = {
 
 @st.composite
 def decoders(draw) -> decode.Block:
-    size = draw(st.sampled_from([None, 1, 2, 5]))
+    size = draw(st.one_of(st.sampled_from([None, 1, 2, 5]), st.integers(1, 64)))
     return decode.Block(
         block_size=size,
         denoising_steps=draw(st.sampled_from([None, *range(1, 1 + min(size or 1, 3))])),

@@ -86,7 +86,7 @@ prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=12
 @st.composite
 def decoders(draw, caches=CACHES, temperatures=(0.0, 0.0, 1.0), **fixed):
     options = {
-        "block_size": draw(st.sampled_from([None, 1, 3, 4, 6, 8])),
+        "block_size": draw(st.one_of(st.sampled_from([None, 1, 3, 4, 6, 8]), st.integers(1, 64))),
         "max_new_tokens": draw(st.integers(1, 16)),
         "cache": draw(st.sampled_from(caches)),
         "early_exit": draw(st.booleans()),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines import pipelines as drawn_pipelines
 from tiny import random_model, tokenizer
 
 import d2f
@@ -25,14 +26,8 @@ MODEL = {family: random_model(family, 0) for family in ("llada", "dream")}
 
 models = st.builds(random_model, st.sampled_from(["llada", "dream"]), st.integers(0, 3))
 prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=15)
-ratios = st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])
-pipelines = st.builds(
-    decode.D2F,
-    block_size=st.sampled_from([1, 3, 8]),
-    tau_add=ratios,
-    tau_act=ratios,
+pipelines = drawn_pipelines(
     tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]),
-    max_new_tokens=st.integers(1, 30),
     early_exit=st.booleans(),
     lossless=st.sampled_from([1, 2, 4, 8]),
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines import pipelines as drawn_pipelines
 from shadows import (
     CONTRACT,
     END,
@@ -30,15 +31,9 @@ from d2f.errors import InputError
 from decode.references.d2f_revoke import decode_d2f_revoking
 
 MODES = ["always", "commit"]
-ratios = st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])
-pipelines = st.builds(
-    lambda chosen, **options: decode.D2F(**options, **chosen),
-    sampling,
-    block_size=st.sampled_from([1, 3, 8]),
-    tau_add=ratios,
-    tau_act=ratios,
+pipelines = drawn_pipelines(
+    sampling=sampling,
     tau_conf=st.sampled_from([0.05, 0.1, 0.2, 0.9]),
-    max_new_tokens=st.integers(1, 26),
     early_exit=st.booleans(),
     revoke=st.sampled_from(MODES),
     tau_revoke=st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0]),

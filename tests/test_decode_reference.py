@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pipelines import pipelines as drawn_pipelines
 from tiny import random_model, tokenizer
 
 import decode
@@ -31,22 +32,16 @@ sampling = st.sampled_from(
         {"temperature": 2.0, "top_k": 5},
     ]
 )
-ratios = st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])
-pipelines = st.builds(
-    lambda chosen, **options: decode.D2F(**options, **chosen),
-    sampling,
-    block_size=st.sampled_from([1, 3, 8]),
-    tau_add=ratios,
-    tau_act=ratios,
+pipelines = drawn_pipelines(
+    sampling=sampling,
     tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]),
-    max_new_tokens=st.integers(1, 30),
     early_exit=st.booleans(),
     seed=st.integers(0, 9),
 )
 statics = st.builds(
     lambda chosen, **options: decode.Static(**options, **chosen),
     sampling,
-    block_size=st.sampled_from([None, 1, 4, 8]),
+    block_size=st.one_of(st.none(), st.integers(1, 64)),
     max_new_tokens=st.integers(1, 20),
     early_exit=st.booleans(),
     seed=st.integers(0, 9),
@@ -73,6 +68,11 @@ def visible(model: DiffusionModel, raw: list[int | None]) -> list[int]:
 
 
 @settings(max_examples=40)
+@example(
+    random_model("llada"),
+    [([5, 6, 7], decode.D2F(10, 0.1, 0.1, max_new_tokens=30, early_exit=False))],
+    1,
+)
 @given(
     models,
     st.lists(st.tuples(prompts, st.one_of(pipelines, statics)), min_size=1, max_size=5),

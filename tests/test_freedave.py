@@ -45,7 +45,7 @@ prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=15
 drafts = st.sampled_from([1, 2, 4, 8])
 draftings = st.sampled_from(["tree", "batch"])
 lengths = {
-    "block_size": st.sampled_from([None, 1, 3, 4, 8]),
+    "block_size": st.one_of(st.sampled_from([None, 1, 3, 4, 8]), st.integers(1, 64)),
     "max_new_tokens": st.integers(1, 20),
     "early_exit": st.booleans(),
 }

@@ -42,7 +42,7 @@ winos = st.builds(
     lambda taus, chosen, **options: decode.Wino(tau1=taus[0], tau2=taus[1], **options, **chosen),
     thresholds,
     sampling,
-    block_size=st.sampled_from([None, 1, 4, 8, 16]),
+    block_size=st.one_of(st.sampled_from([None, 1, 4, 8, 16]), st.integers(1, 64)),
     max_new_tokens=st.integers(1, 26),
     caps=st.booleans(),
     early_exit=st.booleans(),

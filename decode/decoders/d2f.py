@@ -98,8 +98,10 @@ class Block:
 
     @property
     def decoded(self) -> float:
-        """Share of the positions that are decoded."""
-        return 1 - self.masked / (self.end - self.start)
+        """Share of the positions that are decoded. Divided last, as the official code does: only
+        then does k of n reach a threshold of k / n."""
+        size = self.end - self.start
+        return (size - self.masked) / size
 
 
 class D2FSession(MaskedSession):

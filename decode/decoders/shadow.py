@@ -69,8 +69,9 @@ def add_shadow(
 
 
 def weakest(probability: Floats, tau: float, most: int) -> Ints:
-    """Indices of the probabilities below tau, in order; of more than `most` the smallest."""
-    low = np.flatnonzero(probability < tau)
+    """Indices of the probabilities below tau, compared in fp64 as in WINO's code, in order; of more
+    than `most` the smallest."""
+    low = np.flatnonzero(probability.astype(np.float64) < tau)
     order = np.argsort(probability[low], kind="stable")
     return np.sort(low[order[: max(most, 0)]])
 

@@ -171,8 +171,10 @@ class WeDLMSession(MaskedSession):
             self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
 
     def choose(self, masks: Ints, entropy: Floats) -> Ints:
-        """Which of the masks at these positions, ascending, to fill, as indices."""
-        penalised = entropy + self.decoder.distance_penalty * (masks - masks[0])
+        """Which of the masks at these positions, ascending, to fill, as indices. All in fp32, as in
+        the official code."""
+        distance = (masks - masks[0]).astype(np.float32)
+        penalised = entropy + distance * self.decoder.distance_penalty
         threshold = self.decoder.entropy_threshold
         chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
         return chosen if len(chosen) else penalised.argmin(keepdims=True)

@@ -108,7 +108,7 @@ class WinoSession(BlockwiseSession):
         )  # fmt: skip
 
     def choose(self, predictions: Predictions) -> Ints:
-        confidence = predictions.confidence[: len(self.wanted)]
+        confidence = predictions.confidence[: len(self.wanted)].astype(np.float64)  # as official
         order = np.argsort(-confidence, kind="stable")
         count = max(1, int((confidence > self.decoder.tau1).sum()))
         if self.decoder.caps:

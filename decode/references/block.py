@@ -7,7 +7,7 @@ import torch
 
 from d2f.model import DiffusionModel
 from decode.decoders import Block
-from decode.reference import predict_positions
+from decode.reference import in_fp32, predict_positions
 from decode.sampling import Sampler
 
 
@@ -43,7 +43,7 @@ def decode_block(
             )  # fmt: skip
             forwards += 1
             guess = dict(zip(masked, found, strict=True))
-            above = [p for p in masked if guess[p][1] > options.tau]
+            above = [p for p in masked if guess[p][1] > in_fp32(options.tau)]
             best = sorted(masked, key=lambda p: (-guess[p][1], p))[:n]
             if options.reveal == "sequential":
                 chosen = masked[:n]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -190,7 +191,8 @@ def _entropy(guesses: list[Guess], options: EntropyBounded, step: int, size: int
     chosen: list[Guess] = []
     for guess in sorted(guesses, key=error):
         entropies = [max(g.entropy, 0.0) for g in [*chosen, guess]]
-        if sum(entropies) - max(entropies) > options.gamma:
+        *_, total = accumulate(entropies)  # one after the other: `sum` compensates from 3.12 on
+        if total - max(entropies) > options.gamma:
             break
         chosen.append(guess)
     return chosen

@@ -7,6 +7,7 @@ import torch
 
 from d2f.model import DiffusionModel
 from decode.decoders.d2f import D2F, DEFAULT_BLOCK_SIZE
+from decode.reference import in_fp32
 from decode.references.shadowed import dense_logits, predict_rows, shadow_logits
 from decode.sampling import Sampler
 
@@ -82,7 +83,7 @@ def decode_d2f_revoking(
         drafted = [0] * len(blocks)
         for b, block in enumerate(blocks):
             masked = [p for p in block if out[p] is None]
-            chosen = [p for p in masked if guess[p][1] > options.tau_conf]
+            chosen = [p for p in masked if guess[p][1] > in_fp32(options.tau_conf)]
             if not chosen and masked and b in full:
                 chosen = [max(masked, key=lambda p: (guess[p][1], -p))]
             for p in chosen:

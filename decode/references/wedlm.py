@@ -56,12 +56,10 @@ def decode_wedlm(
         found = predict(logits, [wanted], forward=forwards)[0]
         forwards += 1
         assert found.entropy is not None
-        score = {
-            p: float(h) + options.distance_penalty * (p - masked[0])
-            for p, h in zip(masked, found.entropy, strict=True)
-        }
-        token = dict(zip(masked, found.token.tolist(), strict=True))
-        threshold = options.entropy_threshold
-        chosen = [p for p in masked if threshold is not None and score[p] < threshold]
-        for p in chosen or [min(masked, key=score.__getitem__)]:
-            text[p] = token[p]
+        distance = torch.tensor(masked, dtype=torch.float32) - masked[0]
+        score = torch.from_numpy(found.entropy) + distance * options.distance_penalty
+        chosen: list[int] = []
+        if options.entropy_threshold is not None:
+            chosen = (score < options.entropy_threshold).nonzero().flatten().tolist()
+        for i in chosen or [int(score.argmin())]:
+            text[masked[i]] = int(found.token[i])
