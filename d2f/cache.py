@@ -45,6 +45,13 @@ class SlotCache:
         write_slots(k[0], v[0], self.slots, keys[0], values[0])
         return k, v
 
+    def clear(self, start: int, stop: int) -> None:
+        """Forget the slots ``[start, stop)``: what is not finite there must not meet a weight of 0
+        in the attention of whoever has them next."""
+        for k, v in self.layers:
+            k[:, :, start:stop] = 0
+            v[:, :, start:stop] = 0
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given with every forward, never counted here."""
         return 0
@@ -86,6 +93,10 @@ class SlotPool:
             return None
         self._used[start] = start + count
         return start
+
+    def end(self, start: int) -> int:
+        """Where the run that begins at `start` ends."""
+        return self._used[start]
 
     def free(self, start: int) -> None:
         """Give back the run that begins at `start`."""

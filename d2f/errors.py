@@ -20,7 +20,12 @@ class CompileError(InputError):
     """The model cannot be compiled here."""
 
 
-class NonFiniteLogitsError(RuntimeError):
+class RequestError(RuntimeError):
+    """One request failed while it was decoded; others are not concerned. What it failed of is the
+    cause."""
+
+
+class NonFiniteLogitsError(RequestError):
     """The model gave NaN or infinite logits; no token was chosen from them."""
 
 

@@ -17,17 +17,23 @@ import torch
 from numpy.typing import NDArray
 
 from d2f.cache import SlotCache, SlotPool
+from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.request import Request
 from decode.result import Event
 from decode.rows import FlatRows, join
 from decode.sampling import Wanted, named_ids, split, table_of
 from decode.static_rows import StaticRows, Wait, graphs_wanted
-from decode.step import Step
+from decode.step import Predictions, Step
 
 
 class Engine:
-    """Runs requests on one model.
+    """Runs requests on one model; used from one thread.
+
+    A request fails alone: what its session raises, logits of its own that are not finite, or a size
+    beyond the cache end it with an event whose `error` says so, and the others go on as if it had
+    never been there. What the model itself raises concerns all of them: `advance` raises it, and
+    does the forward again when it is called again.
 
     batch_size: most requests in one forward. slots: size of the cache; it must hold the largest
     request, and a request waits while it does not fit. static: whether forwards are padded to a few
@@ -48,6 +54,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
+        self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = self.device.type == "cuda"  # start the next forward before events are taken
         self._flight: Flight | None = None
 
@@ -57,8 +64,19 @@ class Engine:
 
     def run(self) -> Iterator[Event]:
         """Decode until nothing runs or waits; an event for each request after each forward."""
-        while self.waiting or self.running:
+        while self.waiting or self.running or self._failed:
             yield from self.advance()
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request out, whether it waits, runs or is in a forward that was started early: no
+        event of it follows and its slots are free. False where it was not there (any more)."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._release(request)
+        else:
+            return False
+        return True
 
     def advance(self) -> list[Event]:
         """Do one forward; the events of the requests that were in it. On a GPU the next one is
@@ -69,16 +87,38 @@ class Engine:
         events = self._land()
         if self.early:
             self._start()
-        return events
+        failed, self._failed = self._failed, []
+        return events + failed
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.batch_size:
-            base = self.pool.allocate(self.waiting[0].session.slots)
+            request, now = self.waiting[0], time.perf_counter()
+            try:
+                base = self._place(request)
+            except Exception as error:
+                self._failed.append(self.waiting.popleft().fail(error, now))
+                continue
             if base is None:
                 return
-            request = self.waiting.popleft()
-            request.start(base, time.perf_counter())
+            self.waiting.popleft()
+            request.start(base, now)
             self.running.append(request)
+
+    def _place(self, request: Request) -> int | None:
+        """Where the slots of a request begin, None where there is no room now."""
+        slots = request.session.slots
+        if slots > self.pool.slots:
+            raise InputError(
+                f"needs {slots} slots of the cache, which has {self.pool.slots}"
+            )
+        return self.pool.allocate(slots)
+
+    def _release(self, request: Request, *, clear: bool = True) -> None:
+        """Take a running request out. clear: what it wrote may be anything."""
+        self.running.remove(request)
+        if clear:
+            self.cache.clear(request.base, self.pool.end(request.base))
+        self.pool.free(request.base)
 
     def _start(self) -> None:
         """Admit what fits and start the forward of all requests that run."""
@@ -114,15 +154,37 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return []
-        predictions = split(flight.table(), flight.groups, self.forwards)
-        now = time.perf_counter()
-        for (request, step), prediction in zip(flight.fed, predictions, strict=True):
-            request.accept(step, prediction, now)
-        events = [request.event() for request, _ in flight.fed]
-        for request in [r for r in self.running if r.done]:
-            self.running.remove(request)
-            self.pool.free(request.base)
+        events = []
+        found = split(flight.table(), flight.groups)
+        for (request, step), group, predictions in zip(
+            flight.fed, flight.groups, found, strict=True
+        ):
+            if request not in self.running:
+                continue  # it was cancelled meanwhile
+            if predictions is None and len(flight.fed) > 1:
+                predictions = self._alone(request, step, group)
+            events.append(self._accept(request, step, predictions))
         return events
+
+    def _alone(self, request: Request, step: Step, group: Wanted) -> Predictions | None:
+        """A step again without the others: a row that sees nothing of a request whose values are
+        not finite may still have met them, at a weight of 0."""
+        group.sampler.rewind()
+        self.forwards += 1
+        return split(self._compute(join([(request, step)]), [group])(), [group])[0]
+
+    def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
+        """Hand a request its predictions; what this did to it."""
+        now = time.perf_counter()
+        try:
+            request.accept(step, predictions, now)
+            event = request.event()
+        except Exception as error:
+            self._release(request)
+            return request.fail(error, now)
+        if request.done:
+            self._release(request, clear=False)
+        return event
 
 
 @dataclass(frozen=True)

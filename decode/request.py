@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from d2f.contract import Contract
+from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.decoders.base import Decoder
 from decode.result import Event, FinishReason, Result
 from decode.sampling import Sampler
@@ -42,9 +43,31 @@ class Request:
         """Enter the batch: slots begin at `base`."""
         self.base, self._began = base, now
 
-    def accept(self, step: Step, predictions: Predictions, now: float) -> None:
-        """Take the predictions of a step; the request may be done after it."""
+    def fail(self, error: Exception, now: float) -> Event:
+        """Give up for what was raised on its behalf; its last event."""
+        if not isinstance(error, InputError | RequestError):
+            cause = error
+            error = RequestError(
+                f"failed at forward {len(self.calls)}: {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        self.next_step = None
+        self.result = Result.failed(
+            error,
+            calls=self.calls,
+            seconds=now - self._began if self._began else 0.0,
+            prompt_tokens=self.session.prompt_length,
+        )
+        return Event(self.index, len(self.calls), [], result=self.result)
+
+    def accept(self, step: Step, predictions: Predictions | None, now: float) -> None:
+        """Take the predictions of a step, None where they are not finite; the request may be done
+        after it. Raises NonFiniteLogitsError, and what the session raises."""
         self.calls.append((len(step.tokens), step.cached))
+        if predictions is None:
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits at forward {len(self.calls)}"
+            )
         self.session.accept(predictions)
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
         self.next_step = None if stopped else self.session.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["end", "stop", "length"]
+FinishReason = Literal["end", "stop", "length", "error"]
 BlockState = Literal["waiting", "semi-active", "fully active", "to cache", "cached", "decoded"]
 
 
@@ -37,8 +37,9 @@ class Result:
     generated, uncut (a position that early exit left undecoded is not in it). text: tokens
     decoded, None without a tokenizer. forwards: calls of the model that this request was in.
     calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
-    finish_reason: ``end`` (an end id), ``stop`` (a stop string) or ``length``. counts: what the
-    decoder counted, by name.
+    finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
+    what the decoder counted, by name. error: why the request failed, which leaves it without
+    tokens; None where it did not.
     """
 
     tokens: list[int]
@@ -50,18 +51,42 @@ class Result:
     finish_reason: FinishReason
     prompt_tokens: int
     counts: dict[str, int] = field(default_factory=dict)
+    error: Exception | None = None
 
     @property
     def tokens_per_forward(self) -> float:
-        """Visible tokens a call of the model."""
-        return len(self.tokens) / self.forwards
+        """Visible tokens a call of the model, 0 where none was made."""
+        return len(self.tokens) / self.forwards if self.forwards else 0.0
+
+    @staticmethod
+    def failed(
+        error: Exception,
+        *,
+        calls: list[tuple[int, int]] | None = None,
+        seconds: float = 0.0,
+        prompt_tokens: int = 0,
+    ) -> Result:
+        """The result of a request that failed, before or after it entered the engine."""
+        calls = calls or []
+        return Result(
+            tokens=[],
+            raw_tokens=[],
+            text=None,
+            forwards=len(calls),
+            calls=calls,
+            seconds=seconds,
+            finish_reason="error",
+            prompt_tokens=prompt_tokens,
+            error=error,
+        )
 
 
 @dataclass(frozen=True)
 class Event:
     """One request after one forward. result is set on its last event.
 
-    request: index of the prompt. forward: number of the request's forward, from 1.
+    request: index of the prompt. forward: number of the request's forward, from 1; 0 where it
+    failed before one.
     """
 
     request: int
@@ -69,3 +94,8 @@ class Event:
     blocks: list[BlockView]
     revealed: list[Revealed] = field(default_factory=list)
     result: Result | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the request failed, None while it runs and where it did not."""
+        return None if self.result is None else self.result.error

@@ -33,12 +33,18 @@ class Sampler:
         self.sampling = sampling
         self.mask_id = mask_id
         self.generator = torch.Generator().manual_seed(sampling.seed)
+        self._before = self.generator.get_state()
+
+    def rewind(self) -> None:
+        """Forget the last choice: the next one draws what that one drew."""
+        self.generator.set_state(self._before)
 
     def choose(self, logits: Tensor) -> Tensor:
         """Token ids ``[N]`` from fp32 logits ``[N, V]`` whose mask column is -inf."""
         settings = self.sampling
         if settings.temperature == 0:
             return logits.argmax(-1)
+        self._before = self.generator.get_state()
         scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
         uniform = torch.rand(logits.shape, generator=self.generator)
         gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
@@ -83,7 +89,14 @@ def predict(logits: Tensor, groups: list[Wanted], forward: int) -> list[Predicti
 
     Raises NonFiniteLogitsError that names the forward.
     """
-    return split(table_of(logits, groups).cpu().numpy(), groups, forward)
+    found = []
+    for predictions in split(table_of(logits, groups).cpu().numpy(), groups):
+        if predictions is None:
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits at forward {forward}"
+            )
+        found.append(predictions)
+    return found
 
 
 def table_of(logits: Tensor, groups: list[Wanted]) -> Tensor:
@@ -112,20 +125,24 @@ def greedy_table(logits: Tensor, mask_id: int | None, named: Tensor | None) -> T
     return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, named)
 
 
-def split(table: NDArray[np.float64], groups: list[Wanted], forward: int) -> list[Predictions]:
-    """Predictions of each group from the table of all, which may be longer. Raises
-    NonFiniteLogitsError that names the forward."""
+def split(table: NDArray[np.float64], groups: list[Wanted]) -> list[Predictions | None]:
+    """Predictions of each group from the table of all, which may be longer; None for a group whose
+    own logits are not finite."""
     count = sum(group.count for group in groups)
-    if not np.isfinite(table[1, :count]).all():
-        raise NonFiniteLogitsError(f"the model gave NaN or infinite logits at forward {forward}")
-    tokens, values = table[0].astype(np.int64), table[1:].astype(np.float32)
-    results, start = [], 0
+    finite = np.isfinite(table[1])
+    tokens = np.where(finite, table[0], 0)[:count].astype(np.int64)
+    values = table[1:, :count].astype(np.float32)
+    results: list[Predictions | None] = []
+    start = 0
     for group in groups:
         part = slice(start, start + group.count)
+        start = part.stop
+        if not finite[part].all():
+            results.append(None)
+            continue
         named = None if group.named is None else values[1, part]
         scores = (values[2, part], values[3, part]) if group.uncertainty else (None, None)
         results.append(Predictions(tokens[part], values[0, part], named, *scores))
-        start = part.stop
     return results
 
 

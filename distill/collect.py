@@ -113,6 +113,8 @@ def collect(
         if not (engine.waiting or engine.running):
             return
         for event in engine.advance():
+            if event.error is not None:
+                raise event.error
             trajectory = under_way[event.request]
             trajectory.add(event)
             if event.result is None:

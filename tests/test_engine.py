@@ -155,7 +155,7 @@ def test_static_forwards_give_named_probabilities_and_scores():
         logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
         want = predict(logits, groups, 1)[0]
     table = static_rows.StaticRows(model, model.new_cache(9)).start(rows, ids)()
-    got = split(table, groups, 1)[0]
+    got = split(table, groups)[0]
     assert got.token.tolist() == want.token.tolist()
     for name in ("confidence", "named", "entropy", "margin"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)

@@ -32,39 +32,33 @@ def decode(
     """The records of the jobs as they were finished, and the seconds that the decoding took.
 
     The output and the display are opened after the checks and the warm-up. Raises InputError
-    before any work, NonFiniteLogitsError that names what was being decoded.
+    before any work, RequestError that names what was being decoded.
     """
     prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
-    events = stream(model, prompts, decoders, batch_size=batch_size)
+    events = stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
     if jobs:
         _warm_up(model, jobs[0])
     records: list[Record] = []
-    reached: dict[int, int] = {}  # the last forward of each running request
     watch = Stopwatch()
     with ExitStack() as stack:
         if output is not None:
             stack.enter_context(output)
         stack.enter_context(display)
-        try:
-            for event, seconds in watch.over(events):
-                job = jobs[event.request]
-                reached[event.request] = event.forward
-                if trace is not None:
-                    trace.add(job, event)
-                display.show(job, event)
-                if event.result is not None:
-                    record = make_record(job, event.result, seconds)
-                    records.append(record)
-                    if output is not None:
-                        output.write(record)
-                    display.finish(job, record)
-                    del reached[event.request]
-        except NonFiniteLogitsError as error:
-            first = reached or {len(records): 0}
-            places = [f"{jobs[i].source.where} at its forward {n + 1}" for i, n in first.items()]
-            raise NonFiniteLogitsError(
-                f"{error} ({', '.join(places)}); no token was taken from it"
-            ) from error
+        for event, seconds in watch.over(events):
+            job = jobs[event.request]
+            if event.error is not None:
+                raise type(event.error)(
+                    f"{job.source.where}: {event.error}; no token was taken from it"
+                ) from event.error
+            if trace is not None:
+                trace.add(job, event)
+            display.show(job, event)
+            if event.result is not None:
+                record = make_record(job, event.result, seconds)
+                records.append(record)
+                if output is not None:
+                    output.write(record)
+                display.finish(job, record)
     return records, watch.seconds
 
 

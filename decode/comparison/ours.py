@@ -73,6 +73,8 @@ class OursRunner:
             events = engine.advance()
             now = time.perf_counter() - began
             for event in events:
+                if event.error is not None:
+                    raise event.error
                 answer, request = answers[event.request], running[event.request]
                 if answer.first is None:
                     self._first(answer, request, event.forward, now)
