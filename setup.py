@@ -29,14 +29,21 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
     python_requires=">=3.11,<3.13",
-    packages=find_packages(
-        include=[
-            f"{package}{suffix}"
-            for package in ("d2f", "distill", "decode", "triton_kernels")
-            for suffix in ("", ".*")
-        ]
-    ),
+    packages=[
+        *find_packages(
+            include=[
+                f"{package}{suffix}"
+                for package in ("d2f", "distill", "decode", "triton_kernels")
+                for suffix in ("", ".*")
+            ]
+        ),
+        "d2f.configs",
+    ],
+    package_dir={"d2f.configs": "configs"},  # found there in a checkout: d2f/shipped.py
+    entry_points={"console_scripts": ["d2f = d2f.command:main"]},
     package_data={
+        "": ["py.typed"],
+        "d2f.configs": ["*/*.yaml"],
         "d2f": [
             "models/**/*.json",
             "models/**/*.safetensors",
@@ -82,6 +89,7 @@ setup(
             "pytest-xdist>=3.8",
             "hypothesis>=6.150",
             "ruff>=0.17,<0.18",
+            "setuptools>=77",  # a test builds the wheel
             "mypy>=2.4,<2.5",
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",

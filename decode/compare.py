@@ -1,4 +1,4 @@
-"""python -m decode.compare --config configs/comparison/compare-tiny.yaml [--key value ...]
+"""python -m decode.compare --config compare-tiny [--key value ...]
 
 Compares decoders of this project with an autoregressive model served by vLLM (or any
 OpenAI-compatible endpoint) and with transformers' generate: the same prompts, the same stopping
@@ -8,7 +8,6 @@ report.md and figures into the configuration's `output`.
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import signal
 import sys
@@ -18,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from d2f.command import CommandParser, program
 from d2f.errors import InputError
 from d2f.locks import locked
 
@@ -37,15 +37,10 @@ then is in the report.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m decode.compare",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    usual = "python -m decode.compare"
+    parser = CommandParser(usual, description=__doc__, epilog=_EPILOG, allow_abbrev=False)
     parser.add_argument(
-        "--config", required=True, help="YAML file, see configs/comparison/compare-tiny.yaml"
+        "--config", required=True, help="YAML file, or a name of comparison in `d2f configs`"
     )
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
@@ -54,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         config = read_config(options.config, overrides)
         with _interruptible():
-            run(config, f"python -m decode.compare {shlex.join(given)}")
+            run(config, f"{program(usual)} {shlex.join(given)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -108,9 +108,7 @@ class Engine:
         """Where the slots of a request begin, None where there is no room now."""
         slots = request.session.slots
         if slots > self.pool.slots:
-            raise InputError(
-                f"needs {slots} slots of the cache, which has {self.pool.slots}"
-            )
+            raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
         return self.pool.allocate(slots)
 
     def _release(self, request: Request, *, clear: bool = True) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.files import write_beside
 from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
@@ -142,11 +143,7 @@ def processor() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m decode.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("python -m decode.evaluate", description=__doc__)
     parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
     parser.add_argument("--decoder", choices=DECODER_NAMES, help="default: what fits")

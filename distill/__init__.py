@@ -1,1 +1,11 @@
 """Training: from-scratch models, the autoregressive baseline and D2F distillation."""
+
+try:
+    from d2f import siblings
+except ImportError as error:  # of a d2f.py of the user's
+    import d2f
+
+    _place = getattr(d2f, "__file__", None) or next(iter(d2f.__path__))
+    raise ImportError(f"{_place} hides the package d2f of d2f-toolkit: rename it") from error
+
+siblings.require("decode")

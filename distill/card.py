@@ -28,7 +28,7 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
     last = lines[-1]
     rows = [
         ("made by", f"d2f-toolkit {d2f.__version__}"),
-        ("command", "`accelerate launch distill/train.py --config config.yaml`"),
+        ("command", "`accelerate launch -m distill.train --config config.yaml`"),
         ("starts from", config.init or "random weights"),
         ("data", data_name(config)),
         (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),

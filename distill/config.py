@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
+from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
 from distill.data.settings import Data, Positive, Ratio
 
@@ -253,11 +254,12 @@ class TrainConfig(Section):
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a YAML file, with overrides ``--key value`` (dots into sections).
+    """The configuration in a YAML file, or of that name among those that ship with the package,
+    with overrides ``--key value`` (dots into sections).
 
     Raises InputError that names each key, what was expected and what came.
     """
-    values = read_mapping(path)
+    values = read_mapping(find_config(path, *TRAINING))
     override(values, overrides)
     return parse_config(values, str(path))
 

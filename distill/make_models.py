@@ -1,7 +1,9 @@
 """python -m distill.make_models
 
-Trains the models that ship in d2f/models again, measures them on held-out problems and writes their
-cards. Hours on a CPU; what is already trained in runs/ is kept, a killed run goes on.
+Trains the models that ship in d2f/models again, measures them on held-out problems and writes
+their cards. Hours on a CPU; what is already trained in runs/ is kept, a killed run goes on. For a
+checkout of the repository: it writes to d2f/models and README.md there. To train one of them
+elsewhere: d2f train --config NAME.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-
-from d2f.files import writing_folder
 from d2f.configuration import read_mapping
+from d2f.errors import InputError
+from d2f.files import writing_folder
+from d2f.shipped import TRAINING, find_config
 from distill.card import data_name
 from distill.config import TrainConfig, read_config
 
-HERE = Path(__file__).resolve().parent
-MODELS = HERE.parent / "d2f" / "models"
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / "d2f" / "models"
 EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
@@ -58,9 +61,9 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def train(name: str) -> None:
-    """Run the training of configs/training/NAME.yaml, unless its result is there; first the one whose
+    """Run the training of the configuration NAME, unless its result is there; first the one whose
     result it starts from, where that is not a shipped model."""
-    config = HERE.parent / "configs" / "training" / f"{name}.yaml"
+    config = find_config(name, *TRAINING)
     values = read_mapping(config)
     if (Path(values["output"]) / "model" / "config.json").is_file():
         return
@@ -72,8 +75,8 @@ def train(name: str) -> None:
         collect = ["-m", "distill.rollouts", *ROLLOUTS[name].split(), "--output", file]
         subprocess.run([sys.executable, *collect], check=True)
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
-    script = [str(HERE / "train.py"), "--config", str(config), "--tracker", "none"]
-    subprocess.run([sys.executable, *launch, *script], check=True, env=KEEP_MEMORY | os.environ)
+    module = ["-m", "distill.train", "--config", str(config), "--tracker", "none"]
+    subprocess.run([sys.executable, *launch, *module], check=True, env=KEEP_MEMORY | os.environ)
 
 
 def ship(name: str) -> Path:
@@ -158,7 +161,7 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
 
 def recipe(name: str, config: TrainConfig) -> str:
     """The commands that train it."""
-    commands = [f"accelerate launch distill/train.py --config configs/{name}.yaml"]
+    commands = [f"accelerate launch -m distill.train --config {name}"]
     if name in ROLLOUTS:
         rollouts = f"python -m distill.rollouts {ROLLOUTS[name]} --output {config.data.file}"
         commands.insert(0, rollouts)
@@ -223,6 +226,17 @@ def hours(log: list[dict[str, Any]]) -> float:
     return (total + before) / 3600
 
 
+def check_checkout() -> None:
+    """Raise InputError where there is no checkout to write to."""
+    readme = ROOT / "README.md"
+    if not readme.is_file() or MARKS[0] not in readme.read_text(encoding="utf-8"):
+        raise InputError(
+            f"the models go to {MODELS} and their table to {readme}, which is not there: expected "
+            "a checkout of the repository (pip install --editable); to train one of them into this "
+            "folder: d2f train --config NAME"
+        )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Train, ship and measure each model in turn."""
     parser = argparse.ArgumentParser(
@@ -237,10 +251,16 @@ def main(arguments: list[str] | None = None) -> None:
         "--models", default=",".join(NAMES), help=f"some of {','.join(NAMES)}, in this order"
     )
     options = parser.parse_args(arguments)
-    os.chdir(HERE.parent)
-    for name in options.models.split(","):
+    chosen = options.models.split(",")
+    for name in chosen:
         if name not in NAMES:
             parser.error(f"--models must be among {','.join(NAMES)}, got {name}")
+    try:
+        check_checkout()
+    except InputError as error:
+        sys.exit(f"error: {error}")
+    os.chdir(ROOT)
+    for name in chosen:
         began = time.time()
         train(name)
         place = ship(name)
@@ -248,7 +268,7 @@ def main(arguments: list[str] | None = None) -> None:
         (place / EVALUATION).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
         (place / "README.md").write_text(card(name, reports), encoding="utf-8")
         print(f"{name}: done in {time.time() - began:.0f} s", flush=True)
-    readme = HERE.parent / "README.md"
+    readme = ROOT / "README.md"
     readme.write_text(with_results(readme.read_text(encoding="utf-8")), encoding="utf-8")
 
 

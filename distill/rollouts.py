@@ -162,9 +162,8 @@ def describe(
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace. Raises InputError, SystemExit after --help."""
     parser = Parser(
-        prog="python -m distill.rollouts",
+        "python -m distill.rollouts",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )

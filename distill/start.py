@@ -13,6 +13,7 @@ from d2f.errors import InputError
 from d2f.export import build, convert
 from d2f.families import FAMILIES
 from d2f.model import DiffusionModel
+from d2f.models import resolve
 from d2f.official import check_official
 from d2f.quantize import keep_differentiable
 from d2f.tasks.tokenizer import train_tokenizer
@@ -59,7 +60,7 @@ def prepare_model(
         model.backbone.requires_grad_(False)
         lora = config.lora
         if config.init_adapter is not None and device.type != "meta":
-            attach(model, config.init_adapter, trainable=True)
+            attach(model, resolve(config.init_adapter), trainable=True)
         else:
             with place:
                 new_lora(model, **lora.model_dump())

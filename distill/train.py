@@ -1,4 +1,4 @@
-"""accelerate launch distill/train.py --config configs/training/NAME.yaml [--key value ...]
+"""accelerate launch -m distill.train --config NAME [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
 student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
@@ -9,7 +9,6 @@ configuration's `output`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
 
@@ -28,16 +28,24 @@ if TYPE_CHECKING:
     from distill.config import TrainConfig
 
 
+LAUNCH = "accelerate launch -m distill.train"
+_EPILOG = """\
+Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
+
+d2f train runs in one process; for several call accelerate launch -m distill.train, for their kinds
+with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs`.
+"""
+
+
 def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
     """The configuration that the command line asks for, and whether only to check it. Raises
     InputError."""
-    parser = argparse.ArgumentParser(
-        prog="accelerate launch distill/train.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4",
+    usual = LAUNCH if __package__ else "accelerate launch distill/train.py"
+    description = (__doc__ or "").replace(LAUNCH, usual)
+    parser = CommandParser(usual, description=description, epilog=_EPILOG)
+    parser.add_argument(
+        "--config", required=True, help="YAML file, or a name of training in `d2f configs`"
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/training")
     parser.add_argument(
         "--check",
         action="store_true",

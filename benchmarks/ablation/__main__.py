@@ -1,4 +1,4 @@
-"""python -m benchmarks.ablation --config configs/ablations/d2f.yaml --output FOLDER
+"""python -m benchmarks.ablation --config d2f --output FOLDER
 
 Trains every variant of a configuration with every seed, decodes the same held-out problems with
 each, and writes report.json and report.md: means over seeds with intervals. Runs are kept in
@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, help="YAML file, see configs/ablations/")
+    parser.add_argument(
+        "--config", required=True, help="YAML file, or a name of ablations in `d2f configs`"
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder of the report")
     parser.add_argument("--runs", type=Path, help="folder of the trained models")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, check, override, put, read_mapping
+from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.cli.settings import DecoderSettings
 from decode.decoders import DECODERS
@@ -45,7 +46,7 @@ class Untrained(Section):
 class Ablation(Section):
     """Variants of a training, each with every seed, and how all of them are measured."""
 
-    train: str  # the configuration that they vary
+    train: str  # the configuration that they vary, by path or name
     set: dict[str, Any] = Field(default_factory=dict)  # of all variants
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
@@ -104,7 +105,7 @@ class Ablation(Section):
         ]
 
     def _training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
-        values = read_mapping(self.train)
+        values = read_mapping(find_config(self.train, *TRAINING))
         for key, value in {**self.set, **variant.set}.items():
             put(values, key, deepcopy(value))  # later keys may lead into it
         values |= {"seed": seed, "output": str(output), "tracker": "none"}
@@ -116,9 +117,10 @@ class Ablation(Section):
 
 
 def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
-    """The configuration in a YAML file, with overrides ``--key value``. Raises InputError, also for
-    a variant whose training configuration is not one."""
-    values = read_mapping(path)
+    """The configuration in a YAML file, or of that name among those that ship with the package,
+    with overrides ``--key value``. Raises InputError, also for a variant whose training
+    configuration is not one."""
+    values = read_mapping(find_config(path, *ABLATIONS))
     override(values, overrides)
     found = check(Ablation, values, str(path))
     found.trainings(Path("-"))

@@ -13,9 +13,10 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> str:
-    """The folder of a bundled model, or `name` itself where there is no such model."""
+    """The folder of a bundled model, or of its adapter (``NAME/adapter``), or `name` itself where
+    there is no such model."""
     folder = HERE / name
-    if "/" not in name and not Path(name).exists() and _is_model(folder):
+    if name.removesuffix("/adapter") in names() and not Path(name).exists() and _is_model(folder):
         return str(folder)
     return name
 

@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
+from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.models import names
+from d2f.shipped import DECODING, find_config
 from d2f.tasks.registry import TASKS
 from decode.cli.decoder_options import (
     DECODER_HELP,
@@ -33,7 +35,7 @@ with nothing written; 130 interrupted, the output lines written so far stay.
 """
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CommandParser):
     """Reports a bad command line as an InputError."""
 
     def error(self, message: str) -> NoReturn:
@@ -60,15 +62,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise InputError(f"--batch-size must be at least 1, got {options.batch_size}")
     if not 0 <= options.pause <= 60:
         raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
+    if options.config is not None:
+        options.config = str(find_config(options.config, *DECODING))
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m decode.pipeline",
+        "python -m decode.pipeline",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
@@ -155,8 +158,8 @@ def _add_decoder(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f); the command line "
-        "overrides it",
+        help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that "
+        "`d2f configs` lists under published or tuned; the command line overrides it",
     )
     for option in DECODER_OPTIONS:
         option.add_to(group)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
+from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks.registry import TASKS
 
 Whole = Annotated[int, Field(ge=0)]
@@ -26,10 +27,10 @@ class Entry(Section):
 
 class Ours(Entry):
     """A decoder of this project. config: a YAML of decoder options, as `decode.pipeline --config`
-    takes; ``{task}`` in its name is replaced. options: over that file. sweep: values of one option:
-    the entry becomes one for each, named ``NAME OPTION VALUE``, a line of the figures together.
-    shares: an earlier entry of this kind whose process and model it uses; the memory that is
-    measured is then that of all. Entries of one sweep share."""
+    takes, by path or name; ``{task}`` in it is replaced. options: over that file. sweep: values of
+    one option: the entry becomes one for each, named ``NAME OPTION VALUE``, a line of the figures
+    together. shares: an earlier entry of this kind whose process and model it uses; the memory that
+    is measured is then that of all. Entries of one sweep share."""
 
     kind: Literal["ours"]
     shares: str | None = None
@@ -202,8 +203,9 @@ def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
-    """The configuration in a YAML file with ``--key value`` overrides. Raises InputError."""
-    values = read_mapping(path)
+    """The configuration in a YAML file, or of that name among those that ship with the package,
+    with ``--key value`` overrides. Raises InputError."""
+    values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides)
     if isinstance(values.get("entries"), list):
         values["entries"] = [one for entry in values["entries"] for one in _expanded(entry, path)]
@@ -216,11 +218,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
 
 
 def options_file(entry: Ours, task: str | None) -> str | None:
-    """The YAML of decoder options of an entry for a task. Raises InputError where it is not
-    there."""
+    """The path of an entry's decoder options for a task. Raises InputError where there are none."""
     if entry.config is None:
         return None
-    path = entry.config.replace("{task}", task or "")
-    if not Path(path).is_file():
-        raise InputError(f"entry {entry.name}: config: expected a YAML file, there is no {path}")
-    return path
+    try:
+        return str(find_config(entry.config.replace("{task}", task or ""), *DECODING))
+    except InputError as error:
+        raise InputError(f"entry {entry.name}: config: {error}") from error

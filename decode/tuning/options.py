@@ -43,10 +43,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m decode.tune",
+        "python -m decode.tune",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""python -m distill.data --inspect --config FILE [--samples 3] [--key value ...]
+"""python -m distill.data --inspect --config NAME [--samples 3] [--key value ...]
 
 Prints what the model of a training run will see: some samples with their tokens by mask state and
 their block borders, the mask ratio of each block, lengths, how many rows were dropped or cut, and
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from d2f.command import CommandParser
 from d2f.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """The command line: its options, and the overrides of the configuration."""
-    parser = argparse.ArgumentParser(
-        prog="python -m distill.data",
+    parser = CommandParser(
+        "python -m distill.data",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         epilog="Every key of the configuration can be overridden: --data.row_length 512",
     )
     parser.add_argument("--inspect", action="store_true", required=True, help="show samples")
-    parser.add_argument("--config", required=True, help="YAML file of a training run")
+    parser.add_argument(
+        "--config", required=True, help="YAML file, or a name of training in `d2f configs`"
+    )
     parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
     return parser.parse_known_args(arguments)
 

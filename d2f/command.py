@@ -1,0 +1,92 @@
+"""The command `d2f`: one name before every command of the toolkit.
+
+Each command is a module with a `main`, which is imported when it is asked for; `python -m MODULE`
+is the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import d2f
+from d2f.siblings import HiddenPackageError, require
+
+BAD_INPUT = 2
+# Name: its module, and what it does.
+COMMANDS = {
+    "decode": ("decode.pipeline", "decode held-out problems or prompts, and show it live"),
+    "evaluate": ("decode.evaluate", "accuracy and forwards of a model on held-out problems"),
+    "compare": ("decode.compare", "measure decoders beside vLLM, an endpoint, transformers"),
+    "tune": ("decode.tune", "search a decoder's settings for a model and a task"),
+    "train": ("distill.train", "train or distil a model"),
+    "convert": ("distill.convert", "bring a model into another form"),
+    "data": ("distill.data.__main__", "show what a training run will see"),
+    "rollouts": ("distill.rollouts", "collect a decoder's right answers to train on"),
+    "configs": ("d2f.shipped", "list the configurations that --config takes by name"),
+}
+
+_called_as: str | None = None
+
+
+def program(usual: str) -> str:
+    """How the running command was called: `d2f NAME`, or `usual`, its own form."""
+    return _called_as or usual
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command line whose help shows the name by which the command was called.
+
+    usual: the command's own form, e.g. `python -m decode.tune`, with which its description opens.
+    """
+
+    def __init__(self, usual: str, *, description: str | None, **others: Any) -> None:
+        name = program(usual)
+        super().__init__(
+            prog=name,
+            description=(description or "").replace(usual, name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **others,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """Run the command that the first argument names; its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] not in COMMANDS:
+        return _without_command(given)
+    try:
+        require("decode", "distill", "triton_kernels")
+    except HiddenPackageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    global _called_as
+    _called_as = f"d2f {given[0]}"
+    sys.argv[1:] = given[1:]
+    status: int | None = import_module(COMMANDS[given[0]][0]).main()
+    return status
+
+
+def _without_command(given: list[str]) -> int:
+    """--help, --version, or an error."""
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="d2f",
+        usage="d2f COMMAND [options]",
+        description="Decode, distil and measure diffusion language models.\n\ncommands:\n"
+        + "\n".join(f"  {name:<{width}}  {does}" for name, (_, does) in COMMANDS.items()),
+        epilog="d2f COMMAND --help lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"d2f-toolkit {d2f.__version__}")
+    _, unknown = parser.parse_known_args(given)
+    if not unknown:
+        parser.error("expected a command, see d2f --help")
+    close = difflib.get_close_matches(unknown[0], COMMANDS, n=1)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    parser.error(f"expected one of {', '.join(COMMANDS)}, got {unknown[0]!r}{meant}")

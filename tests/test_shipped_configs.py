@@ -1,0 +1,110 @@
+"""The configurations that ship with the package are found by name, from any folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.ablation.config import read_ablation
+from d2f import shipped
+from d2f.errors import InputError
+from d2f.models import resolve
+from d2f.shipped import ABLATIONS, COMPARISON, DECODING, TRAINING, find_config
+from decode.cli.options import parse
+from decode.cli.settings import read_settings
+from decode.comparison.config import options_file
+from decode.comparison.config import read_config as read_comparison
+from distill.config import read_config
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "configs").glob("*/*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """No file of the repository is found by a relative path."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_file_is_found_and_no_two_have_one_name():
+    assert sorted(shipped.shipped().values()) == FILES
+    assert len({path.stem for path in FILES}) == len(FILES) > 20
+    folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, "accelerate"}
+    assert folders == {path.parent.name for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
+    """What a configuration names itself (another one, a bundled adapter) is there, too."""
+    name = path.stem
+    if path.parent.name in TRAINING:
+        adapter = read_config(name).init_adapter
+        assert adapter is None or (Path(resolve(adapter)) / "adapter_config.json").is_file()
+    elif path.parent.name in COMPARISON:
+        config = read_comparison(name)  # reads which decoder options the entries name
+        named = [e for e in config.entries if getattr(e, "config", None)]
+        assert bool(named) == ("config:" in path.read_text())
+        assert all(options_file(e, task) for e in named for task in config.tasks)
+    elif path.parent.name in ABLATIONS:
+        assert read_ablation(name).train in shipped.shipped(*TRAINING)
+    elif path.parent.name in DECODING:
+        given = read_settings(parse(["--config", name, "--tau-conf", "0.5"])).given
+        assert given["tau_conf"] == 0.5
+        assert given["block_size"] == yaml.safe_load(path.read_text())["block_size"]
+    else:
+        assert find_config(name, "accelerate") == path
+
+
+def test_a_file_comes_before_a_name_and_a_folder_does_not(tmp_path):
+    shipped_one = ROOT / "configs" / "training" / "tiny-ar.yaml"
+    (tmp_path / "tiny-ar").mkdir()
+    for name in ("tiny-ar", "tiny-ar.yaml"):
+        assert find_config(name, *TRAINING) == shipped_one
+    (tmp_path / "tiny-ar.yaml").write_text("own: 1\n")
+    assert find_config("tiny-ar.yaml", *TRAINING) == Path("tiny-ar.yaml")
+    assert find_config("tiny-ar", *TRAINING) == shipped_one
+
+
+def test_in_an_installed_package_they_lie_inside(tmp_path, monkeypatch):
+    """And a stranger's configs/ beside it is not read."""
+    for place in ("d2f/configs/training/inside.yaml", "configs/training/beside.yaml"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text("{}\n")
+    monkeypatch.setattr(shipped, "HERE", tmp_path / "d2f")
+    assert list(shipped.shipped()) == ["inside"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("tiny-d2g", r"^tiny-d2g: cannot be read: no such file.* there are tiny-d2f, .*llada-8b"),
+        ("configs/tiny-d2f.yaml", r"no such file; .*by its name, tiny-d2f \(.*training.tiny-d2f"),
+        ("compare-tiny", r"one of comparison has\); there are .*tiny-ar"),
+        ("../comparison/compare-tiny", "no such file"),
+        ("", "no such file"),
+        (".", "a folder"),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_lists_what_there_is(given, said):
+    with pytest.raises(InputError, match=said):
+        read_config(given)
+
+
+def test_the_list_and_the_path_of_one(capsys):
+    assert shipped.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "comparison:  compare-tiny, decoders-tiny, wedlm-tiny" in lines
+    assert shipped.main(["ddp"]) == 0
+    assert capsys.readouterr().out.strip() == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
+    assert shipped.main(["dpp"]) == 2
+    assert "there are ddp, " in capsys.readouterr().err
+
+
+def test_a_name_that_a_file_of_the_users_could_be_is_not_another_options_file(tmp_path):
+    """--output tiny-d2f-story beside --config tiny-d2f-story is no clash: one is the package's."""
+    from decode.pipeline import _check_paths
+
+    line = ["--config", "tiny-d2f-story", "--output", "tiny-d2f-story", "--problems", "1"]
+    _check_paths(parse(line))
