@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from decode.evaluate import wilson
+from decode.intervals import wilson
 
 Row = dict[str, Any]
 
@@ -42,8 +42,9 @@ def render(report: dict[str, Any]) -> str:
         "All seeds decode the same problems, so it leaves out what other problems would give; "
         "where all seeds agree, and for a model that was not trained here, the interval is that of "
         f"the share of the problems instead (Wilson). Against {against}: points of accuracy, the "
-        "mean difference at the same seed and its 95 % interval over seeds. Of so many intervals "
-        "some miss by chance: one in twenty. Seconds are wall time of the training, whatever else "
+        "mean difference at the same seed and its 95 % interval over seeds; none (-) where one "
+        "seed, or the same difference at every seed, leaves no spread to take it from. Of so many "
+        "intervals some miss by chance: one in twenty. Seconds are wall time of the training, whatever else "
         "the machine did.",
         "",
         "| variant | what it sets | steps | last loss, by seed | seconds, by seed |",

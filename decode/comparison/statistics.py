@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from decode.comparison.records import Judged, Record
-from decode.evaluate import wilson
+from decode.intervals import paired, wilson
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Row:
 @dataclass(frozen=True)
 class Accuracy:
     """How right an entry is on a workload; low, high: 95 % (Wilson). difference, its low and high:
-    against the baseline on the same problems, in points (paired, normal approximation). same:
+    against the baseline on the same problems, in points (paired: `decode.intervals.paired`). same:
     answers that are the baseline's, word for word."""
 
     entry: str
@@ -142,7 +141,9 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
         right = sum(bool(a.right) for a in answers)
         low, high = wilson(right, len(answers))
         both = [(a, theirs[a.item]) for a in answers if a.item in theirs]
-        difference, margin = _paired([(bool(a.right), bool(b.right)) for a, b in both])
+        gained = sum(bool(a.right) and not b.right for a, b in both)
+        lost = sum(bool(b.right) and not a.right for a, b in both)
+        least, most = paired(gained, lost, len(both))
         found.append(
             Accuracy(
                 entry=entry,
@@ -151,9 +152,9 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
                 problems=len(answers),
                 low=low,
                 high=high,
-                difference=100 * difference,
-                difference_low=100 * (difference - margin),
-                difference_high=100 * (difference + margin),
+                difference=100 * (gained - lost) / max(1, len(both)),
+                difference_low=100 * least,
+                difference_high=100 * most,
                 same=sum(a.text == b.text for a, b in both),
                 unstable=_unstable(
                     [r for r in records if (r.workload, r.entry) == (workload, entry)]
@@ -181,17 +182,6 @@ def _unstable(runs: list[Record]) -> int:
             if answer.error is None:
                 texts.setdefault(answer.item, set()).add(answer.text)
     return sum(len(found) > 1 for found in texts.values())
-
-
-def _paired(pairs: list[tuple[bool, bool]]) -> tuple[float, float]:
-    """Difference of two shares on the same problems and half of its 95 % interval."""
-    n = len(pairs)
-    if not n:
-        return 0.0, 0.0
-    gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
-    difference = (gained - lost) / n
-    variance = (gained + lost) / n - difference**2
-    return difference, 1.959964 * math.sqrt(max(0.0, variance) / n)
 
 
 def _speed(answer: Judged) -> float | None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from d2f.errors import InputError
+from decode.intervals import paired
 from decode.tuning.evidence import Evidence
 
-Z95 = 1.959964
 TOUCH = 1e-9  # accuracies are shares of small counts: what is closer than this is equal
 
 
@@ -120,11 +120,5 @@ def verdict(goal: Goal, chosen: Evidence, reference: Evidence) -> Verdict:
 
 
 def paired_interval(a: Evidence, b: Evidence) -> tuple[float, float]:
-    """95 % interval of the accuracy of a minus that of b, on the same problems: Wald's after half
-    a problem is added to each of the four outcomes (Agresti and Min 2005)."""
-    gained = float((a.right & ~b.right).sum()) + 0.5
-    lost = float((~a.right & b.right).sum()) + 0.5
-    count = a.problems + 2
-    middle = (gained - lost) / count
-    half = Z95 * math.sqrt((gained + lost) / count - middle * middle) / math.sqrt(count)
-    return max(-1.0, middle - half), min(1.0, middle + half)
+    """95 % interval of the accuracy of a minus that of b, on the same problems."""
+    return paired(int((a.right & ~b.right).sum()), int((~a.right & b.right).sum()), a.problems)

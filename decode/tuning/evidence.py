@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
-from decode.evaluate import wilson
+from decode.intervals import wilson
 
 
 @dataclass(frozen=True, eq=False)

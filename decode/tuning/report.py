@@ -53,7 +53,7 @@ class Report:
             "Tokens are visible ones, before the first end token. Seconds are wall time of "
             f"decoding in batches of {self.run['batch_size']}, prompts included, after one untimed "
             "problem of the setting. A forward is a call of the model that a request was in. "
-            "Intervals are Wilson's, those of differences are paired (Agresti and Min). "
+            "Intervals are Wilson's, those of differences are paired (Tango). "
             f"{self.model}, {e['dtype']}{compiled}, {e['device']}, {e['threads']} threads, torch "
             f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, {e['date']}."
         )

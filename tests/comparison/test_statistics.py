@@ -11,6 +11,7 @@ from decode.comparison.answers import Answer, Run
 from decode.comparison.records import Judged, Record, as_json, from_json, judge
 from decode.comparison.statistics import accuracies, faster_at, rows
 from decode.comparison.workload import Item, Workload, visible
+from decode.intervals import paired
 
 
 def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="x", **more):
@@ -63,8 +64,9 @@ def test_the_difference_to_the_baseline_is_paired(pairs):
     found = {a.entry: a for a in accuracies([mine, base], "b")}
     steps = 100 * np.array([a - b for a, b in np.array(pairs, dtype=float)])
     assert found["a"].difference == pytest.approx(steps.mean())
-    half = 1.959964 * steps.std() / np.sqrt(len(pairs))
-    assert found["a"].difference_high - found["a"].difference == pytest.approx(half, abs=1e-9)
+    low, high = paired(int((steps > 0).sum()), int((steps < 0).sum()), len(pairs))
+    assert (found["a"].difference_low, found["a"].difference_high) == (100 * low, 100 * high)
+    assert found["a"].difference_low < found["a"].difference_high
     assert (found["b"].difference, found["b"].same) == (0.0, len(pairs))
 
 

@@ -78,14 +78,13 @@ def test_the_paired_interval(pairs):
     a, b = (evidence([pair[i] for pair in pairs], 1) for i in (0, 1))
     low, high = paired_interval(a, b)
     assert -1 <= low < high <= 1
-    # the middle is the difference with half a problem more in each of the four outcomes
-    difference = (a.count_right - b.count_right) / (a.problems + 2)
+    difference = (a.count_right - b.count_right) / a.problems
     assert low - 1e-12 <= difference <= high + 1e-12
     assert paired_interval(b, a) == pytest.approx((-high, -low))
 
 
 def test_the_paired_interval_is_narrow_where_two_agree():
-    """Agresti and Min's example has cells 794, 150, 86, 570 (approval of a prime minister, 1600
+    """Agresti's example has cells 794, 150, 86, 570 (approval of a prime minister, 1600
     asked): the share falls by 4.0 points, 95 % 2.1 to 5.9."""
     first = np.repeat([True, True, False, False], [794, 150, 86, 570])
     second = np.repeat([True, False, True, False], [794, 150, 86, 570])
