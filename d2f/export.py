@@ -15,7 +15,7 @@ from d2f.checkpoint import MODEL_CLASSES
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import Family, get_family
-from d2f.model import DiffusionModel
+from d2f.model import DiffusionModel, Fp32Rotary
 
 _SCRATCH: dict[str, type[PretrainedConfig]] = {
     "causal": LlamaConfig,
@@ -23,7 +23,7 @@ _SCRATCH: dict[str, type[PretrainedConfig]] = {
     "dream": Qwen2Config,
     "wedlm": Qwen2Config,
 }
-_ANY_CLASS = ("wedlm",)  # families that are any of transformers' causal classes, as it is
+_AS_IT_IS = ("wedlm", "sdar")  # families that are an autoregressive model's own class
 
 
 def build(
@@ -72,9 +72,10 @@ def build(
 
 
 def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
-    """The same weights as the start of a model of another family (an autoregressive model is the
-    usual start of a diffusion model). Biases that the source lacks begin at 0. For the family
-    wedlm, which is a causal model with a mask id, it is the source's own backbone, of any class.
+    """The same weights, in their dtype and not copied, as the start of a model of another family
+    (an autoregressive model is the usual start of a diffusion model). Biases that the source lacks
+    begin at 0. For the families wedlm and sdar it is the source's own backbone. End ids stay, and
+    the objective of an autoregressive source: it says that nothing was trained bidirectionally yet.
 
     Raises CheckpointError where the weights do not fit or the tokenizer has no mask token.
     """
@@ -83,25 +84,32 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         return model
     if tokenizer is None:
         raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
-    if family_name in _ANY_CLASS:
+    if family_name in _AS_IT_IS:
         return _relabelled(model, get_family(family_name), tokenizer)
-    new = build(
-        family_name,
-        tokenizer,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        context_length=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        rope_parameters=config.rope_parameters,
-        rms_norm_eps=config.rms_norm_eps,
-        tie_word_embeddings=config.tie_word_embeddings,
-    )
+    own = config.hidden_size // config.num_attention_heads
+    unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
+    with torch.device("meta"):  # every weight comes from the source
+        new = build(
+            family_name,
+            tokenizer,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            context_length=config.max_position_embeddings,
+            vocab_size=config.vocab_size,
+            rope_parameters=config.rope_parameters,
+            rms_norm_eps=config.rms_norm_eps,
+            hidden_act=config.hidden_act,
+            tie_word_embeddings=config.tie_word_embeddings,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            **unusual,
+        ).backbone
     try:
-        missing, unexpected = new.backbone.load_state_dict(
-            model.backbone.state_dict(), strict=False
+        missing, unexpected = new.load_state_dict(
+            model.backbone.state_dict(), strict=False, assign=True
         )
     except RuntimeError as error:  # another shape
         raise CheckpointError(
@@ -113,11 +121,16 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
             f"a {model.family} model does not convert to {family_name}: "
             f"missing {lacking[:4]}, unexpected {unexpected[:4]}"
         )
-    with torch.no_grad():
-        for name in missing:
-            new.backbone.get_parameter(name).zero_()
-    new.path = model.path
-    return new
+    zeros = {
+        name: torch.zeros_like(new.get_parameter(name), dtype=model.dtype, device=model.device)
+        for name in missing
+    }
+    new.load_state_dict(zeros, strict=False, assign=True)
+    rotary = model.backbone.model.rotary_emb
+    new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
+    new.tie_weights()
+    contract = _started(model, get_family(family_name), tokenizer)
+    return DiffusionModel(new.eval(), contract, tokenizer=tokenizer, path=model.path)
 
 
 def save_model(
@@ -152,13 +165,22 @@ def _relabelled(
             f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
             "precision"
         )
-    contract = dataclasses.replace(_contract(family, tokenizer), end_ids=model.end_ids)
+    contract = _started(model, family, tokenizer)
     if contract.mask_id is not None and contract.mask_id >= model.vocab_size:
         raise CheckpointError(
             f"{model.path}: the tokenizer's mask id must lie in the vocabulary "
             f"[0, {model.vocab_size}), got {contract.mask_id}"
         )
     return DiffusionModel(model.backbone, contract, tokenizer=tokenizer, path=model.path)
+
+
+def _started(model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
+    """The contract of a model of the family that has the weights of `model`."""
+    objective = None if model.is_diffusion else model.contract.objective
+    contract = _contract(family, tokenizer)
+    return dataclasses.replace(
+        contract, end_ids=model.end_ids or contract.end_ids, objective=objective
+    )
 
 
 def _contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:

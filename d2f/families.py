@@ -30,7 +30,8 @@ class Family:
     (``bidirectional``, ``block_causal``, ``causal``). key_mapping: official weight name (regex
     with one group) to transformers' name. adapter_modules: official LoRA module name to
     transformers'. end_tokens: tokens that end a response besides the configured eos.
-    make_config: official config.json to a transformers configuration.
+    make_config: official config.json to a transformers configuration. starts: transformers' model
+    types of autoregressive models whose weights a model of the family can begin with.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Family:
     key_mapping: Mapping[str, str] = field(default_factory=dict)
     adapter_modules: Mapping[str, str] = field(default_factory=dict)
     end_tokens: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
 
 
 _NEEDED = (
@@ -166,6 +168,7 @@ FAMILIES: dict[str, Family] = {
             key_mapping=_LLADA_KEYS,
             adapter_modules={"attn_out": "o_proj"},
             end_tokens=("<|eot_id|>",),
+            starts=("llama",),
         ),
         Family(
             "dream",
@@ -176,6 +179,7 @@ FAMILIES: dict[str, Family] = {
             needs_mask=True,
             make_config=_renamed_config(Qwen2Config),
             end_tokens=("<|im_end|>",),
+            starts=("qwen2", "llama"),  # Llama's with biases of 0
         ),
         Family(
             "sdar",
@@ -186,6 +190,7 @@ FAMILIES: dict[str, Family] = {
             needs_mask=True,
             make_config=_renamed_config(Qwen3Config),
             end_tokens=("<|im_end|>",),
+            starts=("qwen3",),
         ),
         Family(
             "wedlm",
@@ -196,6 +201,7 @@ FAMILIES: dict[str, Family] = {
             needs_mask=True,
             make_config=_wedlm_config,
             end_tokens=("<|im_end|>",),
+            starts=("llama", "qwen2", "qwen3"),
         ),
         Family(
             "causal",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from d2f.adapters import save_adapter
 from d2f.base import fingerprint
 from d2f.export import save_model
+from d2f.files import writing_folder
 from d2f.model import DiffusionModel
 from d2f.official import save_official
 from distill.config import TrainConfig
@@ -58,10 +58,9 @@ def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) 
         made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
     write_result(made, config, output / "model", {CARD: card})
     if config.export_official:
-        beside = _beside(output / "official")
-        save_official(made, beside, dtype=getattr(torch, config.export_dtype))
-        (beside / CARD).write_text(card, encoding="utf-8")
-        _swap(beside, output / "official")
+        with writing_folder(output / "official") as beside:
+            save_official(made, beside, dtype=getattr(torch, config.export_dtype))
+            (beside / CARD).write_text(card, encoding="utf-8")
 
 
 def write_result(
@@ -69,22 +68,10 @@ def write_result(
 ) -> None:
     """Write a model's adapter, or where it has none the whole model, and texts by file name, as
     the folder `place`: whole, or as it was before."""
-    beside = _beside(place)
-    if model.adapter is not None:
-        save_adapter(model, beside)
-    else:
-        save_model(model, beside, dtype=getattr(torch, config.export_dtype))
-    for name, text in texts.items():
-        (beside / name).write_text(text, encoding="utf-8")
-    _swap(beside, place)
-
-
-def _beside(place: Path) -> Path:
-    beside = place.with_name(place.name + ".writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    return beside
-
-
-def _swap(beside: Path, place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)
-    beside.rename(place)
+    with writing_folder(place) as beside:
+        if model.adapter is not None:
+            save_adapter(model, beside)
+        else:
+            save_model(model, beside, dtype=getattr(torch, config.export_dtype))
+        for name, text in texts.items():
+            (beside / name).write_text(text, encoding="utf-8")

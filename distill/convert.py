@@ -1,0 +1,204 @@
+"""python -m distill.convert --model M --family dream --output DIR
+
+Makes of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a folder that the
+training of a diffusion model starts from: a mask token in its tokenizer and in its vocabulary, and
+the contract of the family. No weight that it has changes. It is not a diffusion model yet: the contract's
+objective stays `next_token` until `objective: masked_diffusion` has trained it
+(docs/from-autoregressive.md).
+
+    --family   starts from           row p predicts      for the objectives
+    dream      qwen2, llama          position p + 1      masked_diffusion, then d2f
+    llada      llama                 position p          masked_diffusion, then d2f
+    wedlm      llama, qwen2, qwen3   position p          wedlm
+    sdar       qwen3                 position p          masked_diffusion
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d2f.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from d2f.model import DiffusionModel
+
+MASK_TOKEN = "<|mask|>"
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m distill.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
+    parser.add_argument("--family", required=True, help="dream, llada, wedlm or sdar")
+    parser.add_argument("--output", required=True, type=Path, help="new folder for the result")
+    parser.add_argument(
+        "--mask-token",
+        help="a new token, or a special one that the tokenizer has (default: the tokenizer's own "
+        f"mask token, else {MASK_TOKEN})",
+    )
+    return parser.parse_args(arguments)
+
+
+def convert_checkpoint(
+    name: str, family_name: str, output: Path, mask_token: str | None = None
+) -> list[str]:
+    """Write the converted checkpoint to `output`, whole or not at all; what was done, in lines.
+
+    name: folder, hub name or bundled model. mask_token: default the tokenizer's own, else
+    `MASK_TOKEN`. Raises InputError before any weights are read where model, family, mask token or
+    output do not go together.
+    """
+    import d2f
+    from d2f.export import convert, save_model
+    from d2f.files import make_folder, writing_folder
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"{output} is there already: expected a new or empty folder as --output")
+    shape = d2f.load(name, device="meta")  # all but the weights
+    _check_source(name, shape, family_name)
+    tokenizer = shape.tokenizer
+    assert tokenizer is not None
+    lines = [_add_mask(tokenizer, mask_token, shape.end_ids)]
+    mask_id = int(tokenizer.convert_tokens_to_ids(tokenizer.mask_token))
+
+    assert shape.path is not None
+    dtype = _stored_dtype(shape.path)
+    model = d2f.load(name, dtype=dtype, device="cpu")
+    model.tokenizer = tokenizer
+    lines.append(_make_room(model, mask_id))
+    made = convert(model, family_name)
+    made.contract = dataclasses.replace(made.contract, objective="next_token")
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        save_model(made, beside, dtype=dtype)
+        again = d2f.load(beside, device="meta")
+        assert again.tokenizer is not None
+        if again.tokenizer.mask_token_id != mask_id or again.contract != made.contract:
+            raise CheckpointError(f"{name}: its tokenizer does not keep a mask token when saved")
+    c = made.contract
+    lines.append(
+        f"{c.family}: row p predicts position {'p + 1' if c.logit_shift else 'p'}, RoPE in "
+        f"{'fp32' if c.rope_fp32 else 'the dtype of the weights'}, prompt rule {c.prompt_rule}, "
+        f"end ids {', '.join(map(str, c.end_ids))}; weights in {str(dtype).removeprefix('torch.')}"
+    )
+    if tokenizer.chat_template is None:
+        lines.append("the tokenizer has no chat template: train with data.chat_template: none")
+    first = "wedlm" if c.family == "wedlm" else "masked_diffusion"
+    lines.append(f"{output}: not trained as a diffusion model yet: next, objective {first}")
+    return lines
+
+
+def _check_source(name: str, model: DiffusionModel, family_name: str) -> None:
+    """Raise CheckpointError unless this model can become one of the family."""
+    from d2f.families import FAMILIES, get_family
+
+    family, kind = get_family(family_name), model.backbone.config.model_type
+    if model.is_diffusion:
+        raise CheckpointError(
+            f"{name}: expected an autoregressive model, got a diffusion model of the family "
+            f"{model.family}: train it as it is"
+        )
+    if not family.needs_mask:
+        raise CheckpointError(f"{name}: the family must be of a diffusion model, got {family_name}")
+    if kind not in family.starts:
+        fit = [other.name for other in FAMILIES.values() if kind in other.starts]
+        raise CheckpointError(
+            f"{name}: the family {family_name} starts from {' or '.join(family.starts)}, "
+            f"got {kind}, from which {' and '.join(fit)} can start"
+        )
+    if model.tokenizer is None:
+        raise CheckpointError(f"{name}: expected a tokenizer beside the model, found none")
+    if not model.end_ids and model.tokenizer.eos_token_id is None:
+        raise CheckpointError(
+            f"{name}: expected a token that ends a response, as eos_token_id in config.json or "
+            "eos_token of the tokenizer, found neither"
+        )
+
+
+def _add_mask(
+    tokenizer: PreTrainedTokenizerBase, wanted: str | None, end_ids: Sequence[int]
+) -> str:
+    """Give the tokenizer its mask token; what was done. Raises InputError for a token that means
+    something else."""
+    token = str(wanted or tokenizer.mask_token or MASK_TOKEN)
+    there = tokenizer.get_vocab().get(token)
+    if there is None:
+        tokenizer.add_special_tokens({"mask_token": token})
+        return f"mask token {token}: added to the tokenizer as id {tokenizer.mask_token_id}"
+    roles = [
+        role
+        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if getattr(tokenizer, role) == token
+    ]
+    if there in end_ids or roles:
+        means = "ends a response" if there in end_ids else f"is the tokenizer's {roles[0]}"
+        raise InputError(f"--mask-token {token} {means}: expected a token of its own")
+    added = tokenizer.added_tokens_decoder.get(there)
+    if tokenizer.mask_token != token and not (added is not None and added.special):
+        raise InputError(
+            f"--mask-token {token} is an ordinary token of the tokenizer (id {there}), which text "
+            "may contain: expected a new or a special token"
+        )
+    tokenizer.add_special_tokens({"mask_token": token})
+    return f"mask token {token}: id {there}, which the tokenizer has already"
+
+
+def _make_room(model: DiffusionModel, mask_id: int) -> str:
+    """Resize the embeddings where the mask id does not fit in them; what was done."""
+    import torch
+
+    rows = model.vocab_size
+    if mask_id < rows:
+        return f"embeddings: their {rows} rows have room for it, none was added"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the new rows are drawn: the same each time
+        model.backbone.resize_token_embeddings(mask_id + 1, mean_resizing=True)
+    return (
+        f"embeddings: resized from {rows} to {model.vocab_size} rows, the new ones drawn around "
+        "the mean of the others"
+    )
+
+
+def _stored_dtype(place: str) -> torch.dtype:
+    """The dtype that config.json gives the weights; where it says none, fp32 loses nothing."""
+    import torch
+
+    from d2f.checkpoint import parse_dtype
+
+    raw = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
+    return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    options = parse(arguments)
+    try:
+        lines = convert_checkpoint(
+            options.model, options.family, options.output, options.mask_token
+        )
+    except (InputError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

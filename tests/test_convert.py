@@ -1,0 +1,245 @@
+"""python -m distill.convert: an autoregressive checkpoint becomes what a dLLM's training begins
+with."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import stock
+import torch
+
+import d2f
+from d2f import spans
+from d2f.export import convert
+from decode import pipeline
+from distill import train
+from distill.convert import main
+
+ROOT = Path(__file__).parent.parent
+FITTING = [
+    ("llama", "llada"), ("llama", "dream"), ("qwen2", "dream"), ("qwen3", "sdar"),
+    ("llama", "wedlm"), ("qwen2", "wedlm"), ("qwen3", "wedlm"),
+]  # fmt: skip
+
+
+def converted(model: Path, family: str, output: Path, *more: str) -> d2f.DiffusionModel:
+    assert main(["--model", str(model), "--family", family, "--output", str(output), *more]) == 0
+    return d2f.load(output, device="cpu")
+
+
+def old_logits(model: d2f.DiffusionModel) -> torch.Tensor:
+    ids = torch.randint(stock.TOKENS, (2, 17), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model.forward(ids, spans.causal(17))[..., : stock.TOKENS]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("kind, family", FITTING)
+def test_no_logit_of_an_old_token_changes(tmp_path, capsys, kind, family, room, tied):
+    """To the bit, with a mask token that needs a new row and with one that has room."""
+    rows = stock.TOKENS + 12 * room
+    source = stock.checkpoint(tmp_path / "stock", kind, rows=rows, tied=tied)
+    model = converted(source, family, tmp_path / "out")
+    assert torch.equal(old_logits(model), old_logits(d2f.load(source, device="cpu")))
+    assert model.vocab_size == (rows if room else stock.TOKENS + 1)
+    out = capsys.readouterr().out
+    assert ("none was added" if room else f"from {rows} to {rows + 1} rows") in out
+    contract = model.contract
+    assert (contract.family, contract.mask_id) == (family, stock.TOKENS)
+    assert contract.end_ids == (2, 0)
+    assert contract.objective == "next_token", "nothing was trained bidirectionally"
+    assert contract.logit_shift == (family == "dream")
+    assert contract.rope_fp32 == (family == "llada")
+    rules = {"sdar": "block_causal", "wedlm": "causal"}
+    assert contract.prompt_rule == rules.get(family, "bidirectional")
+    assert model.tokenizer.mask_token == "<|mask|>"
+    assert model.tokenizer("a<|mask|>b").input_ids[1] == model.mask_id
+    assert model.tokenizer.chat_template == stock.TEMPLATE
+    tensors = model.backbone.get_input_embeddings(), model.backbone.get_output_embeddings()
+    assert (tensors[0].weight is tensors[1].weight) == tied
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("kind, family", [("llama", "dream"), ("qwen2", "dream")])
+def test_bf16_weights_stay_bf16(tmp_path, kind, family, room):
+    rows = stock.TOKENS + 12 * room
+    source = stock.checkpoint(tmp_path / "stock", kind, rows=rows, dtype=torch.bfloat16)
+    converted(source, family, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    old, new = (d2f.load(p, dtype="bf16", device="cpu") for p in (source, tmp_path / "out"))
+    assert torch.equal(old_logits(new), old_logits(old))
+    stored = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert stored < 2.2 * sum(p.numel() for p in new.backbone.parameters())
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("changed", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}])
+def test_what_decides_a_forward_comes_along(tmp_path, family, changed):
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+    config = json.loads((source / "config.json").read_text())
+    plain = old_logits(d2f.load(source, device="cpu"))
+    (source / "config.json").write_text(json.dumps(config | changed))
+    model = converted(source, family, tmp_path / "out")
+    assert torch.equal(old_logits(model), old_logits(d2f.load(source, device="cpu")))
+    assert not torch.allclose(old_logits(model), plain)
+
+
+def test_a_conversion_in_memory_keeps_ties_and_says_what_was_trained(tmp_path):
+    """As a training does it whose configuration names another family than its init has."""
+    source = stock.checkpoint(tmp_path / "stock", "llama", tied=True, mask_token="<|reserved|>")
+    model = convert(d2f.load(source, dtype="bf16", device="cpu"), "dream")
+    assert model.backbone.lm_head.weight is model.backbone.model.embed_tokens.weight
+    assert {p.dtype for p in model.backbone.parameters()} == {torch.bfloat16}
+    assert (model.contract.objective, model.end_ids) == ("next_token", (2, 0))
+
+
+def test_the_new_rows_are_the_same_each_time(tmp_path):
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+    for name in ("a", "b"):
+        torch.manual_seed(ord(name))
+        converted(source, "llada", tmp_path / name)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert files[0] == files[1]
+
+
+def test_a_mask_token_that_is_there_is_taken(tmp_path, capsys):
+    own = stock.checkpoint(tmp_path / "own", "qwen2", mask_token="<|reserved|>")
+    assert converted(own, "dream", tmp_path / "a").mask_id == 3
+    assert "the tokenizer has already" in capsys.readouterr().out
+    special = stock.checkpoint(tmp_path / "special", "qwen2")
+    model = converted(special, "dream", tmp_path / "b", "--mask-token", "<|reserved|>")
+    assert (model.mask_id, model.vocab_size) == (3, stock.TOKENS)
+    model = converted(special, "dream", tmp_path / "c", "--mask-token", "[M]")
+    assert model.tokenizer.convert_ids_to_tokens(model.mask_id) == "[M]"
+
+
+@pytest.mark.parametrize(
+    "kind, given, said",
+    [
+        ("qwen2", ["--family", "llada"], "llada starts from llama, got qwen2, from which dream"),
+        ("qwen3", ["--family", "dream"], "dream starts from qwen2 or llama, got qwen3"),
+        ("llama", ["--family", "sdar"], "sdar starts from qwen3, got llama"),
+        ("llama", ["--family", "causal"], "must be of a diffusion model, got causal"),
+        ("llama", ["--family", "bert"], "family must be one of .*, got 'bert'"),
+        ("llama", ["--family", "dream", "--mask-token", "<|im_end|>"], "ends a response"),
+        ("llama", ["--family", "dream", "--mask-token", "<|endoftext|>"], "ends a response"),
+        ("llama", ["--family", "dream", "--mask-token", "a"], "ordinary token of the tokenizer"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_weights_are_read(tmp_path, capsys, kind, given, said):
+    source = stock.checkpoint(tmp_path / "stock", kind)
+    (source / "model.safetensors").write_bytes(b"no weights")
+    capsys.readouterr()
+    assert main(["--model", str(source), "--output", str(tmp_path / "out"), *given]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(said, line)
+    assert [p.name for p in tmp_path.iterdir()] == ["stock"]
+
+
+def test_a_diffusion_model_is_refused(golden, tmp_path, capsys):
+    given = ["--family", "dream", "--output", str(tmp_path / "out")]
+    assert main(["--model", str(golden / "llada-tiny"), *given]) == 2
+    assert "got a diffusion model of the family llada" in capsys.readouterr().err
+
+
+def test_a_source_without_tokenizer_or_end_token_is_refused(tmp_path, capsys):
+    given = ["--family", "dream", "--output", str(tmp_path / "out")]
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
+    tokenizer = (source / "tokenizer.json").read_text()
+    (source / "tokenizer.json").write_text(tokenizer.replace("<|im_end|>", "<|ends|>"))
+    assert main(["--model", str(source), *given]) == 2
+    assert "expected a token that ends a response" in capsys.readouterr().err
+    for path in source.glob("tokenizer*"):
+        path.unlink()
+    assert main(["--model", str(source), *given]) == 2
+    assert "expected a tokenizer beside the model" in capsys.readouterr().err
+
+
+def test_an_output_that_is_there_stays_and_a_failure_leaves_nothing(tmp_path, capsys):
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    given = ["--model", str(source), "--family", "dream", "--output"]
+    converted(source, "dream", taken)  # an empty folder is as good as none
+    before = {path.name: path.read_bytes() for path in taken.iterdir()}
+    assert main([*given, str(taken)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in taken.iterdir()} == before
+    weights = source / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert main([*given, str(tmp_path / "new")]) == 2
+    assert "damaged or cut short" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["stock", "taken"]
+
+
+def test_a_disk_that_is_full_leaves_nothing(tmp_path, capsys, monkeypatch):
+    source = stock.checkpoint(tmp_path / "stock", "llama")
+
+    def full(self, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(d2f.Contract, "save", full)  # what is written last
+    out = tmp_path / "out"
+    assert main(["--model", str(source), "--family", "dream", "--output", str(out)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["stock"]
+
+
+def test_help_waits_for_nothing():
+    code = (
+        "import sys; sys.argv = ['convert', '--help']\n"
+        "import distill.convert\n"
+        "try: distill.convert.main()\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--mask-token" in done.stdout
+
+
+@pytest.mark.parametrize("kind, family", [("llama", "llada"), ("qwen2", "dream")])
+def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch, kind, family):
+    """By the commands alone: convert, masked diffusion, D2F, decode."""
+    source = stock.checkpoint(tmp_path / "stock", kind, tied=kind == "qwen2", dtype=torch.bfloat16)
+    rows = [{"prompt": f"Say {i}.", "response": f"{i} is said."} for i in range(24)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    init = tmp_path / "start"
+    converted(source, family, init)
+    for objective in ("masked_diffusion", "d2f"):
+        config = tmp_path / f"{objective}.yaml"
+        values = {
+            "objective": objective,
+            "init": str(init),
+            "output": str(tmp_path / objective),
+            "data": {"file": str(data), "row_length": 96, "rows": 2},
+            "block_size": 4,
+            "steps": 3,
+            "tracker": "none",
+        }
+        config.write_text(json.dumps(values))
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(config)])
+        train.main()
+        init = tmp_path / objective / "model"
+        made = d2f.load(init, device="cpu")
+        assert (made.contract.objective, made.mask_id) == (objective, stock.TOKENS)
+        assert made.end_ids == (2, 0)
+    given = ["--model", str(init), "--prompt", "Say 7.", "--max-new-tokens", "12"]
+    assert pipeline.main([*given, "--output", str(tmp_path / "out.jsonl")]) == 0
+    header, result = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert '"d2f"' in json.dumps(header)
+    assert result["forwards"] > 0
