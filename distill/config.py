@@ -16,6 +16,7 @@ from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
 from distill.data.settings import Data, Positive, Ratio
+from distill.unread import refuse_unread
 
 Share = Annotated[float, Field(gt=0)]
 # One size, several with equal shares, or sizes with their shares of the samples.
@@ -131,7 +132,7 @@ class Wedlm(Section):
 
 
 class Evaluation(Section):
-    """Held-out problems that are decoded every `eval_every` steps."""
+    """Held-out problems that are decoded every `eval_every` steps, where that is given."""
 
     tasks: tuple[str, ...] | None = None  # default: those of data.tasks
     problems: Positive = 32  # of each task
@@ -146,7 +147,7 @@ class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-3
     warmup: Annotated[int, Field(ge=0)] = 100
     schedule: Literal["constant", "cosine"] = "cosine"
-    final_lr_share: Ratio = 0.05
+    final_lr_share: Ratio = 0.05  # of lr, where the schedule cosine ends
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
@@ -165,7 +166,7 @@ class TrainConfig(Section):
     init: str | None = None  # checkpoint to start from
     init_adapter: str | None = None  # adapter of init to train on; default: a fresh one
     model: ModelShape | None = None  # or the shape to start from scratch
-    tokenizer: str | None = None  # folder; default: that of init, or the tasks' own
+    tokenizer: str | None = None  # of a model from scratch, folder or hub name; default: the tasks'
     # Of d2f, wedlm and wino_plus (that of its rollouts); of several, decoders take the first.
     block_size: BlockSizes = 16
     distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
@@ -188,7 +189,7 @@ class TrainConfig(Section):
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     export_official: Switch = False  # also in the format that the family's own code reads
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
-    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # of the tracker wandb
     log_every: Positive = 10
 
     @model_validator(mode="after")
@@ -225,6 +226,7 @@ class TrainConfig(Section):
             raise ValueError("noise.low must not exceed noise.high")
         if self.noise.min_ratio > self.noise.max_ratio:
             raise ValueError("noise.min_ratio must not exceed noise.max_ratio")
+        refuse_unread(self)
         return self
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 import d2f
 from d2f.adapters import attach, new_lora
+from d2f.checkpoint import folder_of, load_tokenizer
 from d2f.errors import InputError
 from d2f.export import build, convert
 from d2f.families import FAMILIES
@@ -50,9 +51,9 @@ def prepare_model(
         if config.tokenizer is None:
             tokenizer: Any = train_tokenizer(1024)
         else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+            tokenizer = load_tokenizer(str(folder_of(config.tokenizer, weights=False)))
+            if tokenizer is None:
+                raise InputError(f"tokenizer {config.tokenizer}: expected a tokenizer, found none")
         with place:
             model = build(config.family, tokenizer, **config.model.model_dump())
     check_fits(model, config)

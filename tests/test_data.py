@@ -142,8 +142,10 @@ def test_the_preset_of_the_published_code_trains_on_all_padding(tmp_path, object
     ones are targets. With max_response that is the full length."""
     path = str(write(tmp_path / "d.jsonl", pairs(6)))
     data = {"file": path, "train_on_padding": True}
-    noise = {"low": 1.0, "high": 1.0, "min_ratio": 1.0}  # everything masked
-    more = {"init": "unused"} if objective == "d2f" else {}
+    noise = {"min_ratio": 1.0}  # everything masked
+    more = {}
+    if objective == "d2f":
+        noise, more = {"low": 1.0, "high": 1.0}, {"init": "unused"}
     config = run_settings(tmp_path, data, objective, noise=noise, **more)
     model = fresh_model("llada")
     made = OBJECTIVES[objective](model, config)

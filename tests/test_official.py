@@ -163,7 +163,7 @@ def test_the_card_tells_other_data_apart(tmp_path):
 def test_an_official_export_of_another_family_is_refused_before_training(tmp_path):
     base = tmp_path / "base"
     save_model(random_model("causal"), base, dtype=torch.float32)
-    changes = {"objective": "next_token", "init": str(base)}
+    changes = {"objective": "next_token", "init": str(base), "block_size": 16}
     with pytest.raises(CheckpointError, match="known for dream and llada, got the family causal"):
         train(settings(tmp_path / "run", **changes))
     assert not (tmp_path / "run").exists()

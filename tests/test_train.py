@@ -24,6 +24,7 @@ from distill.train import train
 from distill.watch import NonFiniteLossError, ranges
 
 ROOT = Path(__file__).parent.parent
+NOISE = {"masked_diffusion": {"uniform_share": 0.5}, "d2f": {"monotone_share": 0.5}}
 
 
 def settings(output: Path, objective: str = "masked_diffusion", **changes) -> TrainConfig:
@@ -36,7 +37,7 @@ def settings(output: Path, objective: str = "masked_diffusion", **changes) -> Tr
             "context_length": 128,
         },
         "data": {"tasks": {"countdown": 1.0, "sudoku": 1.0}, "row_length": 96, "rows": 2},
-        "noise": {"uniform_share": 0.5, "monotone_share": 0.5},
+        "noise": NOISE.get(objective, {}),
         "optimizer": {"lr": 0.003, "warmup": 2},
         "steps": 6,
         "save_every": 2,

@@ -18,7 +18,7 @@ from d2f.errors import InputError
 from d2f.export import save_model
 from distill import train as train_module
 from distill.check import check
-from distill.config import read_config
+from distill.config import Lora, read_config
 from distill.data import Stream, fill_rows
 from distill.memory import layer_bytes
 from distill.objectives import OBJECTIVES
@@ -116,14 +116,14 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             "kv_heads": 4, "context_length": 128,
         }  # fmt: skip
         config = settings(
-            tmp_path, "masked_diffusion", model=shape, mixed_precision=precision,
-            lora={"dropout": dropout, "targets": targets},
+            tmp_path, "masked_diffusion", model=shape, mixed_precision=precision
         )  # fmt: skip
         model = prepare_model(config)
         if objective == "d2f":
+            lora = Lora(dropout=dropout, targets=targets)
             model.backbone.requires_grad_(False)
-            new_lora(model, **config.lora.model_dump())
-            config = config.model_copy(update={"objective": "d2f"})
+            new_lora(model, **lora.model_dump())
+            config = config.model_copy(update={"objective": "d2f", "lora": lora})
         made = OBJECTIVES[objective](model, config).train()
         stream = Stream(config.data, model.tokenizer, model.end_ids[0], 0, made.tail)
         batch = made.batch(fill_rows(stream, 0)[0], slice(0, 2))

@@ -128,7 +128,7 @@ def test_a_whole_model_is_kept_where_no_adapter_is_trained(tmp_path):
         "context_length": 128,
     }  # fmt: skip
     config = settings(
-        tmp_path, None, objective="wedlm", family="wedlm", model=shape, steps=1,
+        tmp_path, None, objective="wedlm", family="wedlm", model=shape, steps=1, lora={},
         evaluation={"problems": 1, "options": {"window": 4}}, tracker="tensorboard",
     )  # fmt: skip
     train(config)

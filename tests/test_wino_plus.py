@@ -426,7 +426,7 @@ def test_an_adapter_is_trained_on(tmp_path, files, base):
     wino = {"mask": "block_causal", "kl_weight": 1.0}
     config = settings(
         tmp_path / "plus", files["llada", "d2f"], **changes, init_adapter=str(adapter),
-        wino_plus=wino, optimizer={"lr": 1e-9, "warmup": 0, "weight_decay": 0.0},
+        wino_plus=wino, optimizer={"lr": 1e-9, "warmup": 0, "weight_decay": 0.0}, lora={},
     )  # fmt: skip
     train(config)
     before = load_file(adapter / "adapter_model.safetensors")

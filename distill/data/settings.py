@@ -27,6 +27,8 @@ class Columns(Section):
         pair = (self.prompt is not None) + (self.response is not None)
         if pair != (2 if self.messages is None else 0):
             raise ValueError("columns need either prompt and response, or messages")
+        if self.messages is None and (self.role, self.content) != ("role", "content"):
+            raise ValueError("columns.role and columns.content are names within columns.messages")
         return self
 
 
