@@ -11,17 +11,23 @@ import d2f
 from d2f.yaml_core import dump
 from distill.config import TrainConfig
 from distill.data import Stream
+from distill.inputs import file_digest
+from distill.run_folder import extension_text
 
+CARD = "README.md"
 _HASHED = 256  # samples
 _POINTS = 10  # of the curve
 _EVALUATED = ("evaluation/accuracy", "evaluation/tokens_per_forward")
 
 
-def card(config: TrainConfig, stream: Stream, log: Path) -> str:
+def card(
+    config: TrainConfig, stream: Stream, log: Path, extended: list[dict[str, int]] | None = None
+) -> str:
     """Markdown with the command, hashes of the data, the curve of the loss, what was evaluated on
     the way, and the resolved configuration.
 
-    log: the run's ``log.jsonl``, which is only read.
+    log: the run's ``log.jsonl``, which is only read. extended: when the run was given more steps,
+    as its `RunFolder` has it.
     """
     values = config.model_dump(mode="json")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
@@ -35,11 +41,13 @@ def card(config: TrainConfig, stream: Stream, log: Path) -> str:
     ]
     if config.data.file is not None:
         rows.append(
-            (f"SHA-256 of {Path(config.data.file).name}", f"`{file_hash(config.data.file)}`")
+            (
+                f"SHA-256 of {Path(config.data.file).name}",
+                f"`{file_digest(Path(config.data.file))}`",
+            )
         )
-    rows += [
-        ("steps", f"{last['step']:,}, {last['samples']:,} samples"),
-    ]
+    rows.append(("steps", f"{last['step']:,}, {last['samples']:,} samples"))
+    rows += [("", extension_text(config, more)) for more in extended or []]
     table = [f"| {name} | {value} |" for name, value in rows]
     return "\n".join(
         [
@@ -96,9 +104,3 @@ def samples_hash(stream: Stream) -> str:
         if sample is not None:  # left out
             digest.update(json.dumps([sample.prompt, sample.response]).encode())
     return digest.hexdigest()
-
-
-def file_hash(path: str) -> str:
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

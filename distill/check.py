@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 
 from d2f.quantize import require_bitsandbytes
 from distill.config import TrainConfig
@@ -15,7 +14,9 @@ from distill.data import fill_rows
 from distill.data import plan as plan_of
 from distill.memory import Memory, estimate
 from distill.objectives import OBJECTIVES
+from distill.run_folder import RunFolder
 from distill.start import prepare_model
+from distill.step import rows_at_once
 
 _GENERATED_STEPS = 4  # looked at, of data without an end
 _MOST_STEPS = 1000  # of data with one
@@ -94,9 +95,7 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
     """Look at everything that a run reads but the weights. Raises InputError for what would fail
     later: model, family and objective, tokenizer, data (every sample of a file), rows that the
     processes cannot share, an output of another run, 4-bit weights without bitsandbytes."""
-    from distill.train import refuse_another_run, rows_at_once
-
-    refuse_another_run(config, Path(config.output))
+    RunFolder(config).check_inputs()
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
         require_bitsandbytes()

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 
 from d2f.adapters import save_adapter
 from d2f.base import fingerprint
@@ -13,7 +14,13 @@ from d2f.export import save_model
 from d2f.files import writing_folder
 from d2f.model import DiffusionModel
 from d2f.official import save_official
+from distill import checkpoints, sharded
+from distill.card import CARD, card
 from distill.config import TrainConfig
+from distill.data import Stream
+from distill.objectives import OBJECTIVES, Objective
+from distill.run_folder import RunFolder
+from distill.start import prepare_model
 
 _PROMPT_RULES = {
     "next_token": "causal",
@@ -22,7 +29,6 @@ _PROMPT_RULES = {
     "wedlm": "causal",
     "wino_plus": "bidirectional",
 }
-CARD = "README.md"
 
 
 def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
@@ -46,6 +52,29 @@ def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
     return DiffusionModel(
         model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path
     )
+
+
+def export_run(
+    accelerator: Accelerator, objective: Objective, stream: Stream, folder: RunFolder
+) -> None:
+    """End the training, write what it made and say so in its folder. All processes call this."""
+    config, model = folder.config, objective.model
+    changed = sharded.is_sharded(accelerator) or config.quantize != "none"
+    changed = changed or config.base_dtype != "float32"
+    trained = checkpoints.trainable(objective)
+    weights = sharded.read_weights(accelerator, trained) if changed else {}
+    accelerator.end_training()
+    if not accelerator.is_main_process:
+        return
+    if changed:  # export from the base as it was, in fp32
+        model = prepare_model(config, plain=True)
+        fresh = checkpoints.trainable(OBJECTIVES[config.objective](model, config))
+        with torch.no_grad():
+            for name, value in weights.items():
+                fresh[name].copy_(value)
+    text = card(config, stream, folder.log, folder.record.get("extended", []))
+    export(model, config, folder.place, text)
+    folder.finish()
 
 
 def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) -> None:

@@ -32,6 +32,15 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without gradient; the tensor itself where it is not
+    sharded."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().detach()
+    part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3
+    return part.detach()
+
+
 def as_norm(norm: Tensor | float | None, device: torch.device) -> Tensor:
     """A gradient norm as clipping returned it, as a scalar tensor; 0 where there is none yet."""
     if isinstance(norm, Tensor):

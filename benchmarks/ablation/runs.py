@@ -24,10 +24,11 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
     """A variant's run: its last logged loss, seconds and measured rows. Raises InputError where
     its folder has a run of another configuration, or where it was stopped."""
     from distill.make_models import hours
-    from distill.train import refuse_another_run, train
+    from distill.run_folder import RunFolder
+    from distill.train import train
 
-    with locked(Path(config.output)) as folder:
-        refuse_another_run(config, folder)
+    with locked(Path(config.output)):
+        folder = RunFolder(config, extend=False).place
         if not (folder / "model" / "config.json").is_file():
             train(config)
         if not (folder / "model" / "config.json").is_file():

@@ -1,0 +1,73 @@
+"""What a run shows on its way: a bar on a terminal, else lines, and at its end what to do with the
+result."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+from distill.config import TrainConfig
+
+APART = 30.0  # seconds between lines, at least
+
+
+class Progress:
+    """Shows steps `done` to `steps` on the process that is shown; the others count nothing.
+
+    Where standard error is no terminal, `report` prints the first values that it gets, then those
+    of at least `APART` seconds later, and the last.
+    """
+
+    def __init__(
+        self, done: int, steps: int, *, shown: bool, clock: Callable[[], float] = time.monotonic
+    ):
+        self.start, self.steps, self.clock = done, steps, clock
+        self.began = clock()
+        self.bar = tqdm(total=steps, initial=done, disable=not shown or not sys.stderr.isatty())
+        self._prints = shown and self.bar.disable
+        self._next = -float("inf")
+
+    def step(self) -> None:
+        """A step is done."""
+        self.bar.update()
+
+    def report(self, step: int, loss: float, rate: float, *, last: bool) -> None:
+        """Show what `step` (counted from 1) gave; rate: of learning."""
+        self.bar.set_postfix(loss=f"{loss:.4f}")
+        now = self.clock()
+        if not self._prints or (now < self._next and not last):
+            return
+        self._next = now + APART
+        speed = (step - self.start) / max(now - self.began, 1e-9)
+        left = duration((self.steps - step) / speed)
+        print(
+            f"step {step:,} of {self.steps:,}: loss {loss:.4f}, lr {rate:.2e}, "
+            f"{speed:.3g} steps/s, {left} left",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: ``42 s``, ``7 min``, ``3 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def result_text(config: TrainConfig, folders: list[str]) -> str:
+    """Where a finished run's result is, and the command that decodes with it."""
+    model = shlex.quote(f"{config.output}/model")
+    prompt = "" if config.data.tasks is not None else ' --prompt "..."'
+    others = "".join(f", {config.output}/{name}" for name in folders if name != "model")
+    return (
+        f"finished after {config.steps:,} steps: {config.output}/model{others}\n"
+        f"to decode with it: python -m decode.pipeline --model {model}{prompt}"
+    )
