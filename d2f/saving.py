@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from d2f.adapters import save_adapter
 from d2f.base import base_name, fingerprint
 from d2f.contract import FILE_NAME
-from d2f.errors import CheckpointError, InputError
+from d2f.errors import InputError
 from d2f.export import save_model
+from d2f.files import make_folder, writing_folder
 from d2f.model import DiffusionModel
 
 
@@ -49,7 +46,7 @@ def replaced(place: Path) -> Iterator[Path]:
     """An empty folder beside `place` that takes its place once it is filled.
 
     Raises InputError where `place` is there and is neither empty nor a model of the same files: no
-    file is removed that is not written again.
+    file is removed that is not written again. Raises OutputError where it cannot be written.
     """
     place = place.resolve()
     if place.exists() and not place.is_dir():
@@ -59,29 +56,12 @@ def replaced(place: Path) -> Iterator[Path]:
         raise InputError(
             f"{place} holds {_some(there)}: expected an empty folder, or a saved model"
         )
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(
-            tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".writing", dir=place.parent)
-        )
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be written: {error.strerror}") from error
-    try:
-        new = beside / "new"
-        new.mkdir()
+    make_folder(place.parent)
+    with writing_folder(place) as new:
         yield new
         others = _names(place) - _names(new)
         if others:
             raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
-        if place.exists():
-            place.rename(beside / "old")
-        new.rename(place)
-    except (OSError, SafetensorError) as error:
-        if (beside / "old").exists():
-            (beside / "old").rename(place)
-        raise CheckpointError(f"{place}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _names(folder: Path) -> set[str]:

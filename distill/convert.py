@@ -2,8 +2,8 @@
 
 Makes of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a folder that the
 training of a diffusion model starts from: a mask token in its tokenizer and in its vocabulary, and
-the contract of the family. No weight that it has changes. It is not a diffusion model yet: the contract's
-objective stays `next_token` until `objective: masked_diffusion` has trained it
+the contract of the family. No weight that it has changes. It is not a diffusion model yet: the
+contract's objective stays `next_token` until `objective: masked_diffusion` has trained it
 (docs/from-autoregressive.md).
 
     --family   starts from           row p predicts      for the objectives

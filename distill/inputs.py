@@ -7,7 +7,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from d2f.adapters import WEIGHTS, fingerprint
+from d2f.adapters import WEIGHTS
+from d2f.base import fingerprint
 from d2f.checkpoint import folder_of
 from d2f.errors import InputError
 from d2f.models import resolve

@@ -156,9 +156,9 @@ class RunFolder:
         same = _FREE | unread(self.config).keys()
         same |= {key for key in inputs.PATHS if self._is_same_input(key, theirs, ours)}
         steps = theirs.get("steps")
-        ended = isinstance(steps, int) and steps in checkpoints.steps(self.checkpoints)
-        if extend and ended and self.config.steps > steps:
-            self.steps_there = steps
+        more = isinstance(steps, int) and self.config.steps > steps
+        if extend and more and steps in checkpoints.steps(self.checkpoints):
+            self.steps_there = int(steps)
             same.add("steps")
         differ = [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"

@@ -227,7 +227,7 @@ def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch, ki
             "init": str(init),
             "output": str(tmp_path / objective),
             "data": {"file": str(data), "row_length": 96, "rows": 2},
-            "block_size": 4,
+            **({"block_size": 4} if objective == "d2f" else {}),
             "steps": 3,
             "tracker": "none",
         }

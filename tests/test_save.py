@@ -132,7 +132,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     random_model("llada").save(place)
 
     def full(*args, **options):
-        raise error("No space left on device")
+        raise error("I/O error: No space left on device")
 
     monkeypatch.setattr(d2f.saving, "save_model", full)
     with pytest.raises(InputError, match="No space left on device"):

@@ -56,7 +56,8 @@ FAULTS = {
     ("--lora.targets", "[q]"): r"lora\.targets\.0: expected 'q_proj', .*, got 'q'",
     ("--data.columns", "3"): r"data\.columns: expected text or a section of keys, got 3",
     ("--steps", "~"): "steps: expected a whole number, got null",
-    ("--data.tasks", "[" + "x, " * 400 + "x]"): r"data\.tasks: expected a mapping, got a list of 401",
+    ("--data.tasks", "[" + "x, " * 400 + "x]"):
+        r"data\.tasks: expected a mapping, got a list of 401",
     ("--init", "{" + ", ".join(f"k{i}: 1" for i in range(400)) + "}"):
         r"init: expected text, got a mapping of 400 keys \(k0, k1, k2, \.\.\.\)",
     ("--attention", "x" * 5000): r"attention: expected 'auto'.*, got 'x{56}\.\.\.",

@@ -44,8 +44,8 @@ def render(report: dict[str, Any]) -> str:
         f"the share of the problems instead (Wilson). Against {against}: points of accuracy, the "
         "mean difference at the same seed and its 95 % interval over seeds; none (-) where one "
         "seed, or the same difference at every seed, leaves no spread to take it from. Of so many "
-        "intervals some miss by chance: one in twenty. Seconds are wall time of the training, whatever else "
-        "the machine did.",
+        "intervals some miss by chance: one in twenty. Seconds are wall time of the training, "
+        "whatever else the machine did.",
         "",
         "| variant | what it sets | steps | last loss, by seed | seconds, by seed |",
         "|---|---|---|---|---|",

@@ -236,5 +236,6 @@ COUNTED = [
     "- Peak memory is resident memory of the entry's processes on a CPU (pages that two of them "
     "share count twice), allocated memory on a GPU.",
     "- Accuracy: all problems, once, with Wilson's interval; its difference to the baseline's, on "
-    "the same problems, with Tango's. A failed request is wrong. Unstable answers were not the same text in every run.",
+    "the same problems, with Tango's. A failed request is wrong. Unstable answers were not the "
+    "same text in every run.",
 ]
