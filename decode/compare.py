@@ -31,7 +31,7 @@ Every key of the configuration can be given: --concurrency '[1, 4]' --problems 1
 entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf 0.95.
 
 exit status: 0 done; 2 bad input, or an entry that failed; 130 interrupted. What was measured until
-then is in the report.
+then is in the report, and the same command goes on.
 """
 
 
@@ -54,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted; what was measured is in the report", file=sys.stderr)
+        print(
+            "interrupted; what was measured is in the report, the same command goes on",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     return 0
 
@@ -74,15 +77,17 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
     from decode.comparison.config import Endpoint
     from decode.comparison.contestants import Contestant, check_entries, make_ready
     from decode.comparison.display import Display
+    from decode.comparison.identity import identity
+    from decode.comparison.ledger import Ledger
     from decode.comparison.measure import measure, plan
     from decode.comparison.prompts import tokenizer_of
-    from decode.comparison.records import Ledger
     from decode.comparison.report import Report
     from decode.comparison.server import VllmServer
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
 
-    if (folder / "report.json").exists():
+    path = folder / "measurements.jsonl"  # goes when all of it is in a report
+    if (folder / "report.json").exists() and not path.exists():
         raise InputError(f"{folder} holds a report: expected another --output, or none there")
     reference = config.reference
     named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
@@ -90,10 +95,14 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
         require_matplotlib("--figures false")
     workloads = make_workloads(config)
     tokenizer = tokenizer_of(config.tokenizer or named)
-    check_entries(config)
     about = _about(config, command, config.tokenizer or named)
-    ledger = Ledger(folder / "measurements.jsonl")
+    ledger = Ledger(path, identity(config, workloads, about))
+    check_entries(config)
+    ledger.begin([entry.name for entry in config.entries])
+    about["resumed"] = ledger.resumed
     display = Display()
+    if ledger.found:
+        display.resuming(ledger)
     contestants: list[Contestant] = []
     started: dict[str, VllmServer | Worker] = {}
     try:
@@ -103,7 +112,7 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
                 contestant = make_ready(entry, config, workloads, folder / "logs", started, stack)
                 contestants.append(contestant)
                 about["entries"][entry.name] |= contestant.facts
-            runs = plan(config, contestants, workloads)
+            runs = plan(config, contestants, workloads, ledger.done)
             with display.progress(len(runs)):
                 measure(runs, tokenizer, ledger, display.show)
     except BaseException as error:
@@ -117,7 +126,7 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
                 from decode.comparison.figures import draw
 
                 draw(report, folder)
-    ledger.path.unlink()  # all of it is in report.json
+    ledger.path.unlink()
     display.report(report, folder)
     return report
 
@@ -151,6 +160,7 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
         "config": config.model_dump(mode="json"),
         "entries": {e.name: {"kind": e.kind, "model": e.model} for e in config.entries},
         "cut_short": None,
+        "resumed": [],
     }
 
 

@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from decode.comparison.config import AnyEntry
+from decode.comparison.ledger import Ledger
 from decode.comparison.measure import Planned
 from decode.comparison.records import Record
 from decode.comparison.report import Report
@@ -38,6 +39,14 @@ class Display:
 
     def starting(self, entry: AnyEntry) -> None:
         self._say(f"starting {entry.name} ({entry.kind}: {entry.model})")
+
+    def resuming(self, ledger: Ledger) -> None:
+        """What is there already is not measured again."""
+        last = ledger.resumed[-1]
+        note = f"; {last['dropped']} of a repetition that was cut short come again"
+        self._say(
+            f"{last['kept']} runs are already in {ledger.path}{note if last['dropped'] else ''}"
+        )
 
     @contextmanager
     def progress(self, total: int) -> Iterator[None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from decode.comparison.config import CompareConfig
 from decode.comparison.contestants import Contestant
-from decode.comparison.records import Ledger, Record, judge
+from decode.comparison.ledger import Ledger
+from decode.comparison.records import Key, Record, judge
 from decode.comparison.workload import Workload
 
 
@@ -26,11 +27,14 @@ class Planned:
 
 
 def plan(
-    config: CompareConfig, contestants: Sequence[Contestant], workloads: Sequence[Workload]
+    config: CompareConfig,
+    contestants: Sequence[Contestant],
+    workloads: Sequence[Workload],
+    done: Collection[Key] = (),
 ) -> list[Planned]:
-    """Every run in order: for each workload and concurrency the entries in turn, A B A B, each run
-    after a warm-up of its own, because a process that has waited for the others finds its caches
-    cold; at last a pass over all problems that only judges."""
+    """Every run that is not done, in order: for each workload and concurrency the entries in turn,
+    A B A B, each run after a warm-up of its own, because a process that has waited for the others
+    finds its caches cold; at last a pass over all problems that only judges."""
     judging = config.accuracy_concurrency or config.concurrency[-1]
     runs = []
     for workload in workloads:
@@ -38,10 +42,16 @@ def plan(
             warm = min(len(workload.items), max(config.warmup, concurrency))
             for repetition in range(config.repetitions):
                 for c in contestants:
+                    if (workload.name, concurrency, repetition, c.entry.name) in done:
+                        continue
                     runs.append(Planned(workload, c, concurrency, warm, None, True))
                     runs.append(Planned(workload, c, concurrency, workload.timed, repetition))
         if len(workload.items) > workload.timed:
-            runs += [Planned(workload, c, judging, len(workload.items), None) for c in contestants]
+            runs += [
+                Planned(workload, c, judging, len(workload.items), None)
+                for c in contestants
+                if (workload.name, judging, None, c.entry.name) not in done
+            ]
     return runs
 
 

@@ -1,10 +1,8 @@
-"""Raw measurements: one record a run, kept on disk as they come and whole in report.json."""
+"""Raw measurements: one record a run, and how they are written."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from decode.comparison.answers import Run
@@ -15,6 +13,8 @@ COLUMNS = (
     "item", "submitted", "prefill", "first", "finished", "first_tokens", "tokens", "own_tokens",
     "forwards", "rows", "attempts", "right", "text", "error", "counts",
 )  # fmt: skip
+
+Key = tuple[str, int, int | None, str]  # workload, concurrency, repetition, entry of a run
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Record:
     calls: int | None
     peak_bytes: int | None
     answers: list[Judged]
+
+    @property
+    def key(self) -> Key:
+        return self.workload, self.concurrency, self.repetition, self.entry
 
     @property
     def tokens(self) -> int:
@@ -96,20 +100,6 @@ def judge(
         entry, workload.name, concurrency, repetition, run.seconds, run.calls, run.peak_bytes,
         answers,
     )  # fmt: skip
-
-
-class Ledger:
-    """The records of a comparison, each written to `path` as it comes, so that none is lost."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.records: list[Record] = []
-        path.write_text("", encoding="utf-8")
-
-    def add(self, record: Record) -> None:
-        self.records.append(record)
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(as_json([record])) + "\n")
 
 
 def as_json(records: list[Record]) -> dict[str, Any]:

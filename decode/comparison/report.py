@@ -64,6 +64,7 @@ class Report:
         lines = [f"# Comparison of {about['date']}", ""]
         if about["cut_short"]:
             lines += [f"**Cut short:** {about['cut_short']}. What follows was measured before.", ""]
+        lines += _resumed(about)
         lines += [f"On {about['device']}, with", "", "```", about["command"], "```", ""]
         for workload in self.workloads:
             lines += [f"## {workload}", "", *self.verdict(workload), ""]
@@ -179,6 +180,19 @@ class Report:
                 cells = [value(row) for _, value in columns]
                 lines.append("| " + " | ".join(cells) + " |")
         return lines
+
+
+def _resumed(about: dict[str, Any]) -> list[str]:
+    """That the runs are not of one go, and what that means for them."""
+    found = about.get("resumed")
+    if not found:
+        return []
+    times = ", ".join(f"at {t['date']} with {t['kept']} runs measured before" for t in found)
+    return [
+        f"**Resumed** {times}. In each repetition all entries had their turn without a break; one "
+        "that was cut short was measured again.",
+        "",
+    ]
 
 
 def _number(value: float | None, digits: int = 0) -> str:

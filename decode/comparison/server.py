@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 
 from d2f.errors import InputError
+from d2f.files import make_folder
 from d2f.models import resolve
+from decode.comparison import guard
 from decode.comparison.config import Vllm
 
 LOG_LINES_QUOTED = 30
@@ -49,30 +51,30 @@ class VllmServer:
             *entry.args,
         ]
         self.startup_seconds = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self.pid = 0  # of its first process, once it is started
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._told: str | None = None  # what the guard said at its end
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def __enter__(self) -> VllmServer:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.log.parent)
         began = time.monotonic()
-        with self.log.open("wb") as out:
-            self._process = subprocess.Popen(
-                self.command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+        self.log.unlink(missing_ok=True)
+        with self.log.open("xb") as out:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(STOP_SECONDS), *self.command],
+                stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py
+                stdout=subprocess.PIPE,
+                stderr=out,
                 env=os.environ | self.entry.env,
-                start_new_session=True,  # its own group: all of its processes are stopped together
+                start_new_session=True,  # an interrupt in the terminal is for the command alone
             )
         try:
+            assert self._guard.stdout is not None
+            self.pid = int(self._guard.stdout.readline() or 0)
             self._wait(began + self.entry.startup_seconds)
         except BaseException:
             self.stop()
@@ -90,11 +92,11 @@ class VllmServer:
 
     def check(self) -> None:
         """Raise ServerError if the server has died."""
-        assert self._process is not None
-        status = self._process.poll()
-        if status is not None:
+        assert self._guard is not None
+        if self._guard.poll() is not None:
             raise ServerError(
-                f"entry {self.entry.name}: the server ended with status {status}; {self._quote()}"
+                f"entry {self.entry.name}: the server ended with status {self._status()}; "
+                f"{self._quote()}"
             )
 
     def version(self) -> str | None:
@@ -106,17 +108,20 @@ class VllmServer:
 
     def stop(self) -> None:
         """End every process of the server: asked first, killed after a while."""
-        process = self._process
-        if process is None:
+        if self._guard is None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _signal_group(process.pid, signal.SIGKILL)  # workers that outlived it
-            process.wait()
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+        self._status()
+
+    def _status(self) -> str:
+        """The server's status as the guard told it at its end, else the guard's own."""
+        assert self._guard is not None and self._guard.stdout is not None
+        if self._told is None:
+            with self._guard.stdout as said:
+                self._told = said.read().decode().strip() or str(self._guard.returncode)
+        return self._told
 
     def _wait(self, deadline: float) -> None:
         while True:
@@ -158,8 +163,3 @@ def _free_port() -> int:
 
 def _absolute(model: str) -> str:
     return str(Path(model).absolute()) if Path(model).is_dir() else model
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)

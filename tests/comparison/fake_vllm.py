@@ -41,7 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+worker = subprocess.Popen([sys.executable, "-c", STUBBORN])
 print(f"pids {os.getpid()} {worker.pid}", flush=True)
 if MODE == "dies at start":
     print("ValueError: no such model", flush=True)

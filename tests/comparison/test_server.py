@@ -1,5 +1,8 @@
 """The server that the command starts: waited for, stopped with all it started, its log quoted."""
 
+import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -48,6 +51,26 @@ def test_it_is_stopped_when_the_work_ends_badly(fake_python, tmp_path, error):
     with pytest.raises(error):
         with VllmServer(entry(), fake_python, log):
             raise error
+    assert gone(log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_it_goes_with_the_command_however_that_ends(fake_python, tmp_path, number):
+    """And so does the process that it started, which a signal to its parent does not reach."""
+    script = (
+        "import pathlib, sys, time\n"
+        "from decode.comparison.config import Vllm\n"
+        "from decode.comparison.server import VllmServer\n"
+        "entry = Vllm(name='served', kind='vllm', model='tiny-ar')\n"
+        "with VllmServer(entry, sys.argv[1], pathlib.Path(sys.argv[2])):\n"
+        "    print('healthy', flush=True); time.sleep(600)\n"
+    )
+    log = tmp_path / "served.log"
+    command = [sys.executable, "-c", script, fake_python, str(log)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "healthy\n"
+        assert all(psutil.pid_exists(pid) for pid in pids(log))
+        process.send_signal(number)
     assert gone(log)
 
 

@@ -1,0 +1,53 @@
+"""Starts a server and ends it, with all that it started, when the command behind it is gone.
+
+    python guard.py SECONDS COMMAND ...
+
+The command holds the other end of this process's standard input; the kernel closes it with the
+command, however that ends, also by kill -9. Then the server's process group is asked to end and
+killed SECONDS later. Standard output says two numbers: the server's process, and its exit status.
+The server prints to this process's standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+
+def main() -> None:
+    seconds, *command = sys.argv[1:]
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,  # its own group: all of its processes are ended together
+    )
+    threading.Thread(target=end_with_input, args=(server, float(seconds)), daemon=True).start()
+    with suppress(BrokenPipeError):  # nobody is there to be told
+        print(server.pid, flush=True)
+    status = server.wait()
+    signal_group(server.pid, signal.SIGKILL)  # workers that outlived it
+    with suppress(BrokenPipeError):
+        print(status, flush=True)
+
+
+def end_with_input(server: subprocess.Popen[bytes], seconds: float) -> None:
+    sys.stdin.buffer.read()
+    signal_group(server.pid, signal.SIGTERM)
+    try:
+        server.wait(seconds)
+    except subprocess.TimeoutExpired:
+        signal_group(server.pid, signal.SIGKILL)
+
+
+def signal_group(group: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+if __name__ == "__main__":
+    main()
