@@ -33,7 +33,8 @@ from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
 from decode.comparison.memory import peak_bytes, reset_peak
-from distill.config import Data, TrainConfig
+from distill.config import TrainConfig
+from distill.data.settings import Data
 from distill.objectives import D2F, Batch
 
 BLOCK_SIZE = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,9 +25,16 @@ Switch = Annotated[bool, BeforeValidator(_switch)]
 
 
 class Section(BaseModel):
-    """Frozen; an unknown key or a wrong type is an error."""
+    """Frozen; an unknown key, a wrong type and a number that is not finite are errors. What stands
+    below a key describes it (docs/reference.md)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -85,12 +93,22 @@ def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
     """A checked configuration. Raises InputError, in one line, that names each key, what was
     expected and what came."""
     refuse_another_kind(values, kind.model_fields, source, f"the keys {_some(kind)}")
+    _refuse_endless(values, source)
     try:
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise InputError(f"{source}: {explain(error, values)}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{source}: a value that JSON does not know: {error}") from error
+
+
+def _refuse_endless(values: Any, source: str, path: str = "") -> None:
+    """Raise InputError for .inf and .nan, also where a key takes anything."""
+    if isinstance(values, float) and not isfinite(values):
+        raise InputError(f"{source}: {path}: expected a finite number, got {values}")
+    members: Any = values.items() if isinstance(values, dict) else ()
+    for key, value in enumerate(values) if isinstance(values, list) else members:
+        _refuse_endless(value, source, f"{path}.{key}" if path else str(key))
 
 
 def _some(kind: type[BaseModel]) -> str:

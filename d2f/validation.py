@@ -67,7 +67,8 @@ def explain(error: ValidationError, values: Any) -> str:
     for fault in error.errors(include_url=False):
         path = _path(fault, values)
         entry = found.setdefault(path, {"expected": [], "said": [], "input": fault["input"]})
-        kind, context = fault["type"], fault.get("ctx", {})
+        kind = fault["type"]
+        context = {name: _plain(value) for name, value in fault.get("ctx", {}).items()}
         if kind in _EXPECTED:
             entry["expected"].append(_EXPECTED[kind].format(**context))
         elif kind == "extra_forbidden":
@@ -89,6 +90,11 @@ def explain(error: ValidationError, values: Any) -> str:
         lines.append(f"{path or 'configuration'}: {', '.join(said)}")
     more = len(deeper) - len(lines)
     return "; ".join(lines) + (f"; and {more} more" if more else "")
+
+
+def _plain(value: Any) -> Any:
+    """A bound as people write it: 1 for 1.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Missing:

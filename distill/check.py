@@ -12,6 +12,8 @@ from d2f.quantize import require_bitsandbytes
 from distill.config import TrainConfig
 from distill.data import fill_rows
 from distill.data import plan as plan_of
+from distill.evaluation import jobs
+from distill.export import as_trained
 from distill.memory import Memory, estimate
 from distill.objectives import OBJECTIVES
 from distill.run_folder import RunFolder
@@ -94,7 +96,8 @@ class Report:
 def check(config: TrainConfig, processes: int = 1) -> Report:
     """Look at everything that a run reads but the weights. Raises InputError for what would fail
     later: model, family and objective, tokenizer, data (every sample of a file), rows that the
-    processes cannot share, an output of another run, 4-bit weights without bitsandbytes."""
+    processes cannot share, an adapter that does not fit, what is decoded in evaluations, an output
+    of another run, 4-bit weights without bitsandbytes."""
     RunFolder(config).check_inputs()
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
@@ -107,6 +110,13 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
     notes = []
+    if config.eval_every is not None:
+        jobs(as_trained(model, config, hashed=False), config)
+    if config.optimizer.warmup >= config.steps:
+        notes.append(
+            f"note: optimizer.warmup {config.optimizer.warmup} is not over after {config.steps} "
+            "steps: the rate does not reach optimizer.lr"
+        )
     if config.data.row_length > model.context_length:
         notes.append(
             f"note: data.row_length {config.data.row_length} is more than the "

@@ -13,184 +13,89 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
+from d2f.quantities import Positive, Seed, Share, Text, Tokens
 from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
-from distill.data.settings import Data, Positive, Ratio
+from distill.data.settings import Data
+from distill.sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
 from distill.unread import refuse_unread
 
-Share = Annotated[float, Field(gt=0)]
 # One size, several with equal shares, or sizes with their shares of the samples.
 BlockSizes = (
-    Positive
-    | Annotated[tuple[Positive, ...], Field(min_length=1)]
-    | Annotated[dict[Positive, Share], Field(min_length=1)]
+    Tokens
+    | Annotated[tuple[Tokens, ...], Field(min_length=1)]
+    | Annotated[dict[Tokens, Share], Field(min_length=1)]
 )
-
-
-class ModelShape(Section):
-    """A model to build from scratch with random weights."""
-
-    hidden_size: Positive = 256
-    intermediate_size: Positive = 768
-    layers: Positive = 4
-    heads: Positive = 4
-    kv_heads: Positive = 4
-    context_length: Positive = 512
-
-
-# What a named schedule of d2f sets: the official code's noise, the paper's, blocks in no order, the
-# states of the decoder's pipeline.
-SCHEDULES: dict[str, dict[str, float]] = {
-    "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
-    "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
-    "random": {"monotone_share": 1.0},
-    "pipeline": {"monotone_share": 0.0},
-}
-
-
-class Noise(Section):
-    """Mask ratios of the objectives masked_diffusion and d2f."""
-
-    schedule: Literal["code", "paper", "random", "pipeline"] | None = None  # d2f: keys by name
-    states: str | None = None  # d2f: file of recorded pipeline states (python -m decode.states)
-    low: Ratio = 0.2  # d2f: bounds of the monotone ratios
-    high: Ratio = 0.7
-    monotone_share: Ratio = 1.0  # d2f: the other samples follow the pipeline's states
-    uniform_share: Ratio = 1.0  # masked_diffusion: the others follow block-wise decoding
-    min_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 0.05
-    max_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # of the uniform samples
-    block_sizes: tuple[Positive, ...] = (8, 16, 32)  # of block-wise decoding
-    causal_share: Ratio = 0.0  # masked_diffusion: samples read as next-token prediction
-    far_weight: Ratio = 1.0  # of the tokens on the right of the block that is being decoded; d2f:
-    # on the right of the first appended block of a pipeline state
-    most_active: Positive | None = (
-        None  # d2f: partly masked blocks of a pipeline state; default all
-    )
-
-    @model_validator(mode="after")
-    def _resolved(self) -> Noise:
-        for key, value in SCHEDULES.get(self.schedule or "", {}).items():
-            if key in self.model_fields_set and getattr(self, key) != value:
-                raise ValueError(
-                    f"schedule {self.schedule} sets {key} to {value}, got {getattr(self, key)}: "
-                    "leave one of them out"
-                )
-            object.__setattr__(self, key, value)
-        if self.states is not None and self.monotone_share == 1.0:
-            raise ValueError(
-                "states are drawn by the samples that monotone_share leaves, got 1.0: "
-                "set schedule: pipeline or a lower monotone_share"
-            )
-        return self
-
-
-Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class Lora(Section):
-    r: Positive = 32
-    alpha: Positive = 32
-    dropout: Ratio = 0.1
-    # Linear layers that are adapted, by transformers' names.
-    targets: Annotated[tuple[Module, ...], Field(min_length=1)] = (
-        "q_proj", "k_proj", "v_proj", "o_proj",
-    )  # fmt: skip
-
-    @model_validator(mode="after")
-    def _distinct(self) -> Lora:
-        if len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"targets must be distinct, got {list(self.targets)}")
-        return self
-
-
-class WinoPlus(Section):
-    """The objective wino_plus (`distill.wino_plus`), on the rollouts in data.file."""
-
-    tau1: Ratio = 0.6  # confidence from which a wrong prediction of a later token is deferred
-    tau2: Ratio = 0.9  # confidence below which a right prediction of this step is sharpened
-    defer_weight: Annotated[float, Field(ge=0)] = 1.0  # 0 leaves the term out
-    sharpen_weight: Annotated[float, Field(ge=0)] = 0.1  # lambda; 0 leaves the term out
-    scope: Literal["all", "block"] = "all"  # later tokens that may be deferred; the code: block
-    tail: Switch = True  # whether tokens after the first end token are trained
-    trajectory: Literal["recorded", "random"] = "recorded"  # random: the paper's ablation
-    mask: Literal["bidirectional", "block_causal"] = "bidirectional"  # of the trained model
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # beta, of KL(teacher || student)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> WinoPlus:
-        if self.tau1 >= self.tau2:
-            raise ValueError(f"tau1 must be below tau2, got {self.tau1} and {self.tau2}")
-        return self
-
-
-class Wedlm(Section):
-    """The objective wedlm."""
-
-    weights: Literal["paper", "code"] = "paper"  # 1 / gamma, or normalised by their sum
-    ar_weight: Annotated[float, Field(ge=0)] = 1.0  # of the next-token loss
-    adapter: Switch = False  # train a LoRA (section lora) instead of all weights
-
-
-class Evaluation(Section):
-    """Held-out problems that are decoded every `eval_every` steps, where that is given."""
-
-    tasks: tuple[str, ...] | None = None  # default: those of data.tasks
-    problems: Positive = 32  # of each task
-    split: Literal["tuning", "heldout"] = "tuning"
-    batch_size: Positive = 32
-    decoder: str | None = None  # default: the one that suits what is trained
-    # Of the decoder, by the names of its command-line flags with underscores.
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
-class Optimizer(Section):
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    warmup: Annotated[int, Field(ge=0)] = 100
-    schedule: Literal["constant", "cosine"] = "cosine"
-    final_lr_share: Ratio = 0.05  # of lr, where the schedule cosine ends
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.05
-    clip: Annotated[float, Field(gt=0)] = 1.0
 
 
 class TrainConfig(Section):
     """One training run."""
 
     objective: Literal["masked_diffusion", "next_token", "d2f", "wino_plus", "wedlm"]
-    output: str
+    """What is trained; see docs/training.md."""
+    output: Text
+    """Folder of the run: checkpoints, log, and the result."""
     steps: Positive
+    """Optimizer steps."""
     data: Data
-    seed: int = 0
-    family: str | None = None  # of the result; default: that of init
-    init: str | None = None  # checkpoint to start from
-    init_adapter: str | None = None  # adapter of init to train on; default: a fresh one
-    model: ModelShape | None = None  # or the shape to start from scratch
-    tokenizer: str | None = None  # of a model from scratch, folder or hub name; default: the tasks'
-    # Of d2f, wedlm and wino_plus (that of its rollouts); of several, decoders take the first.
+    """What is trained on."""
+    seed: Seed = 0
+    """Of weights, noise, order of the rows and generated problems."""
+    family: Text | None = None
+    """Of the result; default: that of init. A model from scratch needs it."""
+    init: Text | None = None
+    """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""
+    init_adapter: Text | None = None
+    """Adapter of init to train on; default: a fresh one."""
+    model: ModelShape | None = None
+    """Shape of a model to start from scratch."""
+    tokenizer: Text | None = None
+    """Of a model from scratch, folder or hub name; default: the tasks' own."""
     block_size: BlockSizes = 16
-    distill_target: Literal["soft", "hard"] = "soft"  # teacher's distribution, or the clean ids
+    """Of d2f, wedlm and wino_plus (that of its rollouts): one, several with equal shares, or sizes
+    with their shares of the samples. Of several, decoders take the first."""
+    distill_target: Literal["soft", "hard"] = "soft"
+    """d2f: the teacher's distribution, or the clean ids."""
     optimizer: Optimizer = Optimizer()
+    """AdamW and its rate."""
     noise: Noise = Noise()
+    """Mask ratios of masked_diffusion and d2f."""
     wino_plus: WinoPlus = WinoPlus()
+    """The objective wino_plus."""
     lora: Lora = Lora()
+    """The adapter that is trained."""
     wedlm: Wedlm = Wedlm()
+    """The objective wedlm."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    base_dtype: Literal["float32", "bfloat16"] = "float32"  # of frozen weights
-    quantize: Literal["none", "4bit"] = "none"  # of frozen weights (QLoRA)
-    gradient_checkpointing: Switch = False  # compute each layer again in the backward pass
-    gradient_accumulation: Positive = 1  # parts that a process feeds its rows of a step in
-    # Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU.
+    """Autocast of the forward pass; what is trained stays in fp32."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of frozen weights."""
+    quantize: Literal["none", "4bit"] = "none"
+    """Of frozen weights (QLoRA)."""
+    gradient_checkpointing: Switch = False
+    """Compute each layer again in the backward pass, for less memory."""
+    gradient_accumulation: Positive = 1
+    """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
+    """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
     save_every: Positive = 200
-    keep: Positive = 2  # newest checkpoints kept
-    eval_every: Positive | None = None  # steps between evaluations; the last step is one
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+    eval_every: Positive | None = None
+    """Steps between evaluations; the last step is one. Default: none."""
     evaluation: Evaluation = Evaluation()
+    """What is decoded then."""
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    export_official: Switch = False  # also in the format that the family's own code reads
+    """Of the result."""
+    export_official: Switch = False
+    """Write the result also in the format that the family's own code reads."""
     tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
-    wandb_mode: Literal["offline", "online", "disabled"] = "offline"  # of the tracker wandb
+    """Where values are logged beside log.jsonl."""
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    """Of the tracker wandb."""
     log_every: Positive = 10
+    """Steps between lines of the log."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -223,9 +128,14 @@ class TrainConfig(Section):
         if self.eval_every is not None and not (self.evaluation.tasks or self.data.tasks):
             raise ValueError("eval_every needs evaluation.tasks where data.tasks names none")
         if self.noise.low > self.noise.high:
-            raise ValueError("noise.low must not exceed noise.high")
+            raise ValueError(
+                f"noise.low must not exceed noise.high {self.noise.high}, got {self.noise.low}"
+            )
         if self.noise.min_ratio > self.noise.max_ratio:
-            raise ValueError("noise.min_ratio must not exceed noise.max_ratio")
+            raise ValueError(
+                f"noise.min_ratio must not exceed noise.max_ratio {self.noise.max_ratio}, "
+                f"got {self.noise.min_ratio}"
+            )
         refuse_unread(self)
         return self
 

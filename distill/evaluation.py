@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tasks import TASKS, Problem, make_problems
+from d2f.tasks import Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.cli.settings import DecoderSettings
 from decode.decoders import DECODERS, Decoder
@@ -48,19 +48,7 @@ class Evaluator:
         self.config, self.settings = config, settings
         self.model = as_trained(model, config)
         self.best = Path(config.output) / "best"
-        chosen = _decoder_settings(config)
-        self.jobs: dict[str, tuple[list[Problem], Decoder]] = {}
-        for task in settings.tasks or config.data.tasks or ():
-            if task not in TASKS:
-                raise InputError(f"evaluation.tasks must be among {list(TASKS)}, got {task!r}")
-            decoder = chosen.decoder(self.model, RESPONSE_LENGTH[task])
-            decoder.check(self.model.contract)
-            problems = make_problems(task, settings.split, settings.problems, config.seed)
-            for i, problem in enumerate(problems):
-                where = f"evaluation: {task} {i}"
-                ids = encode(self.model, [{"role": "user", "content": problem.question}], where)
-                check(self.model, ids, decoder, where)
-            self.jobs[task] = (problems, decoder)
+        self.jobs = jobs(self.model, config)
 
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, ends with an evaluation."""
@@ -97,6 +85,24 @@ class Evaluator:
                 return
         report = json.dumps({"step": step, **values}, indent=1) + "\n"
         write_result(self.model, self.config, self.best, {REPORT: report})
+
+
+def jobs(model: DiffusionModel, config: TrainConfig) -> dict[str, tuple[list[Problem], Decoder]]:
+    """What is decoded of each task, and how. model: as trained; no weights are read. Raises
+    InputError for a decoder or option that there is not, or that does not fit the model, and for a
+    problem longer than its context."""
+    settings, chosen = config.evaluation, _decoder_settings(config)
+    found: dict[str, tuple[list[Problem], Decoder]] = {}
+    for task in settings.tasks or config.data.tasks or ():
+        decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+        decoder.check(model.contract)
+        problems = make_problems(task, settings.split, settings.problems, config.seed)
+        for i, problem in enumerate(problems):
+            where = f"evaluation: {task} {i}"
+            ids = encode(model, [{"role": "user", "content": problem.question}], where)
+            check(model, ids, decoder, where)
+        found[task] = (problems, decoder)
+    return found
 
 
 def _decoder_settings(config: TrainConfig) -> DecoderSettings:

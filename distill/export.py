@@ -31,8 +31,11 @@ _PROMPT_RULES = {
 }
 
 
-def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
-    """The same modules with the contract of what the run makes of them."""
+def as_trained(
+    model: DiffusionModel, config: TrainConfig, *, hashed: bool = True
+) -> DiffusionModel:
+    """The same modules with the contract of what the run makes of them. hashed: with the hash of
+    an adapter's base, which reads some of its weights."""
     changes: dict[str, object] = {
         "objective": config.objective,
         "prompt_rule": _PROMPT_RULES[config.objective],
@@ -47,7 +50,7 @@ def as_trained(model: DiffusionModel, config: TrainConfig) -> DiffusionModel:
         assert config.init is not None and model.path is not None
         here = Path(config.init)
         base = here.name if here.is_dir() else config.init  # a hub name keeps its owner
-        changes |= {"base": base, "base_hash": fingerprint(model.path)}
+        changes |= {"base": base, "base_hash": fingerprint(model.path) if hashed else None}
     contract = dataclasses.replace(model.contract, **changes)  # type: ignore[arg-type]
     return DiffusionModel(
         model.backbone, contract, tokenizer=model.tokenizer, adapter=model.adapter, path=model.path

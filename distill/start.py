@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ def prepare_model(
     if config.trains_adapter:
         model.backbone.requires_grad_(False)
         lora = config.lora
-        if config.init_adapter is not None and device.type != "meta":
-            attach(model, resolve(config.init_adapter), trainable=True)
+        if config.init_adapter is not None:
+            with warnings.catch_warnings():  # on meta: for each tensor that it is not copied
+                warnings.filterwarnings("ignore", message=".*to a meta parameter")
+                attach(model, resolve(config.init_adapter), trainable=True)
         else:
             with place:
                 new_lora(model, **lora.model_dump())

@@ -22,8 +22,9 @@ from transformers import PreTrainedTokenizerBase
 from d2f import noise
 from d2f.configuration import Section
 from d2f.errors import InputError
-from distill.config import Data, WinoPlus
 from distill.data import Sample, Stream
+from distill.data.settings import Data
+from distill.sections import WinoPlus
 
 Count = Annotated[int, Field(ge=0)]
 Ints = NDArray[np.int64]

@@ -8,8 +8,9 @@ from typing import Any
 
 from tiny import tokenizer
 
-from distill.config import Data, TrainConfig, parse_config
+from distill.config import TrainConfig, parse_config
 from distill.data import Sample, Stream
+from distill.data.settings import Data
 
 END, MASK = 0, 1  # of the tiny tokenizer
 

@@ -221,6 +221,33 @@ def test_options_that_do_not_go_together(tmp_path, change, message):
         settings(tmp_path, **change)
 
 
+def test_an_adapter_to_go_on_from_is_looked_at(tmp_path):
+    """--check says what training would: here of another rank than its configuration, or none."""
+    save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32)
+    init = str(tmp_path / "base")
+    first = (
+        train(settings(tmp_path / "first", "d2f", init=init, lora={"r": 3}, steps=1)) / "adapter"
+    )
+    changes = {"init": init, "init_adapter": str(first)}
+    report = check(settings(tmp_path / "run", "d2f", **changes))
+    fresh = check(settings(tmp_path / "run", "d2f", init=init, lora={"r": 3}))
+    assert report.trained == fresh.trained
+
+    values = json.loads((first / "adapter_config.json").read_text())
+    (first / "adapter_config.json").write_text(json.dumps(values | {"r": 4}))
+    for changed in (changes, changes | {"init_adapter": str(tmp_path / "none")}):
+        for call in (check, train):
+            with pytest.raises(InputError, match=r"does not fit this base|no such|expected"):
+                call(settings(tmp_path / "run", "d2f", **changed))
+
+
+def test_a_warm_up_that_is_not_over_is_noted(tmp_path):
+    assert "optimizer.warmup 9 is not over" in str(
+        check(settings(tmp_path, optimizer={"warmup": 9}))
+    )
+    assert "warmup" not in str(check(settings(tmp_path)))
+
+
 def test_d2f_wants_a_bidirectional_teacher(tmp_path):
     model = fresh_model("llada")
     model.contract = d2f.Contract(**vars(model.contract) | {"family": "sdar"})

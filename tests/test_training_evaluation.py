@@ -14,6 +14,7 @@ import d2f
 from d2f.errors import InputError
 from d2f.export import save_model
 from distill import evaluation
+from distill.check import check as look
 from distill.config import TrainConfig, parse_config
 from distill.evaluation import Evaluator, undisturbed
 from distill.train import train
@@ -157,7 +158,7 @@ def test_modes_and_random_state_come_back_also_after_an_error(teacher):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tasks": ["chess"]}, "evaluation.tasks must be among .* got 'chess'"),
+        ({"tasks": ["chess"]}, r"evaluation\.tasks\.0: expected a task among .* got 'chess'"),
         ({"decoder": "fastest"}, "evaluation.decoder must be among .* got 'fastest'"),
         ({"decoder": "autoregressive", "options": {}}, "autoregressive needs a causal model"),
         ({"options": {"tau": 0.5}}, "has no option tau"),
@@ -166,8 +167,9 @@ def test_modes_and_random_state_come_back_also_after_an_error(teacher):
     ],
 )
 def test_a_bad_evaluation_is_an_error_before_any_step(tmp_path, teacher, changes, message):
-    with pytest.raises(InputError, match=message):
-        train(settings(tmp_path, teacher, evaluation=EVALUATION | changes))
+    for call in (look, train):  # --check says the same
+        with pytest.raises(InputError, match=message):
+            call(settings(tmp_path, teacher, evaluation=EVALUATION | changes))
     assert not (tmp_path / "log.jsonl").exists()
 
 

@@ -48,7 +48,7 @@ def test_another_kind_of_file_is_named_with_the_command_that_takes_it(path, read
 
 
 FAULTS = {
-    ("--block_size", "[0]"): "block_size.0: expected more than 0, got 0",
+    ("--block_size", "[0]"): "block_size.0: expected at least 1, got 0",
     ("--block_size", "x"): "block_size: expected a whole number or a list or a mapping, got 'x'",
     ("--optimizer", "[1, 2]"): "optimizer: expected a section of keys, got a list of 2",
     ("--output", "2024"): "output: expected text, got 2024",

@@ -25,10 +25,11 @@ from d2f.errors import InputError
 from d2f.export import save_model
 from decode.cli.settings import DecoderSettings
 from distill import rollouts, wino_plus
-from distill.config import TrainConfig, WinoPlus, parse_config, read_config
+from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Placed, fill_rows
 from distill.data.__main__ import main as inspect
 from distill.objectives import OBJECTIVES
+from distill.sections import WinoPlus
 from distill.train import train
 from distill.trajectories import (
     Rollout,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, check, override, put, read_mapping
+from d2f.quantities import Problems, Seed, Text
 from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.cli.settings import DecoderSettings
@@ -20,43 +21,63 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
 
 
 class Decoding(Section):
-    """A way to decode; options by the names of the command line's flags with underscores."""
+    """A way to decode."""
 
     name: Name
-    decoder: str
+    """As in the report."""
+    decoder: Text
+    """Its name."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """By the names of the command line's flags with underscores."""
 
 
 class Variant(Section):
-    """A training: keys of its configuration (dots lead into sections) over those of all."""
+    """A training."""
 
     name: Name
+    """As in the report, and of its folder."""
     set: dict[str, Any] = Field(default_factory=dict)
-    decode: tuple[Decoding, ...] = ()  # beside those of all
+    """Keys of its configuration (dots lead into sections), over those of all."""
+    decode: tuple[Decoding, ...] = ()
+    """Ways to decode it beside those of all."""
 
 
 class Untrained(Section):
     """A model that is measured beside the variants, as it is."""
 
     name: Name
-    model: str
+    """As in the report."""
+    model: Text
+    """Folder, hub name or bundled name."""
     decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
+    """Ways to decode it."""
 
 
 class Ablation(Section):
     """Variants of a training, each with every seed, and how all of them are measured."""
 
-    train: str  # the configuration that they vary, by path or name
-    set: dict[str, Any] = Field(default_factory=dict)  # of all variants
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+    train: Text
+    """The training configuration that they vary, by path or name."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Keys of it that are set for all variants."""
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
+    """Each variant is trained with each."""
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
+    """The trainings."""
     untrained: tuple[Untrained, ...] = ()
+    """Models that are measured beside them."""
     decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
-    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
-    problems: Annotated[int, Field(ge=1)] = 500  # of each task
+    """Ways to decode all variants."""
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)]
+    """What is measured."""
+    problems: Problems = 500
+    """Problems of each task."""
     split: Literal["tuning", "heldout"] = "heldout"
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    against: str  # the variant that the others are compared with
+    """Which problems."""
+    batch_size: Annotated[int, Field(ge=1, le=10**5)] = 32
+    """Most requests in a forward."""
+    against: Text
+    """The variant that the others are compared with."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Ablation:

@@ -105,9 +105,8 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
         )
     name = values.get("decoder")
     if "decoder" in values and name not in list(DECODERS):
-        raise InputError(
-            f"{where}: decoder must be one of {', '.join(DECODERS)}, got {shown(name)}"
-        )
+        names = ", ".join(DECODERS)
+        raise InputError(f"{where}: decoder must be one of {names}, got {shown(name)}")
     return name, {key: value for key, value in values.items() if key != "decoder"}
 
 

@@ -4,48 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
+from d2f.quantities import Problems, Seconds, Seed, Text, Tokens
 from d2f.shipped import COMPARISON, DECODING, find_config
-from d2f.tasks.registry import TASKS
+from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 
-Whole = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0)]
+if TYPE_CHECKING:
+    from decode.cli.settings import DecoderSettings
+
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
+Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+Threads = Annotated[int, Field(ge=1, le=4096)]
+Requests = Annotated[int, Field(ge=1, le=10**5)]  # at once
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
 
 
 class Entry(Section):
-    """What all kinds of entries have. name: as in the table."""
+    """What all kinds of entries have."""
 
-    name: Annotated[str, Field(min_length=1)]
-    model: str  # folder, hub name or bundled name
+    name: Text
+    """As in the table."""
+    model: Text
+    """Folder, hub name or bundled name."""
 
 
 class Ours(Entry):
-    """A decoder of this project. config: a YAML of decoder options, as `decode.pipeline --config`
-    takes, by path or name; ``{task}`` in it is replaced. options: over that file. sweep: values of
-    one option: the entry becomes one for each, named ``NAME OPTION VALUE``, a line of the figures
-    together. shares: an earlier entry of this kind whose process and model it uses; the memory that
-    is measured is then that of all. Entries of one sweep share."""
+    """A decoder of this project."""
 
     kind: Literal["ours"]
-    shares: str | None = None
+    """Which kind of entry this is."""
+    shares: Text | None = None
+    """An earlier entry of this kind whose process and model it uses; the memory that is measured
+    is then that of all. Entries of one sweep share."""
     sweep: dict[str, tuple[Any, ...]] = Field(default_factory=dict)  # empty once read
-    series: str | None = None  # the line of the figures that it is a point of
-    adapter: str | None = None
-    family: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    config: str | None = None
-    decoder: str | None = None
+    """Values of one option: the entry becomes one for each, named NAME OPTION VALUE, a line of the
+    figures together."""
+    series: Text | None = None
+    """The line of the figures that it is a point of."""
+    adapter: Text | None = None
+    """Adapter on the model."""
+    family: Text | None = None
+    """Default: what the checkpoint says."""
+    dtype: Dtype | None = None
+    """Default: float32 on a CPU, bfloat16 elsewhere."""
+    device: Device | None = None
+    """Default: CUDA where there is one."""
+    config: Text | None = None
+    """A YAML of decoder options, by path or name as `decode.pipeline --config` takes; `{task}` in
+    it is replaced."""
+    decoder: Text | None = None
+    """Default: the one that suits the model."""
     options: dict[str, Any] = Field(default_factory=dict)
-    compile: Switch = False  # through torch.compile, as vLLM does; before anything is measured
-    batch_size: Positive | None = None  # most requests in a forward; default: the concurrency
-    threads: Positive | None = None
+    """Of the decoder, over that file."""
+    compile: Switch = False
+    """Through torch.compile, as vLLM does; before anything is measured."""
+    batch_size: Requests | None = None
+    """Most requests in a forward; default: the concurrency."""
+    threads: Threads | None = None
+    """Default: torch's."""
 
 
 class Transformers(Entry):
@@ -53,44 +74,61 @@ class Transformers(Entry):
     it: no request enters before the whole batch is done."""
 
     kind: Literal["transformers"]
-    dtype: str | None = None
-    device: str | None = None
-    threads: Positive | None = None
+    """Which kind of entry this is."""
+    dtype: Dtype | None = None
+    """Default: float32 on a CPU, bfloat16 elsewhere."""
+    device: Device | None = None
+    """Default: CUDA where there is one."""
+    threads: Threads | None = None
+    """Default: torch's."""
 
 
 class Served(Entry):
-    """What the two served kinds have. stream: tokens are sent as they are made; without it there
-    is less work for the server and no latency to the first token."""
+    """What the two served kinds have."""
 
     stream: Switch = True
+    """Tokens are sent as they are made; without it there is less work for the server and no latency
+    to the first token."""
     prompt_as: Literal["ids", "text"] = "ids"
-    body: dict[str, Any] = Field(
-        default_factory=dict
-    )  # more fields of each request, e.g. {stop_token_ids: [2]}
+    """How prompts are sent."""
+    body: dict[str, Any] = Field(default_factory=dict)
+    """More fields of each request, e.g. {stop_token_ids: [2]}."""
 
 
 class Vllm(Served):
-    """`vllm serve MODEL`, started and stopped by the command. shares: an earlier entry of this
-    kind whose server it uses, so that one server is measured in two ways."""
+    """`vllm serve MODEL`, started and stopped by the command."""
 
     kind: Literal["vllm"]
-    shares: str | None = None
-    python: str | None = None  # of vLLM's environment; default: vllm_python of the configuration
-    dtype: str = "auto"
-    prefix_caching: Switch = False  # prompts come again in each repetition; a cache would skip them
-    args: tuple[str, ...] = ()  # more of the command line
-    env: dict[str, str] = Field(default_factory=dict)
+    """Which kind of entry this is."""
+    shares: Text | None = None
+    """An earlier entry of this kind whose server it uses, so that one server is measured in two
+    ways."""
+    python: Text | None = None
+    """Of vLLM's environment; default: vllm_python of the configuration."""
+    dtype: Text = "auto"
+    """As vLLM names it."""
+    prefix_caching: Switch = False
+    """Prompts come again in each repetition; a cache would skip them."""
+    args: tuple[str, ...] = ()
+    """More of the command line."""
+    env: dict[Variable, str] = Field(default_factory=dict)
+    """More of the environment."""
     startup_seconds: Seconds = 600.0
+    """How long it may take to start."""
 
 
 class Endpoint(Served):
-    """An OpenAI-compatible completions endpoint that is already there, e.g. http://host:8000/v1.
-    model: the name it serves. tokenizer: of that model, for the prompts."""
+    """An OpenAI-compatible completions endpoint that is already there. model: the name it
+    serves."""
 
     kind: Literal["endpoint"]
-    url: str
-    tokenizer: str
-    api_key_env: str | None = None  # the environment variable that holds the key
+    """Which kind of entry this is."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]\S*$")]
+    """E.g. http://host:8000/v1."""
+    tokenizer: Text
+    """Of that model, for the prompts."""
+    api_key_env: Variable | None = None
+    """The environment variable that holds the key."""
 
 
 AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
@@ -100,33 +138,56 @@ class Limits(Section):
     """Seconds after which a served request has failed."""
 
     connect: Seconds = 10.0
-    silence: Seconds = 60.0  # without a byte
+    """Without a connection."""
+    silence: Seconds = 60.0
+    """Without a byte."""
     request: Seconds = 600.0
+    """In all."""
 
 
 class CompareConfig(Section):
     """One comparison. Greedy throughout."""
 
-    output: str
+    output: Text
+    """Folder of the report."""
     entries: Annotated[tuple[AnyEntry, ...], Field(min_length=1)]
-    baseline: str | None = None  # the entry that ratios are taken against; default: the first
-    tasks: tuple[str, ...] = ()
-    prompts_file: str | None = None  # or prompts of your own, as decode.pipeline takes them
+    """What is compared."""
+    baseline: Text | None = None
+    """The entry that ratios are taken against; default: the first."""
+    tasks: tuple[Text, ...] = ()
+    """Tasks whose problems are decoded. Either they or prompts_file."""
+    prompts_file: Text | None = None
+    """Prompts of your own, as decode.pipeline takes them."""
     split: Literal["tuning", "heldout"] = "heldout"
-    seed: Whole = 0  # of the problems
-    problems: Positive = 64  # a task, timed
-    accuracy_problems: Whole = 500  # a task, judged, in a pass of their own; 0: only the timed ones
-    max_new_tokens: Positive | None = None  # default: the task's; 256 for prompts
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    accuracy_concurrency: Positive | None = None  # of that pass; default: the highest below
-    concurrency: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1,)
-    repetitions: Positive = 3
-    warmup: Positive = 4  # requests before each run, not counted; at least the concurrency
-    tokenizer: str | None = None  # that counts visible tokens; default: the baseline's
-    vllm_python: str = ".venv-vllm/bin/python"
-    retries: Whole = 2
+    """Of the problems."""
+    seed: Seed = 0
+    """Of the problems."""
+    problems: Problems = 64
+    """A task, timed."""
+    accuracy_problems: Annotated[int, Field(ge=0, le=10**6)] = 500
+    """A task, judged, in a pass of their own; 0: only the timed ones."""
+    max_new_tokens: Tokens | None = None
+    """Default: the task's; 256 for prompts."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response."""
+    accuracy_concurrency: Requests | None = None
+    """Of the judged pass; default: the highest of concurrency."""
+    concurrency: Annotated[tuple[Requests, ...], Field(min_length=1)] = (1,)
+    """Requests in flight, rising; each is measured."""
+    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Of each measurement."""
+    warmup: Problems = 4
+    """Requests before each run, not counted; at least the concurrency."""
+    tokenizer: Text | None = None
+    """That counts visible tokens; default: the baseline's."""
+    vllm_python: Text = ".venv-vllm/bin/python"
+    """Python of vLLM's environment."""
+    retries: Annotated[int, Field(ge=0, le=1000)] = 2
+    """Of a served request that failed."""
     limits: Limits = Limits()
+    """Seconds after which a served request has failed."""
     figures: Switch = True
+    """Draw them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> CompareConfig:
@@ -212,9 +273,27 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
         if isinstance(entry, Ours):
-            for task in config.tasks:
-                options_file(entry, task)
+            for workload in config.tasks or (None,):
+                settings = decoder_settings(entry, workload)
+                if settings.name is not None:  # else the model decides which decoder it is
+                    length = config.max_new_tokens or RESPONSE_LENGTH.get(workload or "", 256)
+                    try:
+                        settings.check([length])
+                    except InputError as error:
+                        raise InputError(f"{path}: entry {entry.name}: {error}") from error
     return config
+
+
+def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
+    """The decoder and options of an entry for a task. Raises InputError."""
+    from decode.cli.settings import DecoderSettings, split
+
+    path = options_file(entry, task)
+    values = (read_mapping(path) if path is not None else {}) | entry.options
+    if entry.decoder is not None:
+        values["decoder"] = entry.decoder
+    where = f"entry {entry.name}: options" + (f" over {path}" if path is not None else "")
+    return DecoderSettings(*split(values, where))
 
 
 def options_file(entry: Ours, task: str | None) -> str | None:

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 import d2f
-from d2f.configuration import read_mapping
 from d2f.model import DiffusionModel
-from decode.cli.settings import DecoderSettings, split
+from decode.cli.settings import DecoderSettings
 from decode.comparison.answers import Answer, Run
-from decode.comparison.config import Ours, options_file
+from decode.comparison.config import Ours, decoder_settings
 from decode.comparison.workload import Workload
 from decode.decoders import Decoder
 from decode.engine import Engine
@@ -100,14 +99,9 @@ class OursRunner:
             answer.first = now
 
     def _decoder(self, workload: Workload) -> Decoder:
-        path = options_file(self.entry, workload.task)
-        values = read_mapping(path) if path is not None else {}
-        values |= self.entry.options
-        if self.entry.decoder is not None:
-            values["decoder"] = self.entry.decoder
-        name, given = split(values, path or "options")
-        given |= {"stop": workload.stop}
-        return DecoderSettings(name, given).decoder(self.model, workload.max_new_tokens)
+        chosen = decoder_settings(self.entry, workload.task)
+        given = chosen.given | {"stop": workload.stop}
+        return DecoderSettings(chosen.name, given).decoder(self.model, workload.max_new_tokens)
 
 
 def _load(entry: Ours) -> DiffusionModel:

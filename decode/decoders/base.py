@@ -18,6 +18,8 @@ from decode.result import BlockView, Revealed
 from decode.sampling import Sampling
 from decode.step import Ints, Predictions, Step
 
+MOST = 2**20  # tokens, forwards or states
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
@@ -154,9 +156,12 @@ class MaskedSession(Session):
 
 
 def whole(name: str, value: object) -> None:
-    """Raise InputError unless value is a whole number of at least 1."""
+    """Raise InputError unless value is a whole number of at least 1, and no more than a response
+    can have tokens: what counts them up would not end."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise InputError(f"{name} must be a whole number of at least 1, got {value!r:.60}")
+    if value > MOST:
+        raise InputError(f"{name} must be at most {MOST}, got {value!r:.60}")
 
 
 def ratio(name: str, value: object) -> None:

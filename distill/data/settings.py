@@ -4,23 +4,39 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from d2f.configuration import Section, Switch
+from d2f.quantities import Ratio, Share, Text, Tokens, Whole
+from d2f.tasks.registry import TASKS
 
-Positive = Annotated[int, Field(gt=0)]
-Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+MOST_PLACES = 2**28  # of a step
+
+
+def _known(task: str) -> str:
+    if task not in TASKS:
+        raise ValueError(f"expected a task among {', '.join(TASKS)}, got {task!r:.60}")
+    return task
+
+
+Task = Annotated[str, AfterValidator(_known)]
 
 
 class Columns(Section):
     """Where a row has its prompt and response: two text columns, or a list of chat messages."""
 
-    prompt: str | None = None
-    response: str | None = None
-    messages: str | None = None  # the last assistant turn is the response
-    role: str = "role"  # names within a message
-    content: str = "content"
-    system: str | None = None  # column of a system message, put first where it is not empty
+    prompt: Text | None = None
+    """Column of the prompt's text."""
+    response: Text | None = None
+    """Column of the response's text."""
+    messages: Text | None = None
+    """Column of a list of chat messages; the last assistant turn is the response."""
+    role: Text = "role"
+    """Key of the role within a message."""
+    content: Text = "content"
+    """Key of the text within a message."""
+    system: Text | None = None
+    """Column of a system message, put first where it is not empty."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Columns:
@@ -59,30 +75,46 @@ class Data(Section):
     `max_prompt: 924` and `on_long: truncate`.
     """
 
-    tasks: dict[str, Annotated[float, Field(gt=0)]] | None = None
-    file: str | None = None
-    dataset: str | None = None  # a folder of save_to_disk, or what load_dataset takes
-    dataset_config: str | None = None  # its configuration's name, where it has several
-    split: str | None = None  # of the data set; default train
-    columns: str | Columns | None = None
-    chat_template: Literal["tokenizer", "none"] = "tokenizer"  # none: the prompt's text as it is
-    end_token: str | None = None  # that ends a response; default the model's first end token
-    max_prompt: Positive | None = None  # tokens; a longer prompt is never cut
-    max_response: Positive | None = None  # tokens, with the end token
-    # A sample that is too long: an error, left out, or its response cut (then without end token;
-    # left out where the prompt is too long). Counted and reported.
+    tasks: Annotated[dict[Task, Share], Field(min_length=1)] | None = None
+    """Generated tasks with their shares of the samples."""
+    file: Text | None = None
+    """A file of rows: JSONL, or parquet by its ending."""
+    dataset: Text | None = None
+    """A folder of save_to_disk, or what load_dataset takes."""
+    dataset_config: Text | None = None
+    """The data set's configuration, where it has several."""
+    split: Text | None = None
+    """Of the data set; default train."""
+    columns: Text | Columns | None = None
+    """Names of the columns, or one of their presets; default: as the rows say by their keys."""
+    chat_template: Literal["tokenizer", "none"] = "tokenizer"
+    """none: the prompt's text as it is."""
+    end_token: Text | None = None
+    """That ends a response; default the model's first end token."""
+    max_prompt: Tokens | None = None
+    """Tokens; a longer prompt is never cut."""
+    max_response: Tokens | None = None
+    """Tokens, with the end token."""
     on_long: Literal["error", "drop", "truncate"] = "error"
-    on_bad_row: Literal["error", "skip"] = "error"  # a broken row; skipped ones are counted
-    # Most rows whose tokens are counted before the first step. Of a larger file only the form is
-    # checked then, and lengths are judged as the rows come.
-    measure_rows: Annotated[int, Field(ge=0)] = 100_000
-    row_length: Positive = 192  # tokens a packed row
-    rows: Positive = 32  # packed rows a step, over all processes
-    train_on_padding: Switch = False  # preset of the three below, see above
-    # The defaults are for generated tasks; for files and data sets the first two are 0.
-    padded_share: Ratio = 0.5  # samples filled to the full response length with end tokens
-    short_tail: Annotated[int, Field(ge=0)] = 7  # most end tokens after the first, in the others
-    tail_weight: Ratio = 0.1  # loss weight of end tokens after the first
+    """A sample that is too long: an error, left out, or its response cut (then without end token;
+    left out where the prompt is too long). Counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A broken row; skipped ones are counted."""
+    measure_rows: Whole = 100_000
+    """Most rows whose tokens are counted before the first step. Of a larger file only the form is
+    checked then, and lengths are judged as the rows come."""
+    row_length: Tokens = 192
+    """Tokens a packed row."""
+    rows: Annotated[int, Field(ge=1, le=2**16)] = 32
+    """Packed rows a step, over all processes."""
+    train_on_padding: Switch = False
+    """Preset of the three below: responses are filled up with end tokens, all of them targets."""
+    padded_share: Ratio = 0.5
+    """Samples filled to the full response length with end tokens; 0 for files and data sets."""
+    short_tail: Annotated[int, Field(ge=0, le=2**20)] = 7
+    """Most end tokens after the first, in the other samples; 0 for files and data sets."""
+    tail_weight: Ratio = 0.1
+    """Loss weight of end tokens after the first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +140,11 @@ class Data(Section):
         if idle:
             what = "files and data sets" if self.tasks is not None else "data.dataset"
             raise ValueError(f"{', '.join(idle)}: nothing reads it here, it is for {what} only")
+        if self.rows * self.row_length > MOST_PLACES:
+            raise ValueError(
+                f"data.rows x data.row_length must be at most {MOST_PLACES}, "
+                f"got {self.rows} x {self.row_length}"
+            )
         if isinstance(self.columns, str) and self.columns not in COLUMNS:
             raise ValueError(
                 f"data.columns must be one of {', '.join(COLUMNS)}, or name the columns, "

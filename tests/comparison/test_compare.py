@@ -202,7 +202,7 @@ def changed(**more):
     [
         (changed(tasks=[]), "exactly one of tasks and prompts_file"),
         (changed(tasks=["chess"]), "tasks must be some of"),
-        (changed(problem=3), "problem: Extra inputs"),
+        (changed(problem=3), "problem: there is no such key"),
         (changed(concurrency=[2, 1]), "concurrency must rise"),
         (changed(concurrency=[]), "concurrency"),
         (changed(baseline="none"), "baseline must be one of base, D2F, hf"),

@@ -1,0 +1,19 @@
+"""The kinds of values that configurations hold, with their bounds: wide enough for any run that can
+be meant, so that a slip of the hand is an error before anything of its size is made."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+Text = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(ge=0, le=10**9)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Tokens = Annotated[int, Field(ge=1, le=2**20)]  # lengths of texts, rows and blocks
+Problems = Annotated[int, Field(ge=1, le=10**6)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1e6)]  # of a sum of several
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
