@@ -73,7 +73,7 @@ def read_states(path: str | Path) -> PipelineStates:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
-            f"{path}: expected the states that python -m decode.states records, got {error!r}"
+            f"{path}: expected the states that python -m decode.states records, got {error!r:.200}"
         ) from error

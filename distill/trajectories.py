@@ -109,7 +109,7 @@ def parse_rollouts(data: bytes, path: str | Path) -> tuple[dict[str, Any], list[
     first, *lines = data.split(b"\n")
     try:
         run = dict(json.loads(first)["rollouts"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not a file of distill.rollouts: line 1 says no run") from error
     torn = bool(lines and lines.pop())
     found = []

@@ -110,14 +110,30 @@ BAD_LINES = {
     '{"prompt": "<|mask|>", "response": "4"}': "the prompt contains the mask token",
     '{"prompt": "1?", "response": "<|mask|>4"}': "the response contains the mask token",
     '{"prompt": "1?", "response": "4<|endoftext|>"}': "contains its end token .* at token 1",
+    '{"prompt": "1\\ud800?", "response": "4"}':
+        "prompt must be text, .* surrogate pair at character 1",
+    '{"prompt": "1?", "response": "\\udfff"}': "response must be text, .* surrogate pair",
+    '{"messages": [{"role": "\\ud800", "content": "1"}, {"role": "assistant", "content": "1"}]}':
+        "role must be text, .* surrogate pair",
+    '{"\\ud800": 1}': r"got the keys \\ud800",
+    "[" * 100_000: "nested too deeply",
+    '{"prompt": "1?", "response": "4", "x": ' + '{"a": ' * 50_000: "nested too deeply",
+    '{"prompt": "1?", "response": ' + "4" * 5000 + "}": "not JSON .*digits",
+    '{"prompt": "1?", "response": NaN}': "response must be non-empty text, got nan",
+    "\0\0\0": "not JSON",
+    '{"prompt": "1?", "response": ' + "[" * 400 + "]" * 400 + "}":
+        r"non-empty text, got \[\[\[\.\.\.\]\]\]",
+    '{"messages": [{"role": ["user"], "content": "1?"}]}': "role must be non-empty text",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES.items())
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
 def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path, line, message):
     path = write(tmp_path / "d.jsonl", [PAIRS[0], "", line, PAIRS[1]])
-    with pytest.raises(InputError, match=rf"d\.jsonl, line 3: .*{message}.*on_bad_row"):
+    with pytest.raises(InputError, match=rf"d\.jsonl, line 3: .*{message}.*on_bad_row") as caught:
         stream(file=str(path))
+    said = str(caught.value)
+    assert said.encode() and "\n" not in said and len(said) < len(str(path)) + 600  # printable
     left = stream(file=str(path), on_bad_row="skip")
     assert texts(left) == AS_TEXT
     assert left.screen.counts() == {"truncated": 0, "dropped": 0, "broken": 1}
@@ -131,7 +147,45 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
         stream(file=str(path))
 
 
+def test_a_parquet_row_that_is_not_text_is_named_or_skipped(tmp_path):
+    """Bytes that are no UTF-8 in a column of text, which a writer may leave: the other rows of the
+    chunk are read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    raw = pyarrow.array([b"5", b"\xff\xfe", b"2"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
+    prompts = pyarrow.array(["2+3?", "a", "1+1?"])
+    parquet.write_table(
+        pyarrow.table({"prompt": prompts, "response": text}), tmp_path / "d.parquet"
+    )
+    path = str(tmp_path / "d.parquet")
+    with pytest.raises(InputError, match=r"d\.parquet, row 1: .*utf-8.*on_bad_row"):
+        stream(file=path)
+    left = stream(file=path, on_bad_row="skip")
+    assert texts(left) == AS_TEXT and left.screen.counts()["broken"] == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([5, 2, 7], "response must be non-empty text, got 5"),
+        ([None, "2", "7"], "response must be non-empty text, got None"),
+        ([b"5", b"2", b"7"], "response must be non-empty text, got b'5'"),
+        ([{"a": 1}] * 3, "response must be non-empty text, got {'a': 1}"),
+    ],
+)
+def test_a_parquet_column_of_another_kind_is_named(tmp_path, column, message):
+    rows = {"prompt": ["a", "b", "c"], "response": column}
+    datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "d.parquet"))
+    with pytest.raises(InputError, match=rf"d\.parquet, row 0: {message}"):
+        stream(file=str(tmp_path / "d.parquet"))
+
+
 def test_files_that_cannot_be_data(tmp_path):
+    for place in (tmp_path, "/dev/zero"):  # a device has no end
+        with pytest.raises(InputError, match="expected a file of rows, got a folder or a device"):
+            stream(file=str(place))
     empty = write(tmp_path / "empty.jsonl", [""])
     with pytest.raises(InputError, match=r"empty\.jsonl: expected at least one line, got none"):
         stream(file=str(empty))

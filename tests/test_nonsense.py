@@ -53,7 +53,7 @@ COMPARISON = {
     "--limits.request .inf": "limits.request: expected a finite number",
     "--entries.D2F.options.tau_conf 7": "entry D2F: tau_conf must lie in",
     "--entries.D2F.options {window: 3}": "entry D2F: the decoder d2f has no option window",
-    "--entries.D2F.options {tau_cnof: 0.5}": "entry D2F: options over .*: unknown key tau_cnof",
+    "--entries.D2F.options {tau_cnof: 1}": "entry D2F: options over .*: unknown key tau_cnof",
     "--entries.D2F.decoder fast": "entry D2F: options over .*: decoder must be one of d2f, .*got 'fast'",
     "--entries.D2F.device tpu": r"entries\.3\.device: expected text like",
     "--entries.D2F.dtype int8": "dtype: expected 'float32'",
@@ -67,8 +67,8 @@ ABLATION = {
     "--problems 1000000000000": "problems: expected at most",
     "--set.lora.r .inf": "set.lora.r: expected a finite number",
     "--set {optimizer.lr: 1e300}": "optimizer.lr: expected at most 10",
-    "--decode [{name: x, decoder: d2f, options: {block_size: 1e9}}]": "block_size must be a whole",
-    "--decode [{name: x, decoder: d2f, options: {block_size: 1000000000}}]": "block_size must be at",
+    "--decode [{name: x, decoder: d2f, options: {block_size: 1e9}}]": "block_size must be",
+    "--decode [{name: x, decoder: static, options: {steps: 1000000000}}]": "steps must be at most",
 }
 CASES = [
     (reader, path, words, message)

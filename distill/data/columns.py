@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,21 @@ from distill.data.settings import Columns
 
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")
+_LONGEST = 400  # characters of why a row is bad
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 60
+_REPR.maxdict = _REPR.maxlist = 3
+_REPR.maxlevel = 2
 _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
 
 
 class BadRow(Exception):
-    """A row that cannot be trained on, and why; who reads the row knows where it is."""
+    """A row that cannot be trained on, and why, in one line that can be printed; who reads the row
+    knows where it is."""
+
+    def __init__(self, why: str):
+        line = " ".join(why.split())
+        super().__init__(line.encode("utf-8", "backslashreplace").decode()[:_LONGEST])
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ def read_pair(row: Any, columns: Columns | None) -> Pair:
     if lacking:
         raise BadRow(
             f"expected {layout.prompt} and {layout.response}, got the keys "
-            f"{', '.join(map(str, row)) or 'none'}; data.columns names others"
+            f"{', '.join(map(str, row))[:200] or 'none'}; data.columns names others"
         )
     asked = [{"role": "user", "content": _text(row, layout.prompt)}]
     return Pair(system + asked, _text(row, layout.response))
@@ -61,11 +72,11 @@ def _last_turn(row: Mapping[str, Any], layout: Columns) -> tuple[list[dict[str, 
         raise BadRow(f"{layout.messages} must be a list of messages, got {_short(turns)}")
     messages: list[dict[str, str]] = []
     for turn in turns:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get(layout.role), str):
+        if not isinstance(turn, Mapping) or layout.role not in turn:
             raise BadRow(
-                f"a message must have {layout.role} and {layout.content}, got {turn!r:.80}"
+                f"a message must have {layout.role} and {layout.content}, got {_short(turn)}"
             )
-        role: str = turn[layout.role]
+        role = _text(turn, layout.role)
         messages.append({"role": _ROLES.get(role, role), "content": _text(turn, layout.content)})
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -79,8 +90,16 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
         raise BadRow(f"{name} must be non-empty text, got {_short(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can write it, no tokenizer can read it
+        raise BadRow(
+            f"{name} must be text, got half a surrogate pair at character {error.start}: "
+            f"{_short(value[error.start :])}"
+        ) from error
     return value
 
 
 def _short(value: Any) -> str:
-    return f"{value!r:.60}"
+    """A value as an error shows it: what is long or nested is not written out whole."""
+    return _REPR.repr(value)

@@ -58,6 +58,8 @@ class JsonLines(Source):
         self.name = str(path)
         starts, numbers, position = [], [], 0
         digest = hashlib.sha256()
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: expected a file of rows, got a folder or a device")
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
@@ -85,8 +87,10 @@ class JsonLines(Source):
         line = self._text[self._starts[number] : self._starts[number + 1]].strip()
         try:
             return json.loads(line.decode("utf-8-sig"))
-        except ValueError as error:  # of the JSON, or of the encoding
+        except ValueError as error:  # of the JSON, of the encoding, or a number of 5000 digits
             raise BadRow(f"not JSON ({error}): {line[:60]!r}") from error
+        except RecursionError as error:
+            raise BadRow(f"JSON that is nested too deeply: {line[:60]!r}") from error
 
 
 class Table(Source):
@@ -111,10 +115,19 @@ class Table(Source):
         return len(self._dataset)
 
     def row(self, number: int) -> Any:
-        return self._dataset[number]
+        try:
+            return self._dataset[number]
+        except (OSError, ValueError) as error:  # as Arrow's errors are; text that is not UTF-8
+            raise BadRow(f"cannot be read: {_first(error)}") from error
 
     def rows(self) -> Iterator[list[Any]]:
-        for chunk in self._dataset.iter(_CHUNK):
+        for start in range(0, len(self), _CHUNK):
+            numbers = range(start, min(start + _CHUNK, len(self)))
+            try:
+                chunk = self._dataset[numbers.start : numbers.stop]
+            except (OSError, ValueError):  # one of them cannot be read
+                yield [self.attempt(number) for number in numbers]
+                continue
             columns = zip(*chunk.values(), strict=True)
             yield [dict(zip(chunk, values, strict=True)) for values in columns]
 
