@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,11 +15,12 @@ from d2f.checkpoint import folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
+from d2f.json_file import read_object
+from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NOT_SUPPORTED = ("alpha_pattern", "rank_pattern", "modules_to_save", "bias", "fan_in_fan_out")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -52,14 +52,14 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
     folder = folder_of(place)
     if model.adapter is not None:
         raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
-    raw = _read_json(folder / CONFIG)
+    raw = _read_config(folder)
     _check_base_class(model, folder, raw)
     contract = Contract.load(folder)
     if contract is not None:
         _check_family(model, folder, contract)
     named = (contract.base if contract else None) or raw.get("base_model_name_or_path")
     check_base(folder, named, contract.base_hash if contract else None, model.path)
-    weights = _rename(model, _read_weights(folder / WEIGHTS))
+    weights = _rename(model, _read_weights(folder))
 
     config = LoraConfig(
         r=raw["r"],
@@ -95,7 +95,7 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
         for key, value in model.adapter.state_dict().items()
         if ".lora_" in key
     }
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     values = {
         "peft_type": "LORA",
         "base_model_name_or_path": model.contract.base or "",
@@ -108,19 +108,15 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
         "task_type": None,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     model.contract.save(folder)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent}: expected an adapter with a {CONFIG}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} must be a JSON object, got {type(values).__name__}")
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_CONFIG}")
+    values = read_object(path, CheckpointError)
     if values.get("peft_type") != "LORA" or values.get("use_dora"):
         kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
         raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
@@ -137,13 +133,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent}: expected an adapter with a {WEIGHTS}") from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_WEIGHTS}")
+    path = inside(folder, ADAPTER_WEIGHTS)
+    stored([path])
+    return load_file(path)
 
 
 def _check_base_class(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> None:

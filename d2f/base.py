@@ -14,6 +14,7 @@ from safetensors import safe_open
 from d2f.checkpoint import folder_of
 from d2f.errors import CheckpointError, UnverifiedBaseWarning
 from d2f.models import HERE, resolve
+from d2f.weight_files import weight_files
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
 
@@ -84,13 +85,8 @@ def fingerprint(place: str) -> str:
     Raises CheckpointError where there are none.
     """
     folder = folder_of(place)
-    files = [folder / "model.safetensors"]
-    if not files[0].is_file():  # split in several, else nothing
-        files = sorted(folder.glob("model-*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: expected model.safetensors, whole or split, found none")
     entries: dict[str, bytes] = {}
-    for path in files:
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 part = tensors.get_slice(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,11 @@ from d2f.contract import Contract
 from d2f.device import parse_device
 from d2f.errors import CheckpointError, InputError
 from d2f.families import Family, family_of, get_family
+from d2f.json_file import read_object
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.quantize import four_bits
+from d2f.weight_files import stored, weight_files
 
 _DTYPES = {
     "float32": torch.float32,
@@ -42,6 +43,17 @@ _DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+# What transformers raises for files that are not what they should be, its generation_config.json
+# among them.
+_UNREADABLE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 MODEL_CLASSES = {
     "llama": transformers.LlamaForCausalLM,
     "qwen2": transformers.Qwen2ForCausalLM,
@@ -111,9 +123,9 @@ def folder_of(place: str, *, weights: bool = True) -> Path:
 
     Raises CheckpointError where there is neither.
     """
-    if Path(place).is_dir():
-        return Path(place)
     try:
+        if Path(place).is_dir():
+            return Path(place)
         ignored = ["*.bin", "*.pth", "*.gguf", *([] if weights else ["*.safetensors"])]
         return Path(snapshot_download(place, ignore_patterns=ignored))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -126,7 +138,7 @@ def base_of_adapter(place: str) -> str | None:
     path = Path(place) / "adapter_config.json"
     if path.with_name("config.json").is_file() or not path.is_file():
         return None
-    base = _read_json(path).get("base_model_name_or_path")
+    base = read_object(path, CheckpointError).get("base_model_name_or_path")
     if not isinstance(base, str) or not base or resolve(base) == place:
         raise CheckpointError(f"{path} names no base: give the base as model, and this as adapter")
     return base
@@ -147,16 +159,13 @@ def _read_config(place: str) -> dict[str, Any]:
     path = Path(place) / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
-    return _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must be a JSON object, got {type(raw).__name__}")
+    raw = read_object(path, CheckpointError)
+    for name in ("quantization_config", "transformers_weights"):
+        if raw.get(name):
+            raise CheckpointError(
+                f"{path}: {name} must be absent (weights are read as they are, from "
+                f"model.safetensors), got {raw[name]!r}"
+            )
     return raw
 
 
@@ -179,6 +188,7 @@ def _load_backbone(
             return MODEL_CLASSES[config.model_type]._from_config(
                 config, attn_implementation=attention.NAME, dtype=dtype
             )
+    stored(weight_files(Path(place)))
     more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
     try:
         backbone, info = MODEL_CLASSES[config.model_type].from_pretrained(
@@ -189,12 +199,14 @@ def _load_backbone(
             key_mapping=dict(family.key_mapping) or None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=False,
             **more,
         )
-    except SafetensorError as error:
-        raise CheckpointError(f"{place}: a weight file is damaged or cut short: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"{place}: weights cannot be read: {error}") from error
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{place}: weights cannot be read: {type(error).__name__}: {error}"
+        ) from error
     _check_loaded(place, family, info)
     return backbone if quantize else backbone.to(device)
 
@@ -224,18 +236,26 @@ def _check_ids(place: str, contract: Contract, vocabulary: int) -> None:
 
 
 def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, None where it has none."""
+    """The checkpoint's tokenizer, None where it has none; its own code is never run. Raises
+    CheckpointError where it cannot be read without."""
     folder = Path(place)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    if _is_generic(folder):
-        return PreTrainedTokenizerFast.from_pretrained(place)
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return _read_tokenizer(folder)
+    except Exception as error:  # tokenizers raises Exception itself, transformers whatever comes
+        raise CheckpointError(f"{place}: its tokenizer cannot be read: {error}") from error
+
+
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    if _is_generic(folder):
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (KeyError, ValueError, OSError):
         # Dream's tokenizer is Qwen2's under a class of its own that only remote code provides.
         if (folder / "vocab.json").is_file():
-            return Qwen2Tokenizer.from_pretrained(place)
+            return Qwen2Tokenizer.from_pretrained(folder, trust_remote_code=False)
         raise
 
 
@@ -245,7 +265,7 @@ def _is_generic(folder: Path) -> bool:
     settings = folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not settings.is_file():
         return False
-    kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class")
+    kind = read_object(settings, CheckpointError).get("tokenizer_class")
     return kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from d2f.errors import CheckpointError
+from d2f.json_file import read_object
 
 FILE_NAME = "d2f_contract.json"
 
@@ -49,15 +50,13 @@ class Contract:
         path = folder / FILE_NAME
         if not path.is_file():
             return None
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        values = read_object(path, CheckpointError)
         known = {f.name for f in fields(Contract)}
         required = {"family", "mask_id", "end_ids", "logit_shift", "rope_fp32", "prompt_rule"}
-        if not isinstance(values, dict) or set(values) - known or required - set(values):
-            came = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise CheckpointError(f"{path} must have the keys {sorted(known)}, got {came}")
+        if set(values) - known or required - set(values):
+            raise CheckpointError(
+                f"{path} must have the keys {sorted(known)}, got {sorted(values)}"
+            )
         for name in ("end_ids", "noise"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])

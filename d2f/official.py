@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, Family
+from d2f.json_file import read_object
 from d2f.model import DiffusionModel
 
 
@@ -112,7 +113,7 @@ def _raw_config(model: DiffusionModel) -> dict[str, Any] | None:
     path = Path(model.path or "") / "config.json"
     if model.path is None or not path.is_file():
         return None
-    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_object(path, CheckpointError)
     return raw if raw.get("model_type") in FAMILIES[model.family].model_types else None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from d2f.errors import InputError
 from d2f.files import write_beside
+from d2f.json_file import read_object
 from d2f.noise import Ratios
 
 State = tuple[float, ...]
@@ -62,15 +63,13 @@ class PipelineStates:
 
 def read_states(path: str | Path) -> PipelineStates:
     """The states in a file that `save` wrote. Raises InputError."""
+    values = read_object(path)
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
         by_size = {
             int(size): [[float(ratio) for ratio in state] for state in states]
             for size, states in values["states"].items()
         }
         return PipelineStates(by_size)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -52,7 +52,8 @@ def prepare_model(
         if config.tokenizer is None:
             tokenizer: Any = train_tokenizer(1024)
         else:
-            tokenizer = load_tokenizer(str(folder_of(config.tokenizer, weights=False)))
+            folder = folder_of(resolve(config.tokenizer), weights=False)
+            tokenizer = load_tokenizer(str(folder))
             if tokenizer is None:
                 raise InputError(f"tokenizer {config.tokenizer}: expected a tokenizer, found none")
         with place:

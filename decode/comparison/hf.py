@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from d2f.checkpoint import folder_of, load_tokenizer, parse_dtype
 from d2f.device import parse_device
 from d2f.errors import InputError
 from d2f.models import resolve
+from d2f.weight_files import stored, weight_files
 from decode.comparison.answers import Answer, Run
 from decode.comparison.config import Transformers
 from decode.comparison.prompts import encode_all
@@ -32,7 +34,10 @@ class TransformersRunner:
         dtype = parse_dtype(entry.dtype, self.device)
         place = str(folder_of(resolve(entry.model)))
         try:
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+            stored(weight_files(Path(place)))
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
         except (ValueError, OSError) as error:
             raise InputError(f"entry {entry.name}: {entry.model}: {error}") from error
         self.model = model.to(self.device).eval()

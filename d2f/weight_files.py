@@ -1,0 +1,103 @@
+"""The weight files of a checkpoint: safetensors, inside its folder, floating point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from safetensors import SafetensorError, safe_open
+
+from d2f.errors import CheckpointError
+from d2f.json_file import read_object
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a file's header says of a tensor, its data unread."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of the model in `folder`: one, or those of its index.
+
+    Raises CheckpointError where there are none, for an index that is not one, and for a file that
+    is not inside of the folder (`inside`).
+    """
+    if (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder}: holds a model and an adapter ({ADAPTER_CONFIG}): expected each in a folder "
+            "of its own"
+        )
+    if (folder / WHOLE).exists():
+        return [inside(folder, WHOLE)]
+    if not (folder / INDEX).exists():
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.pt*")
+        )
+        found = f"{', '.join(others[:3])}, which is not read" if others else "none"
+        raise CheckpointError(f"{folder}: expected {WHOLE}, whole or with an index, found {found}")
+    where = read_object(inside(folder, INDEX), CheckpointError).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{folder / INDEX}: expected a weight_map of names, got {where!r}")
+    for name, file in where.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{folder / INDEX}: {name}: expected a safetensors file of this folder, "
+                f"got {file!r}"
+            )
+    return [inside(folder, file) for file in sorted(set(where.values()))]
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of that name in `folder`. Raises CheckpointError, with the name, where it is
+    missing or elsewhere: an absolute path, one through ``..``, or a link that leads outside. (A
+    snapshot in the hub's cache is links to its repository's blobs; those are inside.)"""
+    path = folder / name
+    pure = PurePosixPath(name.replace("\\", "/"))
+    real = folder.resolve()
+    roots = [real]
+    if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
+        roots.append((real.parents[1] / "blobs").resolve())
+    outside = pure.is_absolute() or ".." in pure.parts
+    if outside or not any(path.resolve().is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{folder}: the weight file {name!r} lies outside of the folder: {path.resolve()}"
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: the weight file {name} is missing")
+    return path
+
+
+def stored(files: Sequence[Path]) -> dict[str, Stored]:
+    """Shape and dtype of each tensor in safetensors files, from their headers.
+
+    Raises CheckpointError for a damaged file, a tensor that is in two of them, and one that is not
+    floating point: a quantised format, or no weights at all.
+    """
+    found: dict[str, Stored] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    part = tensors.get_slice(name)
+                    if name in found:
+                        raise CheckpointError(f"{path}: {name} is in another weight file as well")
+                    found[name] = Stored(tuple(part.get_shape()), str(part.get_dtype()))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    for name, tensor in found.items():
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{files[0].parent}: {name}: expected weights in {', '.join(_FLOATS)}, "
+                f"got {tensor.dtype}; quantised checkpoints are not read"
+            )
+    return found
