@@ -236,13 +236,15 @@ def _check_ids(place: str, contract: Contract, vocabulary: int) -> None:
 
 
 def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, None where it has none; its own code is never run. Raises
-    CheckpointError where it cannot be read without."""
+    """The checkpoint's tokenizer, None where it has none or one without a vocabulary, which makes
+    no token of any text; its own code is never run. Raises CheckpointError where it cannot be read
+    without."""
     folder = Path(place)
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return _read_tokenizer(folder)
+        tokenizer = _read_tokenizer(folder)
+        return tokenizer if tokenizer.get_vocab().keys() - tokenizer.get_added_vocab() else None
     except Exception as error:  # tokenizers raises Exception itself, transformers whatever comes
         raise CheckpointError(f"{place}: its tokenizer cannot be read: {error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
+from d2f import chat
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders.base import Decoder
@@ -26,13 +27,9 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str) -> list[int]:
         if model.tokenizer.chat_template is None:
             raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
         try:
-            return list(
-                model.tokenizer.apply_chat_template(
-                    list(prompt), add_generation_prompt=True, return_dict=False
-                )
-            )
-        except Exception as error:  # a template is a program of the checkpoint's; it may raise any
-            raise InputError(f"{where}: the chat template refused the messages: {error}") from error
+            return chat.encode(model.tokenizer, prompt)  # type: ignore[arg-type]
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
         raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
     return [int(token) for token in prompt]  # type: ignore[arg-type]

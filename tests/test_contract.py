@@ -72,7 +72,7 @@ def test_bytes_that_are_not_text(tmp_path):
 @pytest.mark.parametrize("values", [[], "llada", 3, None, {}])
 def test_not_an_object_with_the_keys(tmp_path, values):
     write(tmp_path, json.dumps(values))
-    with pytest.raises(CheckpointError, match="must be a JSON object|must have the keys"):
+    with pytest.raises(CheckpointError, match=r"must be a JSON object|must have the keys"):
         Contract.load(tmp_path)
 
 

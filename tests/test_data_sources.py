@@ -106,7 +106,7 @@ BAD_LINES = {
     '{"messages": [{"role": "assistant", "content": "1"}]}': "nothing before",
     '{"messages": [{"content": "1?"}]}': "must have role and content",
     '{"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]}':
-        "chat template refused",
+        "refused the messages",
     '{"prompt": "<|mask|>", "response": "4"}': "the prompt contains the mask token",
     '{"prompt": "1?", "response": "<|mask|>4"}': "the response contains the mask token",
     '{"prompt": "1?", "response": "4<|endoftext|>"}': "contains its end token .* at token 1",

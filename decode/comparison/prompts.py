@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from d2f import chat
 from d2f.checkpoint import base_of_adapter, load_tokenizer
 from d2f.errors import InputError
 from d2f.models import resolve
@@ -34,9 +35,10 @@ def encode(tokenizer: Any, prompt: Any, where: str) -> list[int]:
         return list(prompt)
     if tokenizer.chat_template is None:
         raise InputError(f"{where}: chat messages need a chat template, the tokenizer has none")
-    return list(
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    )
+    try:
+        return chat.encode(tokenizer, prompt)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def count_tokens(tokenizer: Any, texts: list[str]) -> list[int]:

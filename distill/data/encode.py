@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from d2f import chat
 from d2f.errors import InputError
 from distill.data.columns import BadRow, Pair
 from distill.data.settings import Data
@@ -76,12 +77,9 @@ class Encoder:
                 raise BadRow("several messages need a chat template, data.chat_template is none")
             return messages[0]["content"]
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # a template is a program of the checkpoint's; it may raise any
-            raise BadRow(f"the chat template refused the messages: {error}") from error
-        return text
+            return chat.render(self.tokenizer, messages)
+        except InputError as error:
+            raise BadRow(str(error)) from error
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: Any = self.tokenizer(texts, add_special_tokens=special)["input_ids"]

@@ -155,7 +155,7 @@ def test_bad_config(student, tmp_path, capsys, text, message):
         ('{"prompt": 3}', "line 2: prompt must be text"),
         ('{"prompt": ""}', "line 2: prompt is empty"),
         ('{"messages": [{"role": "user"}]}', "line 2: messages must be a list of objects"),
-        ('{"messages": [{"role": "judge", "content": "a"}]}', "line 2: the chat template refused"),
+        ('{"messages": [{"role": "judge", "content": "a"}]}', "line 2: the chat template of "),
         ('{"ids": [1.5]}', "line 2: ids must be a list of whole numbers"),
         ('{"ids": [5, 1]}', "line 2 contains the mask id 1 at position 1"),
         ('{"ids": [99999]}', "line 2: ids must lie in"),
