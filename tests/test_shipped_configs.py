@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from benchmarks.ablation.config import read_ablation
@@ -108,3 +109,22 @@ def test_a_name_that_a_file_of_the_users_could_be_is_not_another_options_file(tm
 
     line = ["--config", "tiny-d2f-story", "--output", "tiny-d2f-story", "--problems", "1"]
     _check_paths(parse(line))
+
+
+def test_a_run_starts_from_a_bundled_adapter_by_its_name():
+    """tiny-wino-plus-d2f goes on training the adapter of tiny-d2f, wherever it is called."""
+    from safetensors.torch import load_file
+
+    from distill.start import prepare_model
+
+    model = prepare_model(read_config("tiny-wino-plus-d2f"))
+    stored = load_file(
+        ROOT / "d2f" / "models" / "tiny-d2f" / "adapter" / "adapter_model.safetensors"
+    )
+    trained = {
+        "base_model.model." + name.replace(".default", ""): weight
+        for name, weight in model.backbone.named_parameters()
+        if weight.requires_grad
+    }
+    assert trained.keys() == stored.keys()
+    assert all(torch.equal(trained[name], stored[name].float()) for name in stored)

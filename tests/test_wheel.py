@@ -1,0 +1,195 @@
+"""The package from its wheel, in an empty folder: commands, configurations, models, types.
+
+The wheel is built from the source distribution, so that both are whole. It lies in an environment
+of its own, which finds its dependencies where this one does but not this one's editable install.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+from sysconfig import get_paths
+
+import pytest
+
+import d2f
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("d2f", "decode", "distill", "triton_kernels", "configs")
+FILES = ("setup.py", "pyproject.toml", "README.md", "LICENSE")
+SMALL = ("--steps", "1", "--data.rows", "2", "--tracker", "none")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel in it, and an empty folder to work in."""
+
+    environment: Path
+    packages: Path
+    folder: Path
+
+    def run(self, *words: str, status: int = 0) -> str:
+        """Run a program of the environment, or a Python for words that begin with a flag; what it
+        printed, standard error last."""
+        name = "python" if words[0].startswith("-") else words[0]
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "MYPY"))}
+        done = subprocess.run(
+            [self.environment / "bin" / name, *words[name != "python" :]],
+            cwd=self.folder,
+            env=variables | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> tuple[Path, Path]:
+    """The environment, and where its packages lie."""
+    place = tmp_path_factory.mktemp("wheel")
+    source, made = place / "source", place / "environment"
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    venv.create(made, with_pip=False, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    offline = ["--no-index", "--no-deps"]
+    for words in (
+        [sys.executable, "-c", build, place],
+        [*pip, "wheel", *offline, "--no-build-isolation", "-w", place, "{sdist}"],
+        [*pip, "--python", made / "bin" / "python", "install", *offline, "{wheel}"],
+    ):
+        found = {"{sdist}": place.glob("*.tar.gz"), "{wheel}": place.glob("*.whl")}
+        words = [next(found[w]) if w in found else w for w in words]
+        done = subprocess.run(words, cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    paths = get_paths(vars={"base": str(made), "platbase": str(made)})
+    packages = Path(paths["purelib"])
+    # Names of folders only: what their own .pth files do, as that of an editable install, is left.
+    others = dict.fromkeys(get_paths()[key] for key in ("purelib", "platlib"))
+    (packages / "dependencies.pth").write_text("".join(f"{other}\n" for other in others))
+    return made, packages
+
+
+@pytest.fixture
+def installed(environment, tmp_path) -> Installed:
+    return Installed(*environment, tmp_path)
+
+
+def test_everything_is_imported_from_the_wheel(installed):
+    names = SOURCES[:4]
+    code = f"import {', '.join(names)}\nfor m in {', '.join(names)}: print(m.__file__)"
+    places = installed.run("-c", code).split()
+    assert places == [str(installed.packages / name / "__init__.py") for name in names]
+
+
+def test_the_wheel_has_what_the_repository_has(installed):
+    """Every module, configuration, model and py.typed, and nothing else."""
+
+    def files(folder: Path, names: tuple[str, ...]) -> set[str]:
+        paths = [path for name in names for path in (folder / name).rglob("*") if path.is_file()]
+        return {str(p.relative_to(folder)) for p in paths if p.suffix != ".pyc"}
+
+    there = files(ROOT, SOURCES)
+    expected = {"d2f/" + name if name.startswith("configs/") else name for name in there}
+    assert files(installed.packages, SOURCES[:4]) == expected
+
+
+def test_the_command_decodes_trains_and_finds_configurations_by_name(installed):
+    assert installed.run("d2f", "--version") == f"d2f-toolkit {d2f.__version__}\n"
+    words = ("decode", "--model", "tiny-d2f", "--problems", "1", "--tasks", "story", "--quiet")
+    plain = installed.run("d2f", *words)
+    assert "tokens" in plain
+    tuned = installed.run("d2f", *words, "--config", "tiny-d2f-story")
+    assert "tokens" in tuned
+    checked = installed.run("d2f", "train", "--config", "tiny-d2f", *SMALL, "--check")
+    assert "d2f on dream" in checked
+    assert "d2f compare --config compare-tiny" in installed.run("d2f", "compare", "--help")
+    assert not list(installed.folder.iterdir())
+    path = Path(installed.run("d2f", "configs", "ddp").strip())
+    assert path == installed.packages / "d2f" / "configs" / "accelerate" / "ddp.yaml"
+
+
+def test_a_comparison_by_name_measures(installed):
+    """compare-tiny names tuned decoder options, of which one is read in a process of its own."""
+    entry = '[{"name": "D2F", "kind": "ours", "model": "tiny-d2f", "config": "tiny-d2f-{task}"}]'
+    few = ("--problems", "1", "--accuracy-problems", "0", "--repetitions", "1", "--warmup", "1")
+    words = ("--tasks", "[story]", "--concurrency", "[1]", "--figures", "false", *few)
+    installed.run(
+        "d2f", "compare", "--config", "compare-tiny", "--baseline", "D2F", "--entries", entry,
+        "--output", "out", *words,
+    )  # fmt: skip
+    report = (installed.folder / "out" / "report.md").read_text()
+    assert "d2f compare --config compare-tiny" in report
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("d2f", "train"),
+        ("-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "distill.train"),
+    ],
+)
+def test_training_outside_the_repository(installed, words):
+    installed.run(*words, "--config", "tiny-d2f", *SMALL, "--output", "run")
+    assert (installed.folder / "run" / "model" / "model.safetensors").is_file()
+    card = (installed.folder / "run" / "model" / "README.md").read_text()
+    assert "accelerate launch -m distill.train --config config.yaml" in card
+
+
+def test_make_models_says_that_it_needs_a_checkout(installed):
+    assert "--models" in installed.run("-m", "distill.make_models", "--help")
+    said = installed.run("-m", "distill.make_models", "--models", "tiny-ar", status=1)
+    assert said.startswith("error: the models go to") and "d2f train --config NAME" in said
+    assert not list(installed.folder.iterdir())
+
+
+def test_files_of_the_same_names_in_the_working_folder_do_not_disturb_the_command(installed):
+    for name in ("d2f", "decode", "distill", "triton_kernels"):
+        (installed.folder / f"{name}.py").write_text("raise SystemExit('mine')\n")
+    assert "d2f evaluate" in installed.run("d2f", "evaluate", "--help")
+    said = installed.run("-c", "import distill", status=1)
+    assert "mine" in said
+
+
+def test_types_are_exported(installed):
+    """A user's mypy knows the types of every package."""
+    (installed.folder / "mypy.ini").write_text(
+        "[mypy]\n[mypy-torch.*,transformers.*,peft.*,numpy.*,accelerate.*,pydantic.*,rich.*]\n"
+        "follow_imports = skip\n"
+    )
+    (installed.folder / "user.py").write_text(
+        "import d2f\nimport decode\nimport distill.train\nimport triton_kernels.choice\n"
+        "reveal_type(d2f.load)\n"
+        "reveal_type(decode.generate)\n"
+        "reveal_type(distill.train.parse)\n"
+        "reveal_type(triton_kernels.choice.use_kernel)\n"
+    )
+    python = installed.environment / "bin" / "python"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", str(python), "user.py"],
+        cwd=installed.folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    returned = [text.rpartition(" -> ")[2] for text in revealed]
+    assert returned == [
+        "d2f.model.DiffusionModel",
+        "list[decode.result.Result]",
+        "tuple[distill.config.TrainConfig, bool]",
+        "bool",
+    ]
