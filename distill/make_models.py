@@ -21,7 +21,7 @@ from typing import Any
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import writing_folder
-from d2f.shipped import TRAINING, find_config
+from d2f.shipped import TRAINING, shipped
 from distill.card import data_name
 from distill.config import TrainConfig, read_config
 
@@ -63,7 +63,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 def train(name: str) -> None:
     """Run the training of the configuration NAME, unless its result is there; first the one whose
     result it starts from, where that is not a shipped model."""
-    config = find_config(name, *TRAINING)
+    config = shipped(*TRAINING)[name]
     values = read_mapping(config)
     if (Path(values["output"]) / "model" / "config.json").is_file():
         return

@@ -1,4 +1,4 @@
-"""accelerate launch -m distill.train --config NAME [--key value ...]
+"""accelerate launch -m distill.train [--config NAME] [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
 student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
@@ -33,6 +33,7 @@ INTERRUPTED = 130  # exit status, as of a command that SIGINT ended
 
 
 LAUNCH = "accelerate launch -m distill.train"
+DEFAULT_CONFIG = "tiny-d2f"
 _EPILOG = """\
 Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
 
@@ -48,7 +49,9 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
     description = (__doc__ or "").replace(LAUNCH, usual)
     parser = CommandParser(usual, description=description, epilog=_EPILOG)
     parser.add_argument(
-        "--config", required=True, help="YAML file, or a name of training in `d2f configs`"
+        "--config",
+        help="YAML file, or a name of training in `d2f configs`; default: "
+        f"{DEFAULT_CONFIG}, which distils the bundled teacher into a D2F student",
     )
     parser.add_argument(
         "--check",
@@ -56,9 +59,19 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
         help="do not train: say what the run would need, fail on what would fail later",
     )
     options, overrides = parser.parse_known_args(arguments)
+    from d2f.shipped import TRAINING, shipped
     from distill.config import read_config
 
-    return read_config(options.config, overrides), options.check
+    given = options.config
+    path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
+    config = read_config(path, overrides)
+    if given is None and os.environ.get("RANK", "0") == "0":
+        print(
+            f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "
+            f"({config.init}) into {config.output}",
+            file=sys.stderr,
+        )
+    return config, options.check
 
 
 def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
