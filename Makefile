@@ -55,7 +55,7 @@ models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
 	$(PY) -m distill.make_models $(ARGS)
 
 compare: $(INSTALLED) $(VLLM_INSTALLED) ## Compare the bundled models with vLLM
-	$(PY) -m decode.compare --config configs/comparison/compare-tiny.yaml $(ARGS)
+	$(PY) -m decode.compare --config compare-tiny $(ARGS)
 
 vllm: $(VLLM_INSTALLED) ## Set up .venv-vllm with vLLM for a CPU, which decode.compare serves with
 

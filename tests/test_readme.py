@@ -22,9 +22,9 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 # What a command would take hours for, or do to the tree, is asked for in small and elsewhere.
 SMALLER = {
     "accelerate launch": "--steps 1 --data.rows 2 --tracker none --output {tmp}/run",
-    "python -m decode.pipeline": "--problems 1",
-    "python -m decode.evaluate": "--problems 2 --tasks sudoku",
-    "python -m decode.tune": "--problems 2 --heldout 1 --tau-conf 0.9 --repetitions 1 --no-figures",
+    "d2f decode": "--problems 1",
+    "d2f evaluate": "--problems 2 --tasks sudoku",
+    "d2f tune": "--problems 2 --heldout 1 --tau-conf 0.9 --repetitions 1 --no-figures",
 }
 
 
@@ -47,9 +47,9 @@ def in_small(command: str, tmp: Path) -> list[str]:
     for start, more in SMALLER.items():
         if command.startswith(start) and "--prompt" not in command:
             arguments += more.format(tmp=tmp).split()
-    arguments = [str(ROOT / a) if a.startswith(("distill/", "configs/")) else a for a in arguments]
-    if arguments[0] == "python":
-        return [sys.executable, *arguments[1:]]
+    arguments = [str(ROOT / a) if a.startswith("distill/") else a for a in arguments]
+    if arguments[0] == "d2f":
+        return [sys.executable, "-m", *arguments]
     if arguments[:2] == ["accelerate", "launch"]:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
         return [*launch, *arguments[2:]]
