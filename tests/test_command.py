@@ -47,6 +47,12 @@ def test_version_and_help_list_the_commands_without_anything_heavy():
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
 
 
+def test_the_readme_names_every_command():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"lists what follows it:(.*?)\.\n", readme, flags=re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == list(COMMANDS)
+
+
 @pytest.mark.parametrize("name", [n for n, (module, _) in COMMANDS.items() if there(module)])
 def test_a_commands_help_shows_the_name_it_was_called_by(name):
     """And comes without torch, however it was called."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,28 @@ def test_a_name_that_a_file_of_the_users_could_be_is_not_another_options_file(tm
 
     line = ["--config", "tiny-d2f-story", "--output", "tiny-d2f-story", "--problems", "1"]
     _check_paths(parse(line))
+
+
+def texts() -> list[Path]:
+    """What names configurations: the documents, the configurations, the models' cards."""
+    cards = (ROOT / "d2f" / "models").glob("*/README.md")
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").glob("*.md"),
+        *FILES,
+        *cards,
+    ]
+
+
+def test_the_configurations_that_documents_name_are_there():
+    named, paths = set(), set()
+    for text in (path.read_text(encoding="utf-8") for path in texts()):
+        named |= set(re.findall(r"--config ([a-z][\w.-]*)(?![\w./-])", text))
+        paths |= set(re.findall(r"configs/\w+/[\w.-]+\.yaml", text))
+    assert {"tiny-d2f", "compare-tiny", "llada-8b-d2f", "d2f", "tiny-d2f-story"} <= named
+    assert named <= shipped.shipped().keys()
+    assert paths and all((ROOT / path).is_file() for path in paths)
 
 
 def test_a_run_starts_from_a_bundled_adapter_by_its_name():
