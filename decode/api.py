@@ -23,23 +23,28 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     decoder: Decoder | Sequence[Decoder],
     *,
+    n: int = 1,
     batch_size: int = DEFAULT_BATCH_SIZE,
     on_error: OnError = "raise",
 ) -> list[Result]:
-    """Decode prompts together; one `Result` a prompt, in their order.
+    """Decode prompts together; n `Result` a prompt, prompt after prompt.
 
-    prompts: text, chat messages or ids, one or many. decoder: one for all, or one a prompt.
+    prompts: text, chat messages or ids, one or many. decoder: one for all, or one a prompt. n:
+    samples of each prompt. At a temperature each sample has a seed of its own, made from the
+    decoder's seed, the number of the sample and, where the decoder is one for all, that of the
+    prompt (`decode.sampling.sample_seed`): equal prompts give different answers, the same call the
+    same ones. The first sample of the first prompt, or of a prompt with a decoder of its own, has
+    the decoder's seed as it is; `Result.seed` says which one it was.
     batch_size: most requests in a forward; the tokens do not depend on it. on_error: ``raise``
     raises InputError before any work for a prompt or option that cannot be decoded, and
     RequestError (NonFiniteLogitsError for NaN) where a request fails in decoding; ``return`` lets
     each fail alone: its result has the error and no tokens, the others are what they would be.
     """
-    many = as_many(prompts)
-    results: list[Result | None] = [None] * len(many)
-    for event in stream(model, many, decoder, batch_size=batch_size, on_error=on_error):
+    results: dict[int, Result] = {}
+    for event in stream(model, prompts, decoder, n=n, batch_size=batch_size, on_error=on_error):
         if event.result is not None:
             results[event.request] = event.result
-    return [result for result in results if result is not None]
+    return [results[i] for i in sorted(results)]
 
 
 def stream(
@@ -47,34 +52,44 @@ def stream(
     prompts: Prompt | Sequence[Prompt],
     decoder: Decoder | Sequence[Decoder],
     *,
+    n: int = 1,
     batch_size: int = DEFAULT_BATCH_SIZE,
     on_error: OnError = "raise",
 ) -> Iterator[Event]:
-    """The same, as events: one for each request after each forward, the last with its result."""
+    """The same, as events: one for each request after each forward, the last with its result.
+    `Event.request` is n times the number of the prompt plus that of the sample."""
+    whole("n", n)
     whole("batch_size", batch_size)
     one_of("on_error", on_error, get_args(OnError))
     many = as_many(prompts)
+    shared = isinstance(decoder, Decoder)
     decoders = [decoder] * len(many) if isinstance(decoder, Decoder) else list(decoder)
     if len(decoders) != len(many):
         raise InputError(f"expected one decoder or {len(many)}, got {len(decoders)}")
     requests, refused = [], []
     for i, (prompt, chosen) in enumerate(zip(many, decoders, strict=True)):
+        places = range(i * n, (i + 1) * n)
         try:
-            requests.append(_request(model, i, prompt, chosen))
+            ids = _encoded(model, prompt, chosen, f"prompt {i}")
         except InputError as error:
             if on_error == "raise":
                 raise
-            refused.append(Event(i, 0, [], result=Result.failed(error)))
-    return _run(model, requests, refused, batch_size, on_error)
+            refused += [Event(place, 0, [], result=Result.failed(error)) for place in places]
+            continue
+        for sample, place in enumerate(places):
+            own = chosen.sampled(i if shared else 0, sample)
+            requests.append(Request(place, ids, own, model.contract, model.tokenizer))
+    return _run(model, requests, refused, batch_size, on_error, n)
 
 
-def _request(model: DiffusionModel, i: int, prompt: Prompt, decoder: Decoder) -> Request:
+def _encoded(model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str) -> list[int]:
+    """A prompt's ids, checked with its decoder."""
     decoder.check(model.contract)
     if decoder.stop and model.tokenizer is None:
         raise InputError(f"stop strings need a tokenizer, {model.path} has none")
-    ids = encode(model, prompt, f"prompt {i}")
-    check(model, ids, decoder, f"prompt {i}")
-    return Request(i, ids, decoder, model.contract, model.tokenizer)
+    ids = encode(model, prompt, where)
+    check(model, ids, decoder, where)
+    return ids
 
 
 def _run(
@@ -83,6 +98,7 @@ def _run(
     refused: list[Event],
     batch_size: int,
     on_error: OnError,
+    n: int,
 ) -> Iterator[Event]:
     yield from refused
     sizes = sorted((request.session.slots for request in requests), reverse=True)
@@ -91,7 +107,8 @@ def _run(
         engine.submit(request)
     for event in engine.run():
         if event.error is not None and on_error == "raise":
-            raise type(event.error)(f"prompt {event.request}: {event.error}") from event.error
+            where = f"prompt {event.request // n}"
+            raise type(event.error)(f"{where}: {event.error}") from event.error
         yield event
 
 

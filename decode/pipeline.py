@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         check_options(options)
         trace = Trace(options.trace) if options.trace is not None else None
         model, weights = load(options)
-        jobs = make_jobs(model, sources, settings, raw=options.raw)
+        jobs = make_jobs(model, sources, settings, raw=options.raw, n=options.n)
         settled = describe(options, model, weights, jobs)
         output = None
         if options.output is not None:
@@ -160,7 +160,8 @@ def _report(
     from decode.cli.record import shown_text, totals
 
     if options.prompt is not None and options.quiet:
-        print(shown_text(records[0]), file=console.file)
+        for record in records:
+            print(shown_text(record), file=console.file)
         return
     lines = totals(records, batch_size=options.batch_size)
     if options.batch_size > 1 and new:

@@ -57,6 +57,7 @@ class Request:
             calls=self.calls,
             seconds=now - self._began if self._began else 0.0,
             prompt_tokens=self.session.prompt_length,
+            seed=self.decoder.seed,
         )
         return Event(self.index, len(self.calls), [], result=self.result)
 
@@ -102,6 +103,7 @@ class Request:
             finish_reason=reason,
             prompt_tokens=self.session.prompt_length,
             counts=dict(self.session.counts),
+            seed=self.decoder.seed,
         )
 
     def _decode(self, tokens: list[int]) -> str | None:

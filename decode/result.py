@@ -38,7 +38,7 @@ class Result:
     decoded, None without a tokenizer. forwards: calls of the model that this request was in.
     calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
     finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
-    what the decoder counted, by name. error: why the request failed, which leaves it without
+    what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request failed, which leaves it without
     tokens; None where it did not.
     """
 
@@ -51,6 +51,7 @@ class Result:
     finish_reason: FinishReason
     prompt_tokens: int
     counts: dict[str, int] = field(default_factory=dict)
+    seed: int = 0
     error: Exception | None = None
 
     @property
@@ -65,6 +66,7 @@ class Result:
         calls: list[tuple[int, int]] | None = None,
         seconds: float = 0.0,
         prompt_tokens: int = 0,
+        seed: int = 0,
     ) -> Result:
         """The result of a request that failed, before or after it entered the engine."""
         calls = calls or []
@@ -77,6 +79,7 @@ class Result:
             seconds=seconds,
             finish_reason="error",
             prompt_tokens=prompt_tokens,
+            seed=seed,
             error=error,
         )
 
@@ -85,7 +88,7 @@ class Result:
 class Event:
     """One request after one forward. result is set on its last event.
 
-    request: index of the prompt. forward: number of the request's forward, from 1; 0 where it
+    request: index of the result (of the prompt, where each is sampled once). forward: number of the request's forward, from 1; 0 where it
     failed before one.
     """
 

@@ -25,6 +25,15 @@ class Sampling:
     seed: int = 0
 
 
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of one sample of one of several prompts: different for each, so that equal prompts
+    give different answers; of the first sample of the first prompt the given one."""
+    if prompt == sample == 0:
+        return seed
+    drawn = np.random.SeedSequence(seed % 2**64, spawn_key=(prompt, sample))
+    return int(drawn.generate_state(1, np.uint64)[0])
+
+
 class Sampler:
     """The choice of one request's tokens, with a generator of its own: what it draws does not
     depend on the batch that it is in."""

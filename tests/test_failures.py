@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
@@ -126,7 +126,16 @@ plans = st.builds(
 )
 
 
+BAD_BESIDE_GOOD = [
+    Plan([9, 10], DECODERS[0], "poison", 1),
+    Plan([11, 12, 13], DECODERS[0], "none", 0),
+]
+
+
 @settings(max_examples=60)
+@example(BAD_BESIDE_GOOD, 2, True, False)
+@example([replace(BAD_BESIDE_GOOD[1], way="cancel", when=1), BAD_BESIDE_GOOD[1]], 2, False, True)
+@example(BAD_BESIDE_GOOD, 1, True, False)  # one after the other, in the same slots
 @given(
     st.lists(plans, min_size=2, max_size=6),
     st.integers(1, 4),
@@ -206,7 +215,7 @@ def test_a_bad_prompt_or_request_fails_alone_where_asked(poisoned, bad, message)
     good = [[9, 10, 11], [30, 31]]
     alone = [decode.generate(poisoned, [p], decoder)[0] for p in good]
     asked = [good[0], bad, [9, POISON], good[1]]
-    results = decode.generate(poisoned, asked, decoder, on_error="return")
+    results = decode.generate(poisoned, asked, [decoder] * 4, on_error="return")
     assert [r.error is None for r in results] == [True, False, False, True]
     assert [results[i].raw_tokens for i in (0, 3)] == [r.raw_tokens for r in alone]
     assert "prompt 1" in str(results[1].error) and message in str(results[1].error)

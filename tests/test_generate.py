@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,8 +53,6 @@ def test_a_stop_string_hides_itself_and_what_follows(model):
     ):
         free = decode.generate(model, "Use 3", decoder)[0]
         middle = tokenizer().decode(free.tokens[2:3])
-        from dataclasses import replace
-
         stopped = decode.generate(model, "Use 3", replace(decoder, stop=(middle,)))[0]
         assert stopped.finish_reason == "stop"
         assert stopped.text == free.text[: free.text.index(middle)]
@@ -95,6 +95,42 @@ def test_the_same_seed_gives_the_same_sample_whatever_the_batch(model):
     results = decode.generate(model, ["Use 9", "Use 3", "Use 3"], [other, hot, other])
     assert results[1].raw_tokens == alone
     assert results[2].raw_tokens != alone
+
+
+HOT = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=3)
+
+
+def test_equal_prompts_and_samples_of_one_give_different_answers_the_same_each_time(model):
+    prompts = ["Use 3", "Use 9", "Use 3"]
+    results = decode.generate(model, prompts, HOT, n=2)
+    answers = [tuple(result.raw_tokens) for result in results]
+    assert len({answers[i] for i in (0, 1, 4, 5)}) == 4
+    assert len({result.seed for result in results}) == 6
+    again = decode.generate(model, prompts, HOT, n=2, batch_size=1)
+    assert [r.raw_tokens for r in again] == [r.raw_tokens for r in results]
+    for prompt, result in zip([p for p in prompts for _ in range(2)], results, strict=True):
+        alone = decode.generate(model, prompt, replace(HOT, seed=result.seed))[0]
+        assert alone.raw_tokens == result.raw_tokens
+
+
+def test_the_first_sample_has_the_seed_as_it_was_given(model):
+    """So one prompt, or one with a decoder of its own, gives what it gives whatever n."""
+    one = decode.generate(model, "Use 3", HOT)[0]
+    assert one.seed == 3
+    assert decode.generate(model, ["Use 3", "Use 3"], HOT, n=3)[0].raw_tokens == one.raw_tokens
+    own = decode.generate(model, ["Use 9", "Use 3"], [HOT, HOT], n=2)
+    assert own[2].raw_tokens == one.raw_tokens
+    assert [result.seed for result in own][0::2] == [3, 3]
+
+
+def test_greedy_samples_are_equal_and_n_is_checked(model):
+    results = decode.generate(model, ["Use 3", "Use 9"], PIPELINE, n=2)
+    assert results[0].tokens == results[1].tokens != results[2].tokens == results[3].tokens
+    assert {result.seed for result in results} == {0}
+    with pytest.raises(InputError, match="n must be a whole number of at least 1, got 0"):
+        decode.generate(model, "Use 3", PIPELINE, n=0)
+    found = decode.generate(model, ["Use 3", ""], PIPELINE, n=2, on_error="return")
+    assert [result.error is None for result in found] == [True, True, False, False]
 
 
 @settings(max_examples=30)

@@ -246,5 +246,9 @@ SAMPLING_OPTIONS = (
         metavar="P",
     ),
     Option("top_k", int, "keep the K likeliest tokens, at least 1 (default: off)", metavar="K"),
-    Option("seed", int, "seed of each prompt's random numbers (default 0)"),
+    Option(
+        "seed",
+        int,
+        "seed of the random numbers, of which each prompt and answer has its own (default 0)",
+    ),
 )

@@ -6,7 +6,8 @@ import argparse
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +172,27 @@ def known_lengths(sources: list[Source], settings: DecoderSettings) -> list[Any]
 
 
 def make_jobs(
-    model: DiffusionModel, sources: list[Source], settings: DecoderSettings, *, raw: bool
+    model: DiffusionModel, sources: list[Source], settings: DecoderSettings, *, raw: bool, n: int
 ) -> list[Job]:
-    """Each prompt's ids and decoder. raw: text is taken without the chat template.
+    """Each prompt's ids and decoder, n times, with the seeds of `decode.generate`. raw: text is
+    taken without the chat template.
 
     Raises InputError for the first prompt that cannot be decoded.
     """
     jobs = []
-    for source in sources:
+    for place, source in enumerate(sources):
         ids = encode(model, _with_template(model, source.prompt, raw), source.where)
         length = settings.given.get("max_new_tokens") or _default_length(model, source, len(ids))
         decoder = settings.decoder(model, length)
         decoder.check(model.contract)
         check(model, ids, decoder, source.where)
-        jobs.append(Job(source, ids, decoder))
+        for sample in range(n):
+            own = source if n == 1 else replace(source, id=f"{source.id}#{sample + 1}")
+            jobs.append(Job(own, ids, decoder.sampled(place, sample)))
+    names = Counter(job.source.id for job in jobs)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise InputError(f"--n {n}: two samples would have the id {twice[0]!r}; give other ids")
     return jobs
 
 

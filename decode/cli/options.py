@@ -58,6 +58,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise InputError("--no-merge needs --adapter")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
+    if options.n < 1:
+        raise InputError(f"--n must be at least 1, got {options.n}")
     if options.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {options.batch_size}")
     if not 0 <= options.pause <= 60:
@@ -168,6 +170,14 @@ def _add_decoder(group: argparse._ArgumentGroup) -> None:
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     for option in SAMPLING_OPTIONS:
         option.add_to(group)
+    group.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, "
+        "... (default 1)",
+    )
     group.add_argument(
         "--stop",
         action="append",

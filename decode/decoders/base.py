@@ -7,7 +7,7 @@ answer. It never touches the model, so it can be tested with made-up predictions
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.result import BlockView, Revealed
-from decode.sampling import Sampling
+from decode.sampling import Sampling, sample_seed
 from decode.step import Ints, Predictions, Step
 
 MOST = 2**20  # tokens, forwards or states
@@ -26,7 +26,8 @@ class Decoder(abc.ABC):
     """Options that all decoders have. Raises InputError for one out of range.
 
     temperature 0 is greedy; top_k None and top_p 1 are off; the same seed gives the same tokens
-    whatever else is in the batch; stop: strings that end the text, themselves not in it.
+    whatever else is in the batch, and each prompt and sample that share the decoder get one made
+    from it; stop: strings that end the text, themselves not in it.
     """
 
     name: ClassVar[str]
@@ -56,6 +57,14 @@ class Decoder(abc.ABC):
         if not fine:
             raise InputError(f"stop must be non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
+
+    def sampled(self, prompt: int, sample: int) -> Decoder:
+        """This decoder for one sample of one of several prompts that share it: with a seed of its
+        own (`decode.sampling.sample_seed`). A greedy one has no use for a seed and stays as it is.
+        """
+        if not self.temperature:
+            return self
+        return replace(self, seed=sample_seed(self.seed, prompt, sample))
 
     @property
     def sampling(self) -> Sampling:

@@ -210,3 +210,33 @@ def test_trace_replays_to_the_same_tokens(student, tmp_path):
                 assert shown == block["tokens"]
         assert [tokens[p] for p in sorted(tokens)] == result["raw_tokens"]
         assert len(request["forwards"]) == result["forwards"]
+
+
+def test_samples_have_the_seeds_and_the_answers_of_the_library(student, tmp_path):
+    """Equal prompts of a file and --n: each answer has its own seed, and --output goes on."""
+    path = prompts_file(tmp_path / "p", {"ids": [5, 6, 7]}, {"ids": [5, 6, 7], "id": "b"})
+    out = tmp_path / "out"
+    options = ["--decoder", "d2f", "--max-new-tokens", "12", "--temperature", "2", "--n", "2"]
+    options += ["--output", str(out)]
+    assert main(["--model", student, "--prompts-file", path, *options]) == 0
+    lines = lines_of(out)[1:]
+    assert [line["id"] for line in lines] == ["1#1", "1#2", "b#1", "b#2"]
+    answers = [line["raw_tokens"] for line in lines]
+    assert len(set(map(tuple, answers))) == 4
+    model = d2f.load(student, device="cpu")
+    decoder = decode.D2F(max_new_tokens=12, temperature=2.0)
+    expected = decode.generate(model, [[5, 6, 7]] * 2, decoder, n=2)
+    assert answers == [result.raw_tokens for result in expected]
+    out.write_text("".join(out.read_text().splitlines(keepends=True)[:3]))
+    assert main(["--model", student, "--prompts-file", path, *options]) == 0
+    assert [line["raw_tokens"] for line in lines_of(out)[1:]] == answers
+
+
+def test_bad_numbers_of_samples_are_refused(student, tmp_path, capsys):
+    assert main(["--model", student, "--n", "0"]) == 2
+    assert "--n must be at least 1, got 0" in capsys.readouterr().err
+    path = prompts_file(tmp_path / "p", {"ids": [5], "id": "a"}, {"ids": [5], "id": "a#1"})
+    assert main(["--model", student, "--prompts-file", path, "--n", "1", "--quiet"]) == 0
+    path = prompts_file(tmp_path / "p", {"ids": [5], "id": 1}, {"ids": [5], "id": "1"})
+    assert main(["--model", student, "--prompts-file", path, "--n", "2"]) == 2
+    assert "two samples would have the id '1#1'" in capsys.readouterr().err
