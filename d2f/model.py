@@ -55,6 +55,7 @@ class DiffusionModel:
         self.tokenizer = tokenizer
         self.adapter = adapter
         self.path = path
+        self._merged = False
         self._compiled: CompiledRows | None = None
         if contract.rope_fp32 and not isinstance(backbone.model.rotary_emb, Fp32Rotary):
             backbone.model.rotary_emb = Fp32Rotary(backbone.model.rotary_emb)
@@ -114,6 +115,11 @@ class DiffusionModel:
     def is_diffusion(self) -> bool:
         """Whether the family predicts masked positions (all but plain causal models)."""
         return FAMILIES[self.family].needs_mask
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether it has an adapter, beside the weights or merged into them."""
+        return self.adapter is not None or self._merged
 
     @property
     def is_compiled(self) -> bool:
@@ -205,3 +211,4 @@ class DiffusionModel:
             merged: Any = self.adapter.merge_and_unload()
             self.backbone = merged
             self.adapter = None
+            self._merged = True

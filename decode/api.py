@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders.base import Decoder, one_of, whole
+from decode.decoders import DECODERS, Decoder
+from decode.decoders.base import boolean, one_of, whole
 from decode.engine import Engine
-from decode.prompts import Prompt, check, encode
+from decode.notices import foreign_mask
+from decode.prompts import Prompt, as_many, check, encode, fitted
 from decode.request import Request
 from decode.result import Event, Result
 
@@ -21,17 +23,19 @@ OnError = Literal["raise", "return"]
 def generate(
     model: DiffusionModel,
     prompts: Prompt | Sequence[Prompt],
-    decoder: Decoder | Sequence[Decoder],
+    decoder: Decoder | str | Sequence[Decoder | str],
     *,
     n: int = 1,
+    raw: bool = False,
     batch_size: int = DEFAULT_BATCH_SIZE,
     on_error: OnError = "raise",
 ) -> list[Result]:
     """Decode prompts together; n `Result` a prompt, prompt after prompt.
 
-    prompts: text, chat messages or ids, one or many. decoder: one for all, or one a prompt. n:
-    samples of each prompt. At a temperature each sample has a seed of its own, made from the
-    decoder's seed, the number of the sample and, where the decoder is one for all, that of the
+    prompts: text, chat messages (a list of them, or one alone) or ids, one or many. Text is a user
+    message where the tokenizer has a chat template, with raw it is taken as it is. decoder: one
+    for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults. n: samples of
+    each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed, the number of the sample and, where the decoder is one for all, that of the
     prompt (`decode.sampling.sample_seed`): equal prompts give different answers, the same call the
     same ones. The first sample of the first prompt, or of a prompt with a decoder of its own, has
     the decoder's seed as it is; `Result.seed` says which one it was.
@@ -41,7 +45,7 @@ def generate(
     each fail alone: its result has the error and no tokens, the others are what they would be.
     """
     results: dict[int, Result] = {}
-    for event in stream(model, prompts, decoder, n=n, batch_size=batch_size, on_error=on_error):
+    for event in _begin(model, prompts, decoder, n, raw, batch_size, on_error):
         if event.result is not None:
             results[event.request] = event.result
     return [results[i] for i in sorted(results)]
@@ -50,27 +54,47 @@ def generate(
 def stream(
     model: DiffusionModel,
     prompts: Prompt | Sequence[Prompt],
-    decoder: Decoder | Sequence[Decoder],
+    decoder: Decoder | str | Sequence[Decoder | str],
     *,
     n: int = 1,
+    raw: bool = False,
     batch_size: int = DEFAULT_BATCH_SIZE,
     on_error: OnError = "raise",
 ) -> Iterator[Event]:
     """The same, as events: one for each request after each forward, the last with its result.
     `Event.request` is n times the number of the prompt plus that of the sample."""
+    return _begin(model, prompts, decoder, n, raw, batch_size, on_error)
+
+
+def _begin(
+    model: DiffusionModel,
+    prompts: Prompt | Sequence[Prompt],
+    decoder: Decoder | str | Sequence[Decoder | str],
+    n: int,
+    raw: bool,
+    batch_size: int,
+    on_error: OnError,
+) -> Iterator[Event]:
+    """Check everything, then the events."""
     whole("n", n)
+    boolean("raw", raw)
     whole("batch_size", batch_size)
     one_of("on_error", on_error, get_args(OnError))
     many = as_many(prompts)
-    shared = isinstance(decoder, Decoder)
-    decoders = [decoder] * len(many) if isinstance(decoder, Decoder) else list(decoder)
+    shared = isinstance(decoder, str) or not isinstance(decoder, Sequence)
+    decoders = [_decoder(one) for one in ([decoder] if shared else decoder)]  # type: ignore[union-attr]
+    if shared:
+        decoders *= len(many)
     if len(decoders) != len(many):
         raise InputError(f"expected one decoder or {len(many)}, got {len(decoders)}")
+    notice = next(filter(None, (foreign_mask(model, one) for one in decoders)), None)
+    if notice is not None:
+        warnings.warn(notice, stacklevel=3)
     requests, refused = [], []
     for i, (prompt, chosen) in enumerate(zip(many, decoders, strict=True)):
         places = range(i * n, (i + 1) * n)
         try:
-            ids = _encoded(model, prompt, chosen, f"prompt {i}")
+            ids, chosen = _checked(model, prompt, chosen, f"prompt {i}", raw=raw)
         except InputError as error:
             if on_error == "raise":
                 raise
@@ -82,14 +106,29 @@ def stream(
     return _run(model, requests, refused, batch_size, on_error, n)
 
 
-def _encoded(model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str) -> list[int]:
-    """A prompt's ids, checked with its decoder."""
+def _decoder(decoder: object) -> Decoder:
+    """A decoder, or the one of that name."""
+    if isinstance(decoder, Decoder):
+        return decoder
+    if isinstance(decoder, str) and decoder in DECODERS:
+        return DECODERS[decoder]()
+    raise InputError(
+        f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
+        f"{', '.join(DECODERS)}; got {decoder!r}"
+    )
+
+
+def _checked(
+    model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str, *, raw: bool
+) -> tuple[list[int], Decoder]:
+    """A prompt's ids and its decoder, which fit each other and the model."""
     decoder.check(model.contract)
     if decoder.stop and model.tokenizer is None:
         raise InputError(f"stop strings need a tokenizer, {model.path} has none")
-    ids = encode(model, prompt, where)
+    ids = encode(model, prompt, where, raw=raw)
+    decoder = fitted(model, ids, decoder, where)
     check(model, ids, decoder, where)
-    return ids
+    return ids, decoder
 
 
 def _run(
@@ -110,12 +149,3 @@ def _run(
             where = f"prompt {event.request // n}"
             raise type(event.error)(f"{where}: {event.error}") from event.error
         yield event
-
-
-def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or many were given."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many = list(prompts)
-    alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
-    return [many] if alone else many  # type: ignore[list-item,return-value]

@@ -126,14 +126,11 @@ def _give_notices(
     options: argparse.Namespace, model: DiffusionModel, jobs: list[Job], output: Output | None
 ) -> None:
     """What the user should know before it starts, on standard error."""
-    objective = model.contract.objective
-    official_adapter = objective is None and options.adapter is not None
-    if jobs[0].decoder.name == "d2f" and objective != "d2f" and not official_adapter:
-        _say(
-            f"notice: {options.model} was not trained by D2F (its objective: "
-            f"{objective or 'unknown'}): the pipeline's block-causal mask is foreign to it; "
-            "expect lower accuracy"
-        )
+    from decode.notices import foreign_mask
+
+    notice = foreign_mask(model, jobs[0].decoder)
+    if notice is not None:
+        _say(f"notice: {notice}")
     if output is None:
         return
     if output.torn:

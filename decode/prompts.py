@@ -3,36 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
+from typing import Any
 
 from d2f import chat
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders.base import Decoder
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Message | Sequence[Message]
+
+EXPECTED = "expected text, chat messages or ids"
 
 
-def encode(model: DiffusionModel, prompt: Prompt, where: str) -> list[int]:
-    """A prompt's ids: text as it is, chat messages through the chat template. Raises InputError."""
+def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one or many were given. Raises InputError."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not hasattr(prompts, "__iter__"):
+        raise InputError(f"prompts: {EXPECTED}, one or a list of them, got {prompts!r}")
+    many = list(prompts)
+    alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
+    return [many] if alone else many  # type: ignore[list-item,return-value]
+
+
+def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = False) -> list[int]:
+    """A prompt's ids. Chat messages go through the tokenizer's chat template, and so does text, as
+    a user message, where there is one and not `raw`. Raises InputError."""
     if not isinstance(prompt, str) and not hasattr(prompt, "__len__"):
-        raise InputError(f"{where}: expected text, chat messages or ids, got {prompt!r}")
-    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
-        if model.tokenizer is None:
-            raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
-        if not len(prompt):
-            raise InputError(f"{where} is empty: expected at least one token")
-        if isinstance(prompt, str):
-            return list(model.tokenizer(prompt)["input_ids"])
-        if model.tokenizer.chat_template is None:
-            raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
-        try:
-            return chat.encode(model.tokenizer, prompt)  # type: ignore[arg-type]
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-        raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
-    return [int(token) for token in prompt]  # type: ignore[arg-type]
+        raise InputError(f"{where}: {EXPECTED}, got {prompt!r}")
+    messages = _messages(prompt)
+    if messages is None and not isinstance(prompt, str):
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
+            raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
+    if not len(prompt):
+        raise InputError(f"{where} is empty: expected at least one token")
+    if messages is None:
+        _check_unicode([prompt], where)
+        if raw or tokenizer.chat_template is None:
+            return list(tokenizer(prompt)["input_ids"])
+        messages = [{"role": "user", "content": prompt}]  # type: ignore[dict-item]
+    elif tokenizer.chat_template is None:
+        raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
+    else:
+        _check_unicode([part for m in messages for part in m.values()], where)
+    try:
+        return chat.encode(tokenizer, messages)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _messages(prompt: Prompt) -> list[Message] | None:
+    """The chat messages of a prompt, None where it is text or ids."""
+    if isinstance(prompt, Mapping):
+        return [prompt]
+    if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
+        return None
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _check_unicode(parts: Sequence[object], where: str) -> None:
+    """Raise InputError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        "".join(part for part in parts if isinstance(part, str)).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where} is not Unicode text: {error}") from error
+
+
+def default_length(model: DiffusionModel, ids: Sequence[int], where: str) -> int:
+    """Tokens of a response that nobody said the length of: 256, less where the context leaves less.
+    Raises InputError where it leaves none."""
+    room = model.context_length - len(ids)
+    if room < 1:
+        raise InputError(
+            f"{where} has {len(ids)} tokens, the model's context is {model.context_length}: no "
+            "room for a response"
+        )
+    return min(DEFAULT_MAX_NEW_TOKENS, room)
+
+
+def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:
+    """The decoder with its max_new_tokens, the default one where it says none. Raises
+    InputError."""
+    if decoder.max_new_tokens is not None:
+        return decoder
+    length: Any = {"max_new_tokens": default_length(model, ids, where)}
+    return replace(decoder, **length)  # a field of every decoder, but not of their base
 
 
 def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -> None:
@@ -47,9 +110,9 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
             f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "
             "a prompt is never masked"
         )
-    total = len(ids) + decoder.max_new_tokens
+    total = len(ids) + decoder.length
     if total > model.context_length:
         raise InputError(
-            f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.max_new_tokens} that is "
+            f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.length} that is "
             f"{total}, the model's context is {model.context_length}"
         )

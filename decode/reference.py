@@ -62,7 +62,7 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
         return sum(out[p] is not None for p in blocks[block]) / len(blocks[block])
 
     while True:
-        room = options.max_new_tokens - len(out)
+        room = options.length - len(out)
         if room and not ended and decoded(len(blocks) - 1) >= options.tau_add:
             blocks.append(list(range(len(out), len(out) + min(size, room))))
             out += [None] * len(blocks[-1])
@@ -93,7 +93,7 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
 def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> list[int | None]:
     """LLaDA's low-confidence decoding, for a bidirectional model; None where early exit left a
     position undecoded."""
-    contract, start, total = model.contract, len(prompt), options.max_new_tokens
+    contract, start, total = model.contract, len(prompt), options.length
     assert contract.mask_id is not None
     size = options.block_size or total
     sampler = Sampler(options.sampling, contract.mask_id)
@@ -123,7 +123,7 @@ def decode_autoregressive(
     """One token after the other, up to and with the first end id."""
     sampler = Sampler(options.sampling, model.mask_id)
     x = list(prompt)
-    while len(x) < len(prompt) + options.max_new_tokens:
+    while len(x) < len(prompt) + options.length:
         allowed = torch.ones(len(x), len(x)).tril().bool()
         x.append(predict_positions(model, x, allowed, [len(x)], 1, sampler)[0][0])
         if x[-1] in model.end_ids:

@@ -38,8 +38,8 @@ class Result:
     decoded, None without a tokenizer. forwards: calls of the model that this request was in.
     calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
     finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
-    what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request failed, which leaves it without
-    tokens; None where it did not.
+    what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request
+    failed, which leaves it without tokens; None where it did not.
     """
 
     tokens: list[int]
@@ -88,8 +88,8 @@ class Result:
 class Event:
     """One request after one forward. result is set on its last event.
 
-    request: index of the result (of the prompt, where each is sampled once). forward: number of the request's forward, from 1; 0 where it
-    failed before one.
+    request: index of the result (of the prompt, where each is sampled once). forward: number of the
+    request's forward, from 1; 0 where it failed before one.
     """
 
     request: int

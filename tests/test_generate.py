@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +16,8 @@ from tiny import fresh_model, random_model, tokenizer
 import d2f
 import decode
 from d2f.errors import InputError, NonFiniteLogitsError
+from decode.decoders import DECODERS
+from decode.prompts import fitted
 from decode.sampling import Sampler, Sampling, Wanted, keep_top, predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
@@ -29,13 +33,69 @@ def test_prompts_may_be_text_messages_or_ids(model):
     ids = tokenizer()(text)["input_ids"]
     chat = [{"role": "user", "content": text}]
     chat_ids = [2, *ids, 3]
-    results = decode.generate(model, [text, ids, chat, chat_ids], PIPELINE)
-    assert results[0].tokens == results[1].tokens
-    assert results[2].tokens == results[3].tokens
-    assert [r.prompt_tokens for r in results] == [len(ids), len(ids), len(ids) + 2, len(ids) + 2]
-    for one in (text, ids, chat, np.array(ids)):
+    forms = [text, chat, chat[0], chat_ids, ids]
+    results = decode.generate(model, forms, PIPELINE)
+    assert [r.prompt_tokens for r in results] == [len(chat_ids)] * 4 + [len(ids)]
+    assert len({tuple(r.tokens) for r in results[:4]}) == 1
+    for one in (*forms, np.array(ids)):
         assert len(decode.generate(model, one, PIPELINE)) == 1
     assert decode.generate(model, [], PIPELINE) == []
+
+
+def test_raw_text_is_taken_as_it_is_and_so_is_text_without_a_template(model):
+    text = "Use 3 and 4 to make 12."
+    ids = tokenizer()(text)["input_ids"]
+    expected = decode.generate(model, ids, PIPELINE)[0]
+    plain = copy.copy(model)
+    plain.tokenizer = copy.deepcopy(model.tokenizer)
+    plain.tokenizer.chat_template = None
+    for result in (
+        *decode.generate(model, [text], PIPELINE, raw=True),
+        *decode.generate(plain, [text], PIPELINE),
+    ):
+        assert (result.prompt_tokens, result.tokens) == (len(ids), expected.tokens)
+    with pytest.raises(InputError, match="raw must be true or false, got 'yes'"):
+        decode.generate(model, text, PIPELINE, raw="yes")
+
+
+def test_a_decoder_may_be_named(model):
+    named = decode.generate(model, ["Use 3"], "d2f")[0]
+    assert named.tokens == decode.generate(model, ["Use 3"], decode.D2F())[0].tokens
+    assert len(decode.generate(model, ["Use 3", "Use 4"], ["d2f", decode.Static()])) == 2
+
+
+@pytest.mark.parametrize("decoder", ["d3f", decode.D2F, None, 5, ["d2f", 7]])
+def test_what_is_no_decoder_is_named_with_what_is_expected(model, decoder):
+    message = r"decoder must be a Decoder, such as decode.D2F\(\), or one of the names d2f, .* got "
+    with pytest.raises(InputError, match=message):
+        decode.generate(model, ["Use 3"], decoder)
+
+
+@pytest.mark.parametrize("name", ["d2f", "static", "freedave", "wino"])
+def test_a_response_has_256_tokens_by_default_and_less_where_the_context_leaves_less(model, name):
+    """The context of the model is 256."""
+    decoder = replace(DECODERS[name](), early_exit=False)
+    long, short = decode.generate(model, [[5] * 250, [5] * 249], decoder)
+    assert (len(long.raw_tokens), len(short.raw_tokens)) == (6, 7)
+    with pytest.raises(InputError, match=r"prompt 0 has 256 tokens.* no room for a response"):
+        decode.generate(model, [5] * 256, decoder)
+    wide = fresh_model("llada")
+    wide.backbone.config.max_position_embeddings = 300
+    assert fitted(wide, [5] * 9, decoder, "").length == decoder.length == 256
+
+
+def test_a_model_that_d2f_did_not_train_is_noticed_once():
+    other, student = fresh_model("llada"), fresh_model("llada")
+    student.contract = replace(student.contract, objective="d2f", block_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        decode.generate(student, [5, 6], PIPELINE)
+        decode.generate(other, [5, 6], decode.Static(4, 4))
+        assert not caught
+        for _ in range(2):
+            decode.generate(other, [5, 6], PIPELINE)
+    assert {w.filename for w in caught} == {__file__}
+    assert [str(w.message).split(" (")[0] for w in caught] == ["the model was not trained by D2F"]
 
 
 def test_text_is_the_visible_tokens(model):
@@ -211,6 +271,10 @@ def test_sampled_frequencies_follow_the_probabilities():
         ([4, 1, 5], "mask id 1 at position 1"),
         ([4, 10**6], "ids must lie in"),
         ([4, -1], "ids must lie in"),
+        (5, "expected text, chat messages or ids, one or a list of them, got 5"),
+        ("\ud800", "prompt 0 is not Unicode text"),
+        ({"role": "user", "content": "\ud800"}, "prompt 0 is not Unicode text"),
+        ({"role": "wizard", "content": "x"}, "chat template"),
         ([4.5], "expected text, chat messages or ids"),
         ([[4.5]], "whole token ids"),
         ([[True, 4]], "whole token ids"),

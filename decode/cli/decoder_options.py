@@ -6,8 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from d2f.tasks.registry import RESPONSE_LENGTH
-
-DEFAULT_MAX_NEW_TOKENS = 256
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 
 DECODER_NAMES = (
     "d2f",

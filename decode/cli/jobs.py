@@ -15,11 +15,11 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import TASKS, Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.cli.decoder_options import DEFAULT_MAX_NEW_TOKENS
 from decode.cli.options import DEFAULT_PROBLEMS
 from decode.cli.settings import DecoderSettings
 from decode.decoders import Decoder
-from decode.prompts import Prompt, check, encode
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.prompts import check, default_length, encode
 
 _KINDS = ("prompt", "messages", "ids")
 
@@ -30,7 +30,7 @@ class Source:
 
     id: int | str
     where: str
-    prompt: Prompt
+    prompt: str | list[int] | list[dict[str, str]]
     problem: Problem | None = None
 
     @property
@@ -181,8 +181,8 @@ def make_jobs(
     """
     jobs = []
     for place, source in enumerate(sources):
-        ids = encode(model, _with_template(model, source.prompt, raw), source.where)
-        length = settings.given.get("max_new_tokens") or _default_length(model, source, len(ids))
+        ids = encode(model, source.prompt, source.where, raw=raw)
+        length = settings.given.get("max_new_tokens") or _default_length(model, source, ids)
         decoder = settings.decoder(model, length)
         decoder.check(model.contract)
         check(model, ids, decoder, source.where)
@@ -196,24 +196,10 @@ def make_jobs(
     return jobs
 
 
-def _with_template(model: DiffusionModel, prompt: Prompt, raw: bool) -> Prompt:
-    """A text prompt as one user message where the tokenizer has a chat template."""
-    template = model.tokenizer is not None and model.tokenizer.chat_template is not None
-    if isinstance(prompt, str) and template and not raw:
-        return [{"role": "user", "content": prompt}]
-    return prompt
-
-
-def _default_length(model: DiffusionModel, source: Source, prompt_length: int) -> int:
+def _default_length(model: DiffusionModel, source: Source, ids: list[int]) -> int:
     if source.problem is not None:
         return RESPONSE_LENGTH[source.problem.task]
-    room = model.context_length - prompt_length
-    if room < 1:
-        raise InputError(
-            f"{source.where} has {prompt_length} tokens, the model's context is "
-            f"{model.context_length}: no room for a response"
-        )
-    return min(DEFAULT_MAX_NEW_TOKENS, room)
+    return default_length(model, ids, source.where)
 
 
 def prompts_hash(jobs: list[Job]) -> str:

@@ -67,7 +67,7 @@ def make_record(job: Job, result: Result, seconds: float) -> Record:
         right=check(problem, result.text or "") if problem else None,
         finish_reason=result.finish_reason,
         prompt_tokens=result.prompt_tokens,
-        max_new_tokens=job.decoder.max_new_tokens,
+        max_new_tokens=job.decoder.length,
         forwards=result.forwards,
         seconds=seconds,
         tokens=result.tokens,

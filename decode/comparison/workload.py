@@ -9,8 +9,8 @@ from d2f.errors import InputError
 from d2f.tasks import Problem, make_problems
 from d2f.tasks import check as judge
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.cli.decoder_options import DEFAULT_MAX_NEW_TOKENS
 from decode.comparison.config import CompareConfig
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from decode.prompts import Prompt

@@ -19,7 +19,7 @@ class Autoregressive(Decoder):
     """One token after the other until an end id or max_new_tokens. Needs a causal model."""
 
     name: ClassVar[str] = "autoregressive"
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
 
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":
@@ -36,7 +36,7 @@ class AutoregressiveSession(Session):
     """One request, token after token."""
 
     def __init__(self, decoder: Autoregressive, prompt: list[int], contract: Contract):
-        super().__init__(prompt, 0, decoder.max_new_tokens, contract)
+        super().__init__(prompt, 0, decoder.length, contract)
         self.length = len(prompt)
         self.cached = 0
 

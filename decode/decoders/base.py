@@ -14,6 +14,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 from decode.result import BlockView, Revealed
 from decode.sampling import Sampling, sample_seed
 from decode.step import Ints, Predictions, Step
@@ -27,7 +28,8 @@ class Decoder(abc.ABC):
 
     temperature 0 is greedy; top_k None and top_p 1 are off; the same seed gives the same tokens
     whatever else is in the batch, and each prompt and sample that share the decoder get one made
-    from it; stop: strings that end the text, themselves not in it.
+    from it; stop: strings that end the text, themselves not in it. max_new_tokens: the longest
+    response; None takes 256, less where the model's context leaves less.
     """
 
     name: ClassVar[str]
@@ -40,10 +42,11 @@ class Decoder(abc.ABC):
     if TYPE_CHECKING:  # each decoder declares it as a field of its own, with its own default
 
         @property
-        def max_new_tokens(self) -> int: ...
+        def max_new_tokens(self) -> int | None: ...
 
     def __post_init__(self) -> None:
-        whole("max_new_tokens", self.max_new_tokens)
+        if self.max_new_tokens is not None:
+            whole("max_new_tokens", self.max_new_tokens)
         if not (_is_number(self.temperature) and 0 <= self.temperature < float("inf")):
             raise InputError(f"temperature must be 0 or more, got {self.temperature!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
@@ -65,6 +68,12 @@ class Decoder(abc.ABC):
         if not self.temperature:
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
+
+    @property
+    def length(self) -> int:
+        """The longest response, in tokens: max_new_tokens, by default `DEFAULT_MAX_NEW_TOKENS`
+        (`decode.prompts.fitted` takes less where the model's context leaves less)."""
+        return self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     @property
     def sampling(self) -> Sampling:

@@ -48,7 +48,7 @@ class Block(Decoder):
     denoising_steps: int | None = None
     reveal: Reveal = "dynamic"
     tau: float = 0.85
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     align: Align | None = None
     early_exit: bool = True
 
@@ -108,7 +108,7 @@ class BlockSession(MaskedSession):
     int64 ``[N]``, the positions that the last step reads. cached: rows before it are final."""
 
     def __init__(self, decoder: Block, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.max_new_tokens, contract)
+        super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.size = decoder.size(contract)
         first = 0 if decoder.is_absolute(contract) else len(prompt)

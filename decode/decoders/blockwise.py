@@ -41,7 +41,7 @@ class Blockwise(Decoder):
     """
 
     block_size: int | None = None
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     cache: CachePolicy = "none"
     early_exit: bool = True
 
@@ -63,11 +63,11 @@ class Blockwise(Decoder):
     @property
     def size(self) -> int:
         """Tokens a block."""
-        return min(self.block_size or self.max_new_tokens, self.max_new_tokens)
+        return min(self.block_size or self.length, self.length)
 
     @property
     def block_count(self) -> int:
-        return -(-self.max_new_tokens // self.size)
+        return -(-self.length // self.size)
 
 
 class BlockwiseSession(MaskedSession):
@@ -78,7 +78,7 @@ class BlockwiseSession(MaskedSession):
     """
 
     def __init__(self, decoder: Blockwise, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.max_new_tokens, contract)
+        super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.ends = visible_ends(len(self.x), len(prompt), contract)
         self.block = -1

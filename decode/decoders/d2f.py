@@ -46,7 +46,7 @@ class D2F(Decoder):
     tau_add: float = 0.1
     tau_act: float = 0.95
     tau_conf: float = 0.9
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     early_exit: bool = True
     lossless: int | None = None
     revoke: Revoke | None = None
@@ -108,7 +108,7 @@ class D2FSession(MaskedSession):
     """One request in the pipeline. counts: ``active_blocks``, summed over the forwards."""
 
     def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.max_new_tokens, contract)
+        super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.size = decoder.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
         start = Block(0, len(prompt))

@@ -39,7 +39,7 @@ class LosslessSession(D2FSession):
     @property
     def slots(self) -> int:
         assert self.decoder.lossless is not None
-        return len(self.x) + 1 + (self.decoder.lossless - 1) * self.decoder.max_new_tokens
+        return len(self.x) + 1 + (self.decoder.lossless - 1) * self.decoder.length
 
     def step(self) -> Step | None:
         own = super().step()

@@ -100,7 +100,7 @@ class FreeDaveSession(BlockwiseSession):
 
     @property
     def slots(self) -> int:
-        branches = min(self.decoder.drafts - 1, self.decoder.max_new_tokens - 1)
+        branches = min(self.decoder.drafts - 1, self.decoder.length - 1)
         return self.scratch + branches * self._branch_rows()
 
     def reach(self) -> int:

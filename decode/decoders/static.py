@@ -33,7 +33,7 @@ class Static(Blockwise):
             if self.steps % self.block_count:
                 raise InputError(
                     f"steps must be a multiple of the {self.block_count} blocks "
-                    f"({self.max_new_tokens} tokens in blocks of {self.size}), got {self.steps}"
+                    f"({self.length} tokens in blocks of {self.size}), got {self.steps}"
                 )
 
     def begin(self, prompt: list[int], contract: Contract) -> StaticSession:

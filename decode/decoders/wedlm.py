@@ -57,7 +57,7 @@ class WeDLM(Decoder):
     window: int = 16
     entropy_threshold: float | None = 0.4
     distance_penalty: float = 0.02
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     refill: Refill = "paper"
     verify: Literal["ar"] | None = None
 
@@ -101,9 +101,9 @@ class WeDLMSession(MaskedSession):
 
     def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
         past = decoder.window - 1 if decoder.refill == "repository" and not decoder.verify else 0
-        super().__init__(prompt, decoder.max_new_tokens + past, contract)
+        super().__init__(prompt, decoder.length + past, contract)
         self.decoder = decoder
-        self.limit = len(prompt) + decoder.max_new_tokens
+        self.limit = len(prompt) + decoder.length
         self.committed = 0
         self.end = len(prompt)  # of the window
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
@@ -127,7 +127,7 @@ class WeDLMSession(MaskedSession):
         """Whether the response is known up to its first end id or its limit."""
         settled = self.settled
         ended = any(token in self.contract.end_ids for token in settled)
-        return ended or len(settled) == self.decoder.max_new_tokens
+        return ended or len(settled) == self.decoder.length
 
     def step(self) -> Step | None:
         if self.done:

@@ -20,11 +20,11 @@ def decode_block(
     assert contract.mask_id is not None
     size = options.size(contract)
     origin = 0 if options.is_absolute(contract) else start
-    total = start + options.max_new_tokens
+    total = start + options.length
     block_of = [-1 if p < origin else (p - origin) // size for p in range(total)]
     steps = options.denoising_steps or size
     sampler = Sampler(options.sampling, contract.mask_id)
-    x, forwards = prompt + [contract.mask_id] * options.max_new_tokens, 0
+    x, forwards = prompt + [contract.mask_id] * options.length, 0
 
     def ended() -> bool:
         decided = x[start : x.index(contract.mask_id)] if contract.mask_id in x else x[start:]

@@ -113,7 +113,7 @@ def decode_blockwise(
     model: DiffusionModel, prompt: list[int], options: Blockwise
 ) -> list[list[Revealed]]:
     """What each forward reveals, until all is decoded or early exit stops."""
-    contract, start, total = model.contract, len(prompt), options.max_new_tokens
+    contract, start, total = model.contract, len(prompt), options.length
     assert contract.mask_id is not None
     length, size = start + total, options.block_size or total
     x = prompt + [contract.mask_id] * total
@@ -161,7 +161,7 @@ def _surest_first(guesses: list[Guess]) -> list[Guess]:
 
 
 def _static(guesses: list[Guess], options: Static, step: int, size: int) -> list[Guess]:
-    blocks = -(-options.max_new_tokens // (options.block_size or options.max_new_tokens))
+    blocks = -(-options.length // (options.block_size or options.length))
     steps = options.steps // blocks if options.steps else size
     count = size // steps + (step < size % steps)
     return _surest_first(guesses)[:count]

@@ -36,7 +36,7 @@ def decode_d2f_revoking(
         return sum(out[p] is not None for p in blocks[block]) / len(blocks[block])
 
     while True:
-        room = options.max_new_tokens - len(out)
+        room = options.length - len(out)
         ended = any(token in contract.end_ids for token in out)
         if room and not ended and decoded(len(blocks) - 1) >= options.tau_add:
             blocks.append(range(len(out), len(out) + min(size, room)))

@@ -24,8 +24,8 @@ def decode_freedave(
     contract, start, d = model.contract, len(prompt), options.drafts
     mask, sampler = contract.mask_id, Sampler(options.sampling, contract.mask_id)
     assert mask is not None and options.cache == "none"
-    allowed = _allowed(model, start, start + options.max_new_tokens)
-    size = options.block_size or options.max_new_tokens
+    allowed = _allowed(model, start, start + options.length)
+    size = options.block_size or options.length
     ahead = -(-d // size) if options.eager else 0
 
     def masks(x: list[int]) -> list[int]:
@@ -57,7 +57,7 @@ def decode_freedave(
         end = len(x) if options.eager else start + ((masks(x)[0] - start) // size + 1) * size
         return mask in c[start:end]
 
-    x, forwards = prompt + [mask] * options.max_new_tokens, 0
+    x, forwards = prompt + [mask] * options.length, 0
     while not over(x):
         z = see(x)  # once a block
         forwards += 1

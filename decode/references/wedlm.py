@@ -29,16 +29,16 @@ def decode_wedlm(
     masked; and how many forwards that takes."""
     contract, start = model.contract, len(prompt)
     assert contract.mask_id is not None
-    limit, size = start + options.max_new_tokens, options.window
+    limit, size = start + options.length, options.window
     sampler = Sampler(options.sampling, contract.mask_id)
     text: list[int | None] = [*prompt]  # and after it the window
     committed, forwards = start, 0  # the next forward commits up to the first gap
     while True:
         gap = text.index(None) if None in text else len(text)
         known = text[start : min(gap, limit)]
-        if len(known) == options.max_new_tokens or set(known) & set(contract.end_ids):
+        if len(known) == options.length or set(known) & set(contract.end_ids):
             response = text[start:limit]
-            return response + [None] * (options.max_new_tokens - len(response)), forwards
+            return response + [None] * (options.length - len(response)), forwards
         if options.refill == "repository":
             end = committed + size + (gap - committed)
         else:

@@ -17,11 +17,11 @@ def decode_wino(
 ) -> tuple[list[int | None], int]:
     """All that WINO without an approximate cache generates, None where early exit left a position
     undecoded; and the number of forwards."""
-    contract, total = model.contract, len(prompt) + options.max_new_tokens
+    contract, total = model.contract, len(prompt) + options.length
     assert contract.mask_id is not None
     sampler = Sampler(options.sampling, contract.mask_id)
-    x = prompt + [contract.mask_id] * options.max_new_tokens
-    masked = [False] * len(prompt) + [True] * options.max_new_tokens
+    x = prompt + [contract.mask_id] * options.length
+    masked = [False] * len(prompt) + [True] * options.length
     ends = torch.from_numpy(visible_ends(total, len(prompt), contract))
     allowed = torch.arange(total)[None, :] < ends[:, None]
     forwards = 0
