@@ -7,11 +7,11 @@ import hashlib
 import os
 from pathlib import Path
 
-from d2f.adapters import WEIGHTS
 from d2f.base import fingerprint
 from d2f.checkpoint import folder_of
 from d2f.errors import InputError
 from d2f.models import resolve
+from d2f.weight_files import ADAPTER_WEIGHTS
 from distill.config import TrainConfig
 from distill.unread import value_of
 
@@ -37,7 +37,9 @@ def digests(config: TrainConfig) -> dict[str, str]:
     if config.init is not None:
         found["init"] = fingerprint(resolve(config.init))
     if config.init_adapter is not None:
-        found["init_adapter"] = file_digest(folder_of(resolve(config.init_adapter)) / WEIGHTS)
+        found["init_adapter"] = file_digest(
+            folder_of(resolve(config.init_adapter)) / ADAPTER_WEIGHTS
+        )
     return found
 
 

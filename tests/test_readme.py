@@ -6,11 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from documents import ROOT, in_small, run
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -28,37 +27,10 @@ SMALLER = {
 }
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def in_small(command: str, tmp: Path) -> list[str]:
-    words = command.split('"')  # the README quotes with double quotes only
-    arguments = [
-        part
-        for i, text in enumerate(words)
-        for part in ([text] if i % 2 else text.split())
-    ]  # fmt: skip
-    for start, more in SMALLER.items():
-        if command.startswith(start) and "--prompt" not in command:
-            arguments += more.format(tmp=tmp).split()
-    arguments = [str(ROOT / a) if a.startswith("distill/") else a for a in arguments]
-    if arguments[0] == "d2f":
-        return [sys.executable, "-m", *arguments]
-    if arguments[:2] == ["accelerate", "launch"]:
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-        return [*launch, *arguments[2:]]
-    raise AssertionError(f"the README has a command that this test does not know: {command}")
-
-
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make ")])
 def test_a_command_of_the_readme_runs(command, tmp_path):
-    assert run(in_small(command, tmp_path), tmp_path) or "train" in command
+    smaller = {start: more.format(tmp=tmp_path) for start, more in SMALLER.items()}
+    assert run(in_small(command, smaller), tmp_path) or "train" in command
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
