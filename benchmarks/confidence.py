@@ -6,7 +6,8 @@ Time from hidden states to token and confidence of each row, three ways:
     two-pass   a linear layer, then the kernel on its logits
     fused      the kernel from hidden states; no logits in memory
 
-The kernels run on a GPU only; elsewhere the plain way alone is measured.
+The kernels run on a GPU only; elsewhere the plain way alone is measured, by default at smaller
+sizes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from triton_kernels.confidence import (
     confidence_reference,
 )
 
+# Vocabularies and width that are measured by default: on a GPU, on a CPU.
+LARGE, SMALL = ([32000, 126464, 152064], 4096), ([8192, 32000], 256)
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "plain": lambda x, head: confidence_reference(F.linear(x, head), mask_id=1),
     "two-pass": lambda x, head: confidence_of_logits(F.linear(x, head), mask_id=1, kernel=True),
@@ -40,9 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
+    vocabularies, width = LARGE if cuda else SMALL
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128])
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 126464, 152064])
-    parser.add_argument("--width", type=int, default=4096, help="of a hidden state")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=vocabularies)
+    parser.add_argument("--width", type=int, default=width, help="of a hidden state")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--repeat", type=int, default=50)
     parser.add_argument("--json", type=Path, help="file for the numbers")

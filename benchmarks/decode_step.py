@@ -12,7 +12,8 @@ blocks being decoded, on 512 to 4,096 cached keys:
     flex           without a graph, attention by flex_attention, its block mask made beforehand
     transformers   the model's own forward with a DynamicCache and a mask, all logits of its rows
 
-On a CPU take `--shapes tiny`; it has no graph and no flex.
+By default a GPU takes those of LLaDA-8B and Dream-7B that its memory holds, a CPU the shapes tiny
+and small; it has no graph and no flex. What would not fit is an error before anything is built.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,18 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-)
+from transformers import DynamicCache
 
+from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits, default_shapes
 from benchmarks.span_attention import decoding_spans
 from benchmarks.timing import about
 from d2f.attention import SpanPlan
-from d2f.contract import Contract
+from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from decode.rows import FlatRows
@@ -47,50 +44,7 @@ from decode.sampling import greedy_table
 from decode.static_rows import StaticRows
 from triton_kernels.choice import VARIABLE
 
-MASK_ID = 3
-SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
-    "LLaDA-8B": lambda: LlamaConfig(
-        vocab_size=126464, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    "Dream-7B": lambda: Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    # LLaDA-8B with every width, the vocabulary too, divided by eight, and four layers: for a CPU.
-    "LLaDA-8B/8": lambda: LlamaConfig(
-        vocab_size=15808, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ),
-    # A small model with a vocabulary of the usual size, which is then most of it.
-    "small": lambda: LlamaConfig(
-        vocab_size=32000, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=8192,
-    ),
-    "tiny": lambda: LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
-    ),
-}  # fmt: skip
-
 Forward = Callable[[], object]
-
-
-def build(shape: str, dtype: torch.dtype, device: str) -> DiffusionModel:
-    """A model of that shape with random weights."""
-    config = SHAPES[shape]()
-    config._attn_implementation = "span"
-    with torch.device(device):
-        backbone = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    llada = isinstance(config, LlamaConfig)
-    contract = Contract(
-        family="llada" if llada else "dream", mask_id=MASK_ID, end_ids=(2,),
-        logit_shift=0 if llada else 1, rope_fp32=llada, prompt_rule="bidirectional",
-    )  # fmt: skip
-    return DiffusionModel(backbone.eval(), contract)
 
 
 def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
@@ -103,9 +57,24 @@ def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
     return weights - table.numel() * table.element_size() + a_slot * (cached + rows)
 
 
+def memory_needed(shape: str, dtype: torch.dtype, rows: int, cached: int, device: str) -> int:
+    """About how many bytes a measurement takes: weights, both caches, and the logits three times in
+    fp32; at least the two buffers that the bandwidth is measured with."""
+    model = build(shape, dtype, "meta")
+    weights = sum(p.numel() * p.element_size() for p in model.backbone.parameters())
+    slots = bytes_needed(model, rows, cached) - bytes_needed(model, 0, 0)
+    logits = 4 * rows * model.vocab_size
+    return max(weights + 2 * slots + 3 * logits, 2 * buffer_bytes(device))
+
+
+def buffer_bytes(device: str) -> int:
+    """Size of a buffer far larger than any cache."""
+    return (4 << 30) if device == "cuda" else (256 << 20)
+
+
 def bandwidth(device: str) -> float:
     """Bytes a second, read and written, of copying a buffer far larger than any cache."""
-    source = torch.empty((4 << 30) if device == "cuda" else (256 << 20), dtype=torch.uint8)
+    source = torch.empty(buffer_bytes(device), dtype=torch.uint8)
     source = source.to(device).fill_(7)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 10)
@@ -216,25 +185,36 @@ def measure(
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shapes", nargs="+", default=["LLaDA-8B", "Dream-7B"], choices=SHAPES)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: see above")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
-    device = "cuda" if cuda else "cpu"
+    device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
+    needed = {
+        shape: memory_needed(shape, dtype, max(options.rows), max(options.cached), device)
+        for shape in options.shapes or SHAPES
+    }
+    shapes = options.shapes or default_shapes(needed, device)
+    try:
+        check_fits({shape: needed[shape] for shape in shapes}, device)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     speed = bandwidth(device)
     facts: dict[str, Any] = {**about(options.dtype), "bytes_per_second": speed}
     print(f"{facts['device']}, {options.dtype}, {speed / 1e9:.0f} GB/s, torch {facts['torch']}; ms")
     table = []
-    for shape in options.shapes:
-        model = build(shape, getattr(torch, options.dtype), device)
+    for shape in shapes:
+        model = build(shape, dtype, device)
         for cached in options.cached:
             for rows in options.rows:
                 floor = 1e3 * bytes_needed(model, rows, cached) / speed
@@ -247,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         del model
     if options.json is not None:
         write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

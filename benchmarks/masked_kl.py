@@ -10,6 +10,8 @@ allocated beyond its inputs, on a CPU by the operating system's count.
     trl            TRL's chunked divergence, where trl is installed
     liger          Liger's chunked JSD with beta 0, where liger-kernel is installed
     liger fused    its Triton version, on a GPU
+
+By default a GPU takes the sizes above, those of LLaDA-8B and Dream-7B; a CPU smaller ones.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from d2f.files import write_beside
 from decode.comparison.memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
+# Rows, vocabularies and width that are measured by default: on a GPU, on a CPU.
+LARGE = ([256, 512, 1024, 4096], [126464, 152064], 4096)
+SMALL = ([64, 256], [8192, 32000], 256)
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -119,9 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 512, 1024, 4096])
-    parser.add_argument("--vocabularies", type=int, nargs="+", default=[126464, 152064])
-    parser.add_argument("--width", type=int, default=4096, help="of a hidden state")
+    rows, vocabularies, width = LARGE if cuda else SMALL
+    parser.add_argument("--rows", type=int, nargs="+", default=rows)
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=vocabularies)
+    parser.add_argument("--width", type=int, default=width, help="of a hidden state")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--json", type=Path, help="file for the numbers")

@@ -5,6 +5,8 @@ Writes the README's table of the comparison anew from benchmarks/results/compare
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.files import write_beside
@@ -53,7 +55,14 @@ def with_table(readme: str, report: Report) -> str:
     return f"{before}{MARKS[0]}\n{table(report)}\n{MARKS[1]}{after}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the README, as the command line says."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.readme",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)
     readme = ROOT / "README.md"
     report = Report.load(RESULT / "report.json")
     write_beside(readme, with_table(readme.read_text(encoding="utf-8"), report))

@@ -1,4 +1,4 @@
-"""python -m benchmarks.train_step --shape LLaDA-8B --length 1024
+"""python -m benchmarks.train_step --shape small --length 1024
 
 One training step of D2F (teacher, student, loss, backward, AdamW on the LoRA) on a model with
 random weights, ours beside the plain one, which is what the reference code does: a dense float
@@ -6,7 +6,8 @@ mask, all logits of student and teacher, the teacher's softmax, soft cross-entro
 Both see the same tokens and masks; both losses are printed: ours is the KL, theirs the
 cross-entropy, which is larger by the teacher's entropy. Each is a process of its own; its peak is
 all that it allocated on a GPU, and on a CPU what it took beyond the model by the operating system's
-count.
+count. The shape is LLaDA-8B on a GPU by default and small on a CPU; what would not fit into the
+memory is an error before anything is built.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.apart import apart
-from benchmarks.decode_step import MASK_ID, SHAPES, build, seconds
+from benchmarks.decode_step import seconds
+from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits
 from benchmarks.timing import about
 from d2f import noise
 from d2f import spans as sp
 from d2f.adapters import new_lora
+from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
@@ -150,12 +154,24 @@ def measure(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def least_memory(
+    shape: str, dtype: torch.dtype, samples: int, length: int, ways: Sequence[str]
+) -> int:
+    """Bytes that a step takes at the least: weights, and for the plain one the logits of student
+    and teacher, the teacher's softmax and the gradient of the logits."""
+    model = build(shape, dtype, "meta")
+    weights = sum(p.numel() for p in model.backbone.parameters())
+    logits = 4 * samples * length * model.vocab_size if "plain" in ways else 0
+    return (weights + logits) * dtype.itemsize
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", default="LLaDA-8B", choices=SHAPES)
+    parser.add_argument("--shape", default="LLaDA-8B" if cuda else "small", choices=SHAPES)
     parser.add_argument("--samples", type=int, default=1, help="sequences in a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
@@ -164,6 +180,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
+    least = least_memory(
+        options.shape, getattr(torch, options.dtype), options.samples, options.length, options.ways
+    )
+    try:
+        check_fits({options.shape: least}, "cuda" if cuda else "cpu")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     facts = about(options.dtype)
     print(
         f"{facts['device']}, {options.dtype}, torch {facts['torch']}; {options.shape}, "
@@ -187,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         sizes = {k: v for k, v in vars(options).items() if k != "json"}
         write_beside(options.json, json.dumps({**facts, **sizes, "measured": found}) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -51,7 +51,7 @@ def test_the_plain_training_step_has_the_gradient_of_ours(monkeypatch):
     """What the benchmark compares does one and the same."""
     import torch
 
-    from benchmarks.decode_step import build
+    from benchmarks.shapes import build
     from benchmarks.train_step import draw, ours, plain
     from d2f.adapters import new_lora
 
