@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from decode.comparison.config import CompareConfig
     from decode.comparison.report import Report
 
-BAD_INPUT, INTERRUPTED = 2, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _EPILOG = """\
 Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of an
 entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf 0.95.
 
-exit status: 0 done; 2 bad input, or an entry that failed; 130 interrupted. What was measured until
-then is in the report, and the same command goes on.
+exit status: 0 done; 1 done, but requests failed, and who they were sent to is not ranked; 2 bad
+input, or an entry that failed altogether; 130 interrupted. What was measured until then is in the
+report, and the same command goes on.
 """
 
 
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         config = read_config(options.config, overrides)
         with _interruptible():
-            run(config, f"{program(usual)} {shlex.join(given)}")
+            report = run(config, f"{program(usual)} {shlex.join(given)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -59,7 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    return 0
+    for found in report.failures:
+        print(
+            f"error: {found.workload}: {found.failed} of {found.requests} requests of "
+            f"{found.entry} failed, it is not ranked, e.g. {found.example}",
+            file=sys.stderr,
+        )
+    return FAILED if report.failures else 0
 
 
 def run(config: CompareConfig, command: str) -> Report:

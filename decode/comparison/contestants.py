@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from d2f.errors import InputError
 from decode.comparison import memory
 from decode.comparison.answers import Run
+from decode.comparison.completions import ignored_limit
 from decode.comparison.config import AnyEntry, CompareConfig, Endpoint, Ours, Transformers, Vllm
-from decode.comparison.prompts import encode_all, tokenizer_of
+from decode.comparison.prompts import count_tokens, encode_all, tokenizer_of
 from decode.comparison.served import Client, check_endpoint
 from decode.comparison.server import VllmServer, check_python
 from decode.comparison.worker import Worker, WorkerContestant
@@ -46,6 +47,7 @@ class ServedContestant:
         self.entry = entry
         self.client = client
         self.server = server
+        self.tokenizer = tokenizer
         self.prompts: dict[str, list[Any]] = {}
         self.lengths: dict[str, list[int]] = {}
         for workload in workloads:
@@ -71,6 +73,10 @@ class ServedContestant:
             max_new_tokens=workload.max_new_tokens,
             stop=workload.stop,
         )
+        texts = [answer.text for answer in run.answers]
+        for answer, tokens in zip(run.answers, count_tokens(self.tokenizer, texts), strict=True):
+            if answer.error is None:
+                answer.error = ignored_limit(answer, tokens, workload.max_new_tokens)
         if self.server is not None:
             self.server.check()
             run.peak_bytes = memory.peak_bytes(pids)

@@ -33,7 +33,9 @@ class Display:
     def __init__(self) -> None:
         live = sys.stdout.isatty()
         width = None if live else PLAIN_WIDTH
-        self.console = Console(force_terminal=live, highlight=False, width=width)
+        self.console = Console(
+            force_terminal=live, highlight=False, width=width, markup=False, emoji=False
+        )
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 

@@ -14,22 +14,26 @@ from decode.figures import COLORS, DPI, MARKERS, Panel, Point, Series, frontier,
 
 def draw(report: Report, folder: Path) -> None:
     """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
-    judged, frontier and, where an option was swept, forwards; each as PNG and SVG."""
+    judged, frontier and, where an option was swept, forwards; each as PNG and SVG. Of what is
+    ranked: an entry with failed requests is not drawn."""
     caption = f"{_caption(report)}; 95 % intervals"
+    if not report.ranked:  # nothing that could be compared
+        return
     models = _swept_models(report)
-    if not models or len({row.concurrency for row in report.rows}) > 1:
+    if not models or len({row.concurrency for row in report.ranked}) > 1:
         save(throughput(report), folder / "throughput")
     if models:
         for name, forwards in (("frontier", False), ("forwards", True)):
             panels = [
                 _sweep_panel(report, workload, model, forwards=forwards)
-                for workload in report.workloads
+                for workload in _workloads(report)
                 for model in models
             ]
             if all(panel.series for panel in panels):
                 save(frontier(panels, caption, columns=len(models)), folder / name)
         return
-    panels = [panel for workload in report.workloads if (panel := _panel(report, workload)).series]
+    every = [_panel(report, workload) for workload in _workloads(report)]
+    panels = [panel for panel in every if panel.series]
     if panels:
         save(frontier(panels, caption), folder / "frontier")
 
@@ -37,10 +41,10 @@ def draw(report: Report, folder: Path) -> None:
 def throughput(report: Report) -> Figure:
     """A panel a workload: visible tokens a second over the requests in flight, a line an entry,
     its band from the slowest to the fastest repetition."""
-    workloads = report.workloads
+    workloads = _workloads(report)
     figure = Figure(figsize=(5.6 * len(workloads), 4.6), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, len(workloads), squeeze=False)[0]
-    ticks = sorted({row.concurrency for row in report.rows})
+    ticks = sorted({row.concurrency for row in report.ranked})
     for axes, workload in zip(panels, workloads, strict=True):
         for i, (entry, own) in enumerate(_lines(report, workload)):
             x = [row.concurrency for row in own]
@@ -103,11 +107,11 @@ def _sweep_panel(report: Report, workload: str, model: str, *, forwards: bool) -
     """A line a sweep of that model, its points in the order of its values, at the lowest
     concurrency; other entries of the model, and of models without sweeps, are points. forwards:
     over the tokens of a forward, not of a second."""
-    lowest = min(row.concurrency for row in report.rows)
+    lowest = min(row.concurrency for row in report.ranked)
     others = set(_swept_models(report)) - {model}
     models = {entry["name"]: entry["model"] for entry in report.about["config"]["entries"]}
     points: dict[str, list[Point]] = {}
-    for row in report.rows:
+    for row in report.ranked:
         found = report.accuracy(row.entry, workload)
         x = row.tokens_per_forward if forwards else row.throughput
         here = (row.workload, row.concurrency) == (workload, lowest)
@@ -136,12 +140,16 @@ def _ends_labelled(points: list[Point]) -> list[Point]:
     return [p if i in (0, last) else replace(p, label="") for i, p in enumerate(points)]
 
 
+def _workloads(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.workload for row in report.ranked))
+
+
 def _lines(report: Report, workload: str) -> list[tuple[str, list[Row]]]:
     """Each entry with its rows, in the configuration's order, so that colours stay its own."""
     return [
-        (entry, [r for r in report.rows if (r.workload, r.entry) == (workload, entry)])
+        (entry, [r for r in report.ranked if (r.workload, r.entry) == (workload, entry)])
         for entry in report.about["entries"]
-        if any(r.entry == entry for r in report.rows)
+        if any(r.entry == entry for r in report.ranked)
     ]
 
 

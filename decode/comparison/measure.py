@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from d2f.errors import InputError
 from decode.comparison.config import CompareConfig
 from decode.comparison.contestants import Contestant
 from decode.comparison.ledger import Ledger
@@ -61,11 +62,18 @@ def measure(
     ledger: Ledger,
     show: Callable[[Planned, Record | None], None],
 ) -> None:
-    """Do the runs; show is called before each with None and after each with its record."""
+    """Do the runs; show is called before each with None and after each with its record. Raises
+    InputError where an entry has failed: as it says itself, or because it answers nothing."""
     for planned in runs:
         show(planned, None)
         entry = planned.contestant.entry.name
         run = planned.contestant.run(planned.workload, planned.count, planned.concurrency)
+        errors = [answer.error for answer in run.answers if answer.error is not None]
+        if len(errors) == len(run.answers):
+            raise InputError(
+                f"entry {entry} has failed: not one of {len(errors)} requests was answered, e.g. "
+                f"{errors[0]}"
+            )
         if planned.warmup:
             continue
         record = judge(

@@ -70,12 +70,14 @@ def judge(
     concurrency: int,
     repetition: int | None,
 ) -> Record:
-    """Count and judge the answers of a run; a failed request has no tokens and is wrong."""
+    """Count and judge the answers of a run; a failed request has no tokens and is wrong, and none
+    has more tokens than were asked for."""
     texts = ["" if a.error else visible(a.text, workload.stop) for a in run.answers]
     answers = []
     for answer, text, tokens in zip(
         run.answers, texts, count_tokens(tokenizer, texts), strict=True
     ):
+        tokens = min(tokens, workload.max_new_tokens)  # by another tokenizer than its own
         right = workload.items[answer.item].right(text)
         answers.append(
             Judged(

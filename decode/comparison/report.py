@@ -9,7 +9,7 @@ from typing import Any
 
 from d2f.files import write_beside
 from decode.comparison.records import Record, as_json, from_json
-from decode.comparison.statistics import Accuracy, Row, accuracies, faster_at, rows
+from decode.comparison.statistics import Accuracy, Row, accuracies, failures, faster_at, rows
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -28,6 +28,8 @@ class Report:
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
         self.rows = rows(self.records, series)
         self.accuracies = accuracies(self.records, self.baseline)
+        self.failures = failures(self.records)
+        self.ranked = [r for r in self.rows if self._is_ranked(r.entry, r.workload)]
 
     @classmethod
     def load(cls, path: Path) -> Report:
@@ -44,9 +46,12 @@ class Report:
     def workloads(self) -> list[str]:
         return list(dict.fromkeys(row.workload for row in self.rows))
 
+    def _is_ranked(self, entry: str, workload: str) -> bool:
+        return not any((f.entry, f.workload) == (entry, workload) for f in self.failures)
+
     def speedup(self, row: Row) -> float | None:
-        """Throughput over the baseline's at the same concurrency."""
-        for other in self.rows:
+        """Throughput over the baseline's at the same concurrency, None where one is not ranked."""
+        for other in self.ranked if row in self.ranked else ():
             same = (other.workload, other.concurrency) == (row.workload, row.concurrency)
             if same and other.entry == self.baseline and other.throughput:
                 return row.throughput / other.throughput
@@ -78,9 +83,14 @@ class Report:
         return "\n".join(lines)
 
     def verdict(self, workload: str) -> list[str]:
-        """Who won where, in sentences."""
-        own = [row for row in self.rows if row.workload == workload]
-        lines = []
+        """Who won where, in sentences; who has failed requests has won nothing."""
+        lines = [
+            f"- **{f.entry} is not ranked**: {f.failed} of its {f.requests} requests failed, "
+            f"e.g. {f.example}"
+            for f in self.failures
+            if f.workload == workload
+        ]
+        own = [row for row in self.ranked if row.workload == workload]
         for concurrency in dict.fromkeys(row.concurrency for row in own):
             best = max((r for r in own if r.concurrency == concurrency), key=lambda r: r.throughput)
             lines.append(
@@ -90,9 +100,11 @@ class Report:
         counts = sorted({row.concurrency for row in own})
         for series in dict.fromkeys(row.series for row in own if row.series):
             lines.append(f"- {series}: {self._range([r for r in own if r.series == series])}.")
-        for entry in dict.fromkeys(row.entry for row in own if not row.series):
+        entries = dict.fromkeys(row.entry for row in own)
+        compared = [row.entry for row in own if not row.series and self.baseline in entries]
+        for entry in dict.fromkeys(compared):
             if entry != self.baseline:
-                wins = faster_at(self.rows, workload, self.baseline, entry)
+                wins = faster_at(own, workload, self.baseline, entry)
                 won = self._won(entry, wins, counts)
                 lines.append(f"- {won}{self._points(entry, workload)}.")
         return lines
@@ -151,7 +163,8 @@ class Report:
             "|---|---|---|---|---|---|---|",
         ]
         for a in own:
-            points = "" if a.entry == self.baseline else f"{a.difference:+.1f}"
+            ranked = all(self._is_ranked(e, workload) for e in (a.entry, self.baseline))
+            points = "" if a.entry == self.baseline or not ranked else f"{a.difference:+.1f}"
             same = "" if a.entry == self.baseline else f"{a.same} of {a.problems}"
             lines.append(
                 f"| {a.entry} | {a.right} of {a.problems} | {a.right / a.problems:.1%} "
@@ -216,7 +229,7 @@ def _facts(facts: dict[str, Any]) -> str:
 SPEED: list[Column] = [
     ("concurrency", lambda r: str(r.concurrency)),
     ("entry", lambda r: r.entry),
-    ("tokens/s", lambda r: _number(r.throughput)),
+    ("tokens/s", lambda r: _number(r.throughput) + " (not ranked)" * bool(r.failed)),
     ("slowest to fastest run", lambda r: f"{r.throughput_low:,.0f} to {r.throughput_high:,.0f}"),
     ("tokens/s a request", lambda r: _number(r.request_throughput)),
     ("first token, ms (median / 95 %)", lambda r: _milliseconds(r.first, r.first_95)),
@@ -238,9 +251,10 @@ WORK: list[Column] = [
 ]
 COUNTED = [
     "- Tokens are visible ones: the answer's text before the first end token or stop string, "
-    "counted by one tokenizer for all entries. Tokens/s is their sum over the wall time of a whole "
-    "run, from the first request to the last answer, with `concurrency` requests in flight; the "
-    "median of the repetitions, which alternate between the entries. Warm-ups are not in it.",
+    "counted by one tokenizer for all entries, at most as many as were asked for. Tokens/s is "
+    "their sum over the wall time of a whole run, from the first request to the last answer, with "
+    "`concurrency` requests in flight; the median of the repetitions, which alternate between the "
+    "entries. Warm-ups are not in it.",
     "- Every entry had the same prompts through its own tokenizer and chat template, the same "
     "longest answer, the same stop strings, and decodes greedily.",
     "- Prefill ends with the first forward that a request was in (streamed: its first piece). The "
@@ -250,6 +264,6 @@ COUNTED = [
     "- Peak memory is resident memory of the entry's processes on a CPU (pages that two of them "
     "share count twice), allocated memory on a GPU.",
     "- Accuracy: all problems, once, with Wilson's interval; its difference to the baseline's, on "
-    "the same problems, with Tango's. A failed request is wrong. Unstable answers were not the "
-    "same text in every run.",
+    "the same problems, with Tango's. A failed request is wrong. An entry with failed requests is "
+    "neither ranked nor drawn. Unstable answers were not the same text in every run.",
 ]

@@ -13,19 +13,24 @@ from typing import Any
 import httpx
 
 from d2f.errors import InputError
+from decode.cli.record import visible as printable
 from decode.comparison.answers import Answer, Run
+from decode.comparison.completions import (
+    QUOTED,
+    allowed_bytes,
+    parse_json,
+    quote,
+    read_pieces,
+    read_whole,
+)
 from decode.comparison.config import Limits, Served
+from decode.comparison.http import PLAIN, UnusableError, beginning, body, chunks, fetch
 
 BACKOFF_SECONDS = 0.2  # before the first retry, doubled for each further one
-BODY_QUOTED = 300  # characters of an error's body
 
 
-class _Failed(Exception):
-    """One try of a request that did not give an answer. again: whether another may."""
-
-    def __init__(self, why: str, *, again: bool):
-        super().__init__(why)
-        self.again = again
+class _RefusedError(UnusableError):
+    """An answer that would be the same again."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,12 @@ class Client:
             json.dumps({"model": self.served_name, "prompt": prompt, **rules, **self.entry.body})
             for prompt in prompts
         ]  # before the clock starts
+        most = allowed_bytes(max_new_tokens)
         answers = [Answer(i) for i in range(len(prompts))]
         waiting: Iterator[Answer] = iter(answers)
         timeout = httpx.Timeout(self.limits.silence, connect=self.limits.connect)
         pool = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        headers = {"content-type": "application/json", **self.headers}
+        headers = {"content-type": "application/json", **PLAIN, **self.headers}
         async with httpx.AsyncClient(
             timeout=timeout, limits=pool, headers=headers, trust_env=False
         ) as client:
@@ -78,142 +84,78 @@ class Client:
 
             async def user() -> None:
                 for answer in waiting:
-                    await self._answer(client, bodies[answer.item], answer, began)
+                    await self._answer(client, bodies[answer.item], answer, began, most)
 
             await asyncio.gather(*(user() for _ in range(min(concurrency, len(answers)))))
             return Run(answers, time.perf_counter() - began)
 
     async def _answer(
-        self, client: httpx.AsyncClient, body: str, answer: Answer, began: float
+        self, client: httpx.AsyncClient, request: str, answer: Answer, began: float, most: int
     ) -> None:
         answer.submitted = time.perf_counter() - began
         for attempt in range(1, self.retries + 2):
             answer.attempts = attempt
             try:
                 async with asyncio.timeout(self.limits.request):
-                    if self.entry.stream:
-                        await self._streamed(client, body, answer, began)
-                    else:
-                        await self._whole(client, body, answer, began)
+                    await self._ask(client, request, answer, began, most)
                 answer.error = None
                 return
             except TimeoutError:
                 answer.error = f"no answer within {self.limits.request:g} s"
             except httpx.TransportError as error:
-                answer.error = f"{type(error).__name__}: {error}".rstrip(": ")
-            except _Failed as error:
+                answer.error = printable(f"{type(error).__name__}: {error}".rstrip(": "))
+            except UnusableError as error:
                 answer.error = str(error)
-                if not error.again:
+                if isinstance(error, _RefusedError):
                     return
             if attempt <= self.retries:
                 await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1))
 
-    async def _whole(
-        self, client: httpx.AsyncClient, body: str, answer: Answer, began: float
+    async def _ask(
+        self, client: httpx.AsyncClient, request: str, answer: Answer, began: float, most: int
     ) -> None:
-        response = await client.post(f"{self.url}/completions", content=body)
-        arrived = time.perf_counter() - began
-        _check_status(response, response.content)
-        values = _parse(response.text)
-        choice = _choice(values)
-        if not isinstance(choice.get("text"), str):
-            raise _Failed(f"an answer without text: {response.text[:BODY_QUOTED]}", again=True)
-        answer.text, answer.finished = choice["text"], arrived
-        answer.own_tokens = _completion_tokens(values)
-
-    async def _streamed(
-        self, client: httpx.AsyncClient, body: str, answer: Answer, began: float
-    ) -> None:
-        pieces: list[tuple[float, str]] = []  # parsed when all are there: the clock runs
-        async with client.stream("POST", f"{self.url}/completions", content=body) as response:
+        """One try. What came is parsed when all of it is there: the clock runs."""
+        url = f"{self.url}/completions"
+        async with client.stream("POST", url, content=request) as response:
             if response.status_code != 200:
-                _check_status(response, await response.aread())
-            async for line in response.aiter_lines():
-                if line:
-                    pieces.append((time.perf_counter() - began, line))
-        _read_pieces(pieces, answer)
-
-
-def _read_pieces(pieces: list[tuple[float, str]], answer: Answer) -> None:
-    """The answer in a finished stream of server-sent events."""
-    text, reason, own, done = "", None, None, False
-    prefill = first = last = None
-    for arrived, line in pieces:
-        if line.startswith(":"):  # a comment, sent to keep the connection alive
-            continue
-        if not line.startswith("data:"):
-            raise _Failed(f"expected a data line, got {line[:BODY_QUOTED]!r}", again=True)
-        data = line[5:].strip()
-        if data == "[DONE]":
-            done = True
-            break
-        values = _parse(data)
-        own = _completion_tokens(values) or own
-        if values.get("choices") == []:  # the usage alone
-            continue
-        choice = _choice(values)
-        prefill = arrived if prefill is None else prefill
-        piece = choice.get("text") or ""
-        if piece and first is None:
-            first = arrived
-        text += piece
-        reason = choice.get("finish_reason") or reason
-        last = arrived
-    if reason is None or not done:
-        raise _Failed(f"the stream was cut short after {len(pieces)} lines", again=True)
-    answer.text, answer.own_tokens = text, own
-    answer.prefill, answer.finished = prefill, last
-    answer.first = first if first is not None else last
-    answer.first_tokens = 1
-
-
-def _check_status(response: httpx.Response, body: bytes) -> None:
-    if response.status_code != 200:
-        quoted = body.decode("utf-8", "replace")[:BODY_QUOTED]
-        again = response.status_code >= 500 or response.status_code in (408, 429)
-        raise _Failed(f"HTTP {response.status_code}: {quoted}", again=again)
-
-
-def _parse(data: str) -> dict[str, Any]:
-    try:
-        values = json.loads(data)
-    except ValueError as error:
-        raise _Failed(f"malformed JSON: {data[:BODY_QUOTED]!r}", again=True) from error
-    if not isinstance(values, dict):
-        raise _Failed(f"expected a JSON object, got {data[:BODY_QUOTED]!r}", again=True)
-    if "error" in values:
-        raise _Failed(f"the server says {str(values['error'])[:BODY_QUOTED]}", again=True)
-    return values
-
-
-def _choice(values: dict[str, Any]) -> dict[str, Any]:
-    choices = values.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise _Failed(f"expected choices, got {str(values)[:BODY_QUOTED]}", again=True)
-    return choices[0]
-
-
-def _completion_tokens(values: dict[str, Any]) -> int | None:
-    usage = values.get("usage")
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
+                why = f"HTTP {response.status_code}: {quote(await beginning(response, QUOTED))}"
+                again = response.status_code >= 500 or response.status_code in (408, 429)
+                raise (UnusableError if again else _RefusedError)(why)
+            if not self.entry.stream:
+                data = await body(response, most)
+                arrived = time.perf_counter() - began
+                read_whole(data, answer)
+                answer.finished = arrived
+                return
+            pieces: list[tuple[float, bytes]] = []
+            rest = b""
+            async for chunk in chunks(response, most):
+                *lines, rest = (rest + chunk).split(b"\n")
+                arrived = time.perf_counter() - began
+                pieces += [(arrived, line) for line in lines if line.strip()]
+            if rest.strip():
+                pieces.append((time.perf_counter() - began, rest))
+        read_pieces(pieces, answer)
 
 
 def check_endpoint(url: str, served_name: str, headers: dict[str, str], limits: Limits) -> None:
-    """Raise InputError unless the endpoint answers and serves that name."""
+    """Raise InputError unless the endpoint answers, in time, and serves that name."""
     try:
-        response = httpx.get(
-            f"{url}/models", headers=headers, timeout=limits.connect, trust_env=False
-        )
+        status, data = fetch(f"{url}/models", limits.silence, headers)
+        if status == 404:  # not every server lists its models
+            return
+        if status != 200:
+            raise InputError(f"{url}/models: HTTP {status}: {quote(data)}")
+        values = parse_json(data)
+        names = [model["id"] for model in values["data"]]
+        shown = printable(", ".join(names)[:QUOTED])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InputError(f"{url}: no endpoint answers there: {error}") from error
-    if response.status_code == 404:  # not every server lists its models
-        return
-    if response.status_code != 200:
-        raise InputError(f"{url}/models: HTTP {response.status_code}: {response.text[:200]}")
-    try:
-        names = [model["id"] for model in response.json()["data"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{url}/models: expected a list of models: {error}") from error
+        raise InputError(f"{url}: no endpoint answers there: {printable(str(error))}") from error
+    except TimeoutError as error:
+        raise InputError(f"{url}/models: no answer within {limits.silence:g} s") from error
+    except UnusableError as error:
+        raise InputError(f"{url}/models: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{url}/models: expected a list of models, got {quote(data)}") from error
     if served_name not in names:
-        raise InputError(f"{url} serves {', '.join(names)}, not {served_name!r}")
+        raise InputError(f"{url} serves {shown}, not {served_name!r}")

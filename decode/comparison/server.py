@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -10,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import httpx
 
@@ -19,10 +19,12 @@ from d2f.files import make_folder
 from d2f.models import resolve
 from decode.comparison import guard
 from decode.comparison.config import Vllm
+from decode.comparison.http import UnusableError, fetch
 
 LOG_LINES_QUOTED = 30
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
+_NO_ANSWER = (httpx.HTTPError, TimeoutError, UnusableError)
 
 
 class ServerError(InputError):
@@ -101,9 +103,9 @@ class VllmServer:
 
     def version(self) -> str | None:
         """vLLM's version as the server tells it."""
-        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
-            answer: dict[str, Any] = httpx.get(f"{self.url[:-3]}/version", timeout=10).json()
-            return str(answer["version"])
+        with contextlib.suppress(*_NO_ANSWER, ValueError, KeyError, TypeError):
+            _, answer = fetch(f"{self.url[:-3]}/version", 10)
+            return str(json.loads(answer)["version"])
         return None
 
     def stop(self) -> None:
@@ -126,8 +128,8 @@ class VllmServer:
     def _wait(self, deadline: float) -> None:
         while True:
             self.check()
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url[:-3]}/health", timeout=5).status_code == 200:
+            with contextlib.suppress(*_NO_ANSWER):
+                if fetch(f"{self.url[:-3]}/health", 5)[0] == 200:
                     return
             if time.monotonic() > deadline:
                 raise ServerError(

@@ -72,6 +72,29 @@ class Accuracy:
     unstable: int
 
 
+@dataclass(frozen=True)
+class Failures:
+    """An entry with failed requests in a workload, of all its runs there: it is not ranked."""
+
+    entry: str
+    workload: str
+    failed: int
+    requests: int
+    example: str
+
+
+def failures(records: Sequence[Record]) -> list[Failures]:
+    """The entries and workloads with failed requests, in the order of the records."""
+    found = []
+    for workload, entry in dict.fromkeys((r.workload, r.entry) for r in records):
+        own = [r for r in records if (r.workload, r.entry) == (workload, entry)]
+        errors = [a.error for run in own for a in run.answers if a.error is not None]
+        if errors:
+            requests = sum(len(run.answers) for run in own)
+            found.append(Failures(entry, workload, len(errors), requests, errors[0]))
+    return found
+
+
 def rows(
     records: Sequence[Record], series: Mapping[str, str | None] = MappingProxyType({})
 ) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,15 @@ from typing import Any
 Behaviour = Callable[["Handler", dict[str, Any], int], None]
 
 
+Get = Callable[["Handler"], None]
+
+
 class Handler(BaseHTTPRequestHandler):
     """Requests are given to the server's behaviour with their body and running number."""
 
     def do_GET(self) -> None:
-        self.send(200, json.dumps({"data": [{"id": "served"}]}))
+        server: Any = self.server
+        server.models(self)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -61,6 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def list_models(handler: Handler) -> None:
+    handler.send(200, json.dumps({"data": [{"id": "served"}]}))
+
+
 def answering(text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2", pause: float = 0.0):
     """A behaviour that answers every request well, word by word if it is asked to stream."""
 
@@ -81,13 +90,21 @@ def answering(text: Callable[[dict[str, Any]], str] = lambda body: "w1 w2", paus
     return behave
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has given up is no error of the server's."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
-def endpoint(behaviour: Behaviour) -> Iterator[Any]:
-    """A running endpoint. Its attributes: url, bodies of the requests so far, and `most`, the
-    largest number of requests that were in it together."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.behaviour, server.lock = behaviour, threading.Lock()
+def endpoint(behaviour: Behaviour, models: Get = list_models) -> Iterator[Any]:
+    """A running endpoint; models: what it answers to a GET. Its attributes: url, bodies of the
+    requests so far, and `most`, the largest number of requests that were in it together."""
+    server: Any = Server(("127.0.0.1", 0), Handler)
+    server.behaviour, server.models, server.lock = behaviour, models, threading.Lock()
     server.bodies, server.running, server.most = [], 0, 0
     server.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
