@@ -114,6 +114,17 @@ class GrowingFile:
         self.close()
 
 
+def new_file(path: Path) -> BinaryIO:
+    """An empty file in place of what is at `path`, in a folder made if it is missing, to be read
+    while it is written. Raises OutputError."""
+    make_folder(path.parent)
+    try:
+        path.unlink(missing_ok=True)
+        return path.open("xb")
+    except OSError as error:
+        raise OutputError(f"{path} could not be opened: {_reason(error)}") from error
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder, and those above it, where there is none. Raises OutputError."""
     try:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.command import CommandParser
-from d2f.errors import InputError
+from d2f.errors import InputError, OutputError
 from d2f.files import write_beside
 from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
+from decode.cli.places import check_place
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -211,13 +212,25 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
+def _keep(report: dict[str, Any], path: Path) -> None:
+    """Write the report; where that fails, hours of work go to standard output instead."""
+    text = json.dumps(report, indent=2) + "\n"
+    try:
+        write_beside(path, text)
+    except OutputError as error:
+        print(text, end="", flush=True)
+        raise OutputError(f"{error}; the numbers are above instead") from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if options.json is not None:
+            check_place(options.json, "--json")
         report = run(options)
         if options.json is not None:
-            write_beside(options.json, json.dumps(report, indent=2) + "\n")
+            _keep(report, options.json)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

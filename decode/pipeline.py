@@ -87,11 +87,11 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         output=output,
         trace=trace,
     )
-    if trace is not None and new:
-        trace.write(settled)
     order = {job.source.id: place for place, job in enumerate(jobs)}
     records = sorted([*finished, *new], key=lambda record: order[record.id])
     _report(options, console, model, records, new, seconds)
+    if trace is not None and new:
+        trace.write(settled)
 
 
 def describe(

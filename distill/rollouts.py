@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.files import GrowingFile, write_beside
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.decoder_options import DECODER_OPTIONS
 from decode.cli.options import Parser
@@ -52,7 +53,10 @@ class RolloutFile:
         self.path = Path(os.path.realpath(path))
         self.names: list[str] = []
         self.torn = False
-        data = self.path.read_bytes() if self.path.exists() else b""
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
         self._whole = data[: data.rfind(b"\n") + 1].decode()
         if data:
             there, found, self.torn = parse_rollouts(data, self.path)
@@ -62,17 +66,14 @@ class RolloutFile:
             self._whole = json_line({"rollouts": run})
 
     def __enter__(self) -> RolloutFile:
-        from d2f.files import write_beside
-
         if self.torn or not self.names:
             write_beside(self.path, self._whole)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = GrowingFile(self.path)
         return self
 
     def write(self, rollout: Rollout) -> None:
-        """Append a rollout and flush it."""
+        """Append a rollout. Raises OutputError."""
         self._file.write(rollout.model_dump_json() + "\n")
-        self._file.flush()
         self.names.append(rollout.unique_id)
 
     def __exit__(self, *_: object) -> None:

@@ -7,10 +7,10 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 from d2f.errors import InputError
-from d2f.files import write_beside
+from d2f.files import GrowingFile, write_beside
 from decode.cli.places import check_place
 from decode.cli.record import Record
 
@@ -29,7 +29,7 @@ class Output:
         self.header = {"run": json.loads(json.dumps(run))}
         self.records: list[Record] = []
         self.torn = False
-        self._file: TextIO | None = None
+        self._file: GrowingFile | None = None
         try:
             data = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
@@ -66,14 +66,13 @@ class Output:
         if self.torn or not self.path.exists() or not self.path.stat().st_size:
             lines = [self.header, *(record.to_json() for record in self.records)]
             write_beside(self.path, "".join(map(json_line, lines)))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = GrowingFile(self.path)
         return self
 
     def write(self, record: Record) -> None:
-        """Append a result and flush it."""
+        """Append a result. Raises OutputError."""
         assert self._file is not None
         self._file.write(json_line(record.to_json()))
-        self._file.flush()
 
     def __exit__(
         self,

@@ -15,7 +15,7 @@ from types import TracebackType
 import httpx
 
 from d2f.errors import InputError
-from d2f.files import make_folder
+from d2f.files import new_file
 from d2f.models import resolve
 from decode.comparison import guard
 from decode.comparison.config import Vllm
@@ -62,10 +62,8 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> VllmServer:
-        make_folder(self.log.parent)
         began = time.monotonic()
-        self.log.unlink(missing_ok=True)
-        with self.log.open("xb") as out:
+        with new_file(self.log) as out:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, str(STOP_SECONDS), *self.command],
                 stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py

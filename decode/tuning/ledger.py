@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from d2f.errors import InputError
-from d2f.files import write_beside
+from d2f.files import GrowingFile, write_beside
 from decode.cli.output import json_line, refuse_another_run
 from decode.cli.places import check_place
 from decode.tuning.evidence import Evidence
@@ -123,13 +123,11 @@ class Ledger:
         return sum(m.wall for j, m in self.done.items() if (j.task, j.split) == (task, "tuning"))
 
     def write(self, measurement: Measurement) -> None:
-        """Add a measurement, on disk before this returns."""
+        """Add a measurement, on disk before this returns. Raises OutputError."""
         if not self._whole:
             lines = [self.header, *(m.to_json() for m in self.done.values())]
             write_beside(self.path, "".join(map(json_line, lines)))
             self._whole = True
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json_line(measurement.to_json()))
-            file.flush()
-            os.fsync(file.fileno())
+        with GrowingFile(self.path) as file:
+            file.write(json_line(measurement.to_json()), sync=True)
         self.done[measurement.job] = measurement

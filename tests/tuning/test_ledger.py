@@ -1,12 +1,14 @@
 """The ledger: what was measured stays, and is not mistaken for another run's."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
 from made_up import counted
 
-from d2f.errors import InputError
+from d2f.errors import InputError, OutputError
 from decode.tuning.ledger import Ledger, Measurement, job
 
 RUN = {"weights": "aa", "seed": 0, "grid": {"tau_conf": [0.9, 1.0]}}
@@ -94,3 +96,20 @@ def test_a_line_that_is_no_measurement(tmp_path):
         path.write_text("".join([*lines, bad]))
         with pytest.raises(InputError, match="line 6 is not a measurement of this run"):
             Ledger(path, RUN)
+
+
+def test_a_full_disk_leaves_what_was_measured(tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    ledger = filled(path)
+    whole = path.read_bytes()
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OutputError, match=r"m.jsonl could not be written: No space left"):
+            ledger.write(measurement(6))
+    assert path.read_bytes() == whole and len(ledger.done) == 4
+    ledger.write(measurement(6))
+    assert len(Ledger(path, RUN).done) == 5
