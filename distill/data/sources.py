@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,7 +52,8 @@ class Source(ABC):
 
 
 class JsonLines(Source):
-    """A JSONL file: only where its lines begin is in memory. Blank lines are no rows."""
+    """A JSONL file: only where its lines begin is in memory. Blank lines are no rows. It is read
+    and not mapped into memory, where a file that shrinks would end the process (SIGBUS)."""
 
     def __init__(self, path: Path):
         self.name = str(path)
@@ -70,12 +71,13 @@ class JsonLines(Source):
                     position += len(line)
                 if not starts:
                     raise InputError(f"{path}: expected at least one line, got none")
-                self._text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
         self.digest = digest.hexdigest()
         self._starts = np.array([*starts, position], dtype=np.int64)
         self._numbers = np.array(numbers, dtype=np.int64)
+        weakref.finalize(self, self._file.close)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -84,13 +86,27 @@ class JsonLines(Source):
         return f"{self.name}, line {self._numbers[number]}"
 
     def row(self, number: int) -> Any:
-        line = self._text[self._starts[number] : self._starts[number + 1]].strip()
+        line = self._bytes(int(self._starts[number]), int(self._starts[number + 1])).strip()
         try:
             return json.loads(line.decode("utf-8-sig"))
         except ValueError as error:  # of the JSON, of the encoding, or a number of 5000 digits
             raise BadRow(f"not JSON ({error}): {line[:60]!r}") from error
         except RecursionError as error:
             raise BadRow(f"JSON that is nested too deeply: {line[:60]!r}") from error
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        """The file between two places. Raises InputError where it has become shorter."""
+        try:
+            self._file.seek(start)
+            data = self._file.read(end - start)
+        except OSError as error:
+            raise InputError(f"{self.name}: cannot be read: {error.strerror}") from error
+        if len(data) < end - start:
+            raise InputError(
+                f"{self.name} has become shorter while it is read: expected {end - start} bytes "
+                f"from {start} on, got {len(data)}; put it back as it was, the same command goes on"
+            )
+        return data
 
 
 class Table(Source):
