@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from d2f.base import check_base
@@ -17,6 +17,7 @@ from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
 from d2f.json_file import read_object
 from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
+from d2f.weights import write_weights
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -86,7 +87,8 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
 
 
 def save_adapter(model: DiffusionModel, folder: Path) -> None:
-    """Write the adapter's weights, configuration and the model's contract into `folder`."""
+    """Write the adapter's weights, configuration and the model's contract into `folder`. Raises
+    CheckpointError for weights that are not finite."""
     assert model.adapter is not None
     config = model.adapter.peft_config["default"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
         for key, value in model.adapter.state_dict().items()
         if ".lora_" in key
     }
-    save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    write_weights(weights, folder / ADAPTER_WEIGHTS)
     values = {
         "peft_type": "LORA",
         "base_model_name_or_path": model.contract.base or "",

@@ -7,7 +7,6 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config
 
 from d2f import attention
@@ -16,6 +15,7 @@ from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import Family, get_family
 from d2f.model import DiffusionModel, Fp32Rotary
+from d2f.weights import write_weights
 
 _SCRATCH: dict[str, type[PretrainedConfig]] = {
     "causal": LlamaConfig,
@@ -137,7 +137,8 @@ def save_model(
     model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **contract: object
 ) -> None:
     """Write a model without adapter to `folder`: config, weights in `dtype`, tokenizer, and its
-    contract with the given fields changed. Raises ValueError for a model with an adapter."""
+    contract with the given fields changed. Raises ValueError for a model with an adapter,
+    CheckpointError for weights that are not finite in `dtype`."""
     if model.adapter is not None:
         raise ValueError("merge the adapter before saving the model, or save the adapter alone")
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +151,7 @@ def save_model(
         for name, value in model.backbone.state_dict().items()
         if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(weights, folder / "model.safetensors")
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(folder)
     dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]

@@ -70,6 +70,15 @@ def writing_folder(place: Path) -> Iterator[Path]:
             raise
 
 
+def put_back(place: Path) -> None:
+    """Give a folder its name again that a kill left beside its place (`writing_folder`)."""
+    for left in _leftovers(place, "replaced"):
+        if place.exists():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.rename(place)
+
+
 class GrowingFile:
     """A text file at `path` that grows by whole lines. Raises OutputError, also for a link."""
 
@@ -135,11 +144,7 @@ def make_folder(folder: Path) -> None:
 
 def _beside(path: Path, is_kind: Callable[[int], bool], kind: str) -> Path:
     """A name for what is written first, with what killed commands left removed."""
-    for left in _leftovers(path, "replaced"):
-        if path.exists():
-            shutil.rmtree(left, ignore_errors=True)
-        else:
-            left.rename(path)
+    put_back(path)
     for left in _leftovers(path, "writing"):
         if left.is_dir() and not left.is_symlink():
             shutil.rmtree(left, ignore_errors=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, Family
 from d2f.json_file import read_object
 from d2f.model import DiffusionModel
+from d2f.weights import write_weights
 
 
 def save_official(model: DiffusionModel, folder: Path, *, dtype: torch.dtype) -> None:
@@ -38,7 +38,7 @@ def save_official(model: DiffusionModel, folder: Path, *, dtype: torch.dtype) ->
         for name, value in model.backbone.state_dict().items()
         if not (config.tie_word_embeddings and name == "lm_head.weight")
     }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_weights(weights, folder / "model.safetensors")
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if model.tokenizer is not None:

@@ -76,9 +76,15 @@ def run(options: argparse.Namespace) -> None:
     from d2f.states import PipelineStates
     from d2f.tasks import make_problems
     from d2f.tasks.registry import RESPONSE_LENGTH
+    from decode.cli.output import check_place
     from decode.decoders import D2F
     from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {options.output}: {error.strerror}") from error
+    check_place(options.output, "--output")
     tasks = options.tasks.split(",")
     unknown = [task for task in tasks if task not in RESPONSE_LENGTH]
     if unknown:

@@ -12,7 +12,7 @@ from d2f.yaml_core import dump
 from distill.config import TrainConfig
 from distill.data import Stream
 from distill.inputs import file_digest
-from distill.run_folder import extension_text
+from distill.progress import extension_text
 
 CARD = "README.md"
 _HASHED = 256  # samples

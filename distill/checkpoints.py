@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -52,9 +53,15 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, whole or damaged, ascending."""
-    found = folder.glob("step-*[0-9]") if folder.is_dir() else []
-    return sorted(int(path.name.removeprefix("step-")) for path in found)
+    """Steps that have a checkpoint, whole or damaged, ascending. What is called otherwise than
+    `save` calls them (a copy, a file) is none, and is left alone."""
+    found = folder.glob("step-*") if folder.is_dir() else []
+    numbers = [(path, path.name.removeprefix("step-")) for path in found if path.is_dir()]
+    return sorted(
+        int(number)
+        for path, number in numbers
+        if re.fullmatch("[0-9]{7,}", number) and path == _place(folder, int(number))
+    )
 
 
 def newest(folder: Path) -> dict[str, Any] | None:

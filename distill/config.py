@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
+from d2f.files import write_beside
 from d2f.quantities import Positive, Seed, Share, Text, Tokens
 from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
@@ -162,7 +163,7 @@ class TrainConfig(Section):
         return {size: share / sum(sizes.values()) for size, share in sizes.items()}
 
     def save(self, path: Path) -> None:
-        path.write_text(dump(self.model_dump(mode="json")), encoding="utf-8")
+        write_beside(path, dump(self.model_dump(mode="json")))
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

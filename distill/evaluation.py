@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from d2f.errors import InputError
+from d2f.files import put_back
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
@@ -78,9 +79,11 @@ class Evaluator:
         return values
 
     def _keep(self, step: int, values: dict[str, Any]) -> None:
-        path, names = self.best / REPORT, ("evaluation/accuracy", "evaluation/tokens_per_forward")
-        if path.is_file():
-            kept = json.loads(path.read_text(encoding="utf-8"))
+        names = ("evaluation/accuracy", "evaluation/tokens_per_forward")
+        put_back(self.best)
+        # A report that is missing or damaged says of nothing that it was better.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads((self.best / REPORT).read_text(encoding="utf-8"))
             if [values[name] for name in names] <= [kept[name] for name in names]:
                 return
         report = json.dumps({"step": step, **values}, indent=1) + "\n"

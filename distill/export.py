@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from d2f.export import save_model
 from d2f.files import writing_folder
 from d2f.model import DiffusionModel
 from d2f.official import save_official
+from d2f.write_errors import says_what_is_kept
 from distill import checkpoints, sharded
 from distill.card import CARD, card
 from distill.config import TrainConfig
@@ -90,7 +93,7 @@ def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) 
         made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
     write_result(made, config, output / "model", {CARD: card})
     if config.export_official:
-        with writing_folder(output / "official") as beside:
+        with replacing(output / "official") as beside:
             save_official(made, beside, dtype=getattr(torch, config.export_dtype))
             (beside / CARD).write_text(card, encoding="utf-8")
 
@@ -99,11 +102,19 @@ def write_result(
     model: DiffusionModel, config: TrainConfig, place: Path, texts: dict[str, str]
 ) -> None:
     """Write a model's adapter, or where it has none the whole model, and texts by file name, as
-    the folder `place`: whole, or as it was before."""
-    with writing_folder(place) as beside:
+    the folder `place`: whole, or as it was before. Raises OutputError."""
+    with replacing(place) as beside:
         if model.adapter is not None:
             save_adapter(model, beside)
         else:
             save_model(model, beside, dtype=getattr(torch, config.export_dtype))
         for name, text in texts.items():
             (beside / name).write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(place: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of `place`. Raises OutputError."""
+    with says_what_is_kept(place, "checkpoints and earlier results are kept; run it again"):
+        with writing_folder(place) as beside:
+            yield beside

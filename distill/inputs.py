@@ -7,7 +7,6 @@ import hashlib
 import os
 from pathlib import Path
 
-from d2f.base import fingerprint
 from d2f.checkpoint import folder_of
 from d2f.errors import InputError
 from d2f.models import resolve
@@ -27,6 +26,8 @@ def same_place(one: str, other: str) -> bool:
 def digests(config: TrainConfig) -> dict[str, str]:
     """SHA-256 of what a run trains on, by its key: of files and saved data sets the content, of the
     base its weights' `fingerprint`. What only the hub has is left out. Raises InputError."""
+    from d2f.base import fingerprint
+
     found = {}
     for key in ("data.file", "noise.states"):
         path = value_of(config, key)

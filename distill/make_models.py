@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
-from d2f.files import writing_folder
+from d2f.files import write_beside
 from d2f.shipped import TRAINING, shipped
 from distill.card import data_name
 from distill.config import TrainConfig, read_config
@@ -82,9 +83,11 @@ def train(name: str) -> None:
 def ship(name: str) -> Path:
     """Copy a finished run's model (and adapter), or its adapter alone, to the package; the
     folder."""
+    from distill.export import replacing
+
     run, place = Path("runs") / name, MODELS / name
     trained = run / ("adapter" if name in ADAPTERS else "model")
-    with writing_folder(place) as beside:
+    with replacing(place) as beside:
         shutil.copytree(trained, beside, dirs_exist_ok=True)
         if (run / "adapter").is_dir() and name not in ADAPTERS:
             shutil.copytree(run / "adapter", beside / "adapter")
@@ -251,25 +254,43 @@ def main(arguments: list[str] | None = None) -> None:
         "--models", default=",".join(NAMES), help=f"some of {','.join(NAMES)}, in this order"
     )
     options = parser.parse_args(arguments)
-    chosen = options.models.split(",")
-    for name in chosen:
-        if name not in NAMES:
-            parser.error(f"--models must be among {','.join(NAMES)}, got {name}")
+    names = options.models.split(",")
+    if set(names) - set(NAMES):
+        parser.error(f"--models must be among {','.join(NAMES)}, got {options.models}")
     try:
         check_checkout()
+        os.chdir(ROOT)
+        for name in names:
+            make(name, options.problems)
+        readme = ROOT / "README.md"
+        with _kept(readme):
+            write_beside(readme, with_results(readme.read_text(encoding="utf-8")))
+    except subprocess.CalledProcessError as error:  # which has said why
+        command = " ".join(map(str, error.cmd))
+        sys.exit(f"error: {command} ended with {error.returncode}; {_KEPT}")
     except InputError as error:
         sys.exit(f"error: {error}")
-    os.chdir(ROOT)
-    for name in chosen:
-        began = time.time()
-        train(name)
-        place = ship(name)
-        reports = measure(name, options.problems)
-        (place / EVALUATION).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
-        (place / "README.md").write_text(card(name, reports), encoding="utf-8")
-        print(f"{name}: done in {time.time() - began:.0f} s", flush=True)
-    readme = ROOT / "README.md"
-    readme.write_text(with_results(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def make(name: str, problems: int) -> None:
+    """Train, ship and measure a model and write its card. Raises InputError, CalledProcessError."""
+    began = time.time()
+    train(name)
+    place = ship(name)
+    reports = measure(name, problems)
+    with _kept(place):
+        write_beside(place / EVALUATION, json.dumps(reports, indent=1) + "\n")
+        write_beside(place / "README.md", card(name, reports))
+    print(f"{name}: done in {time.time() - began:.0f} s", flush=True)
+
+
+def _kept(place: Path) -> AbstractContextManager[None]:
+    from d2f.write_errors import says_what_is_kept
+
+    return says_what_is_kept(place, _KEPT)
+
+
+_KEPT = "what is trained in runs/ is kept, the same command goes on"
 
 
 if __name__ == "__main__":

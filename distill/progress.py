@@ -71,3 +71,13 @@ def result_text(config: TrainConfig, folders: list[str]) -> str:
         f"finished after {config.steps:,} steps: {config.output}/model{others}\n"
         f"to decode with it: python -m decode.pipeline --model {model}{prompt}"
     )
+
+
+def extension_text(config: TrainConfig, more: dict[str, int]) -> str:
+    """What more steps mean for the rate."""
+    schedule = config.optimizer.schedule
+    curve = f"the {schedule} of {more['to']:,} steps" if schedule == "cosine" else "constant"
+    return (
+        f"extended at step {more['step']:,} from {more['from']:,} to {more['to']:,} steps: "
+        f"from there on the learning rate is {curve}"
+    )

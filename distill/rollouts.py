@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +67,23 @@ class RolloutFile:
             self._whole = json_line({"rollouts": run})
 
     def __enter__(self) -> RolloutFile:
-        if self.torn or not self.names:
-            write_beside(self.path, self._whole)
-        self._file = GrowingFile(self.path)
+        with self._kept():
+            if self.torn or not self.names:
+                write_beside(self.path, self._whole)
+            self._file = GrowingFile(self.path)
         return self
 
     def write(self, rollout: Rollout) -> None:
         """Append a rollout. Raises OutputError."""
-        self._file.write(rollout.model_dump_json() + "\n")
+        with self._kept():
+            self._file.write(rollout.model_dump_json() + "\n")
         self.names.append(rollout.unique_id)
+
+    def _kept(self) -> AbstractContextManager[None]:
+        from d2f.write_errors import says_what_is_kept
+
+        kept = "the rollouts before are kept, the same command goes on"
+        return says_what_is_kept(self.path, kept)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from typing import Any
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside
+from d2f.write_errors import says_what_is_kept
 from distill import checkpoints, inputs
 from distill.config import TrainConfig, parse_config
+from distill.log import keep_lines
+from distill.progress import extension_text
 from distill.unread import unread
 
 CONFIG, RECORD, LOG = "config.yaml", "run.json", "log.jsonl"
@@ -41,6 +45,7 @@ class RunFolder:
         self.config, self.place = config, Path(config.output)
         self.record: dict[str, Any] = {}
         self.steps_there = config.steps
+        self._check_place()
         if self.holds_work:
             self.record = self._read_record()
             self._refuse_another(extend)
@@ -81,6 +86,14 @@ class RunFolder:
             and all((self.place / name).is_dir() for name in self.expected)
         )
 
+    def _check_place(self) -> None:
+        """Raise InputError where no folder can be made or written."""
+        there = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
+        if not there.is_dir():
+            raise InputError(f"output {self.place}: expected a folder, {there} is a file")
+        if not os.access(there, os.W_OK):
+            raise InputError(f"output {self.place}: the folder {there} cannot be written")
+
     def check_inputs(self) -> None:
         """Raise InputError, with both digests, where something that the run reads has changed."""
         changed = [
@@ -97,6 +110,10 @@ class RunFolder:
     def begin(self, done: int) -> str | None:
         """Write the configuration and the record; from the log drop what a killed run wrote after
         step `done`, as those steps come again. What there is to say of more steps."""
+        with says_what_is_kept(self.place, "nothing was changed in it"):
+            return self._begin(done)
+
+    def _begin(self, done: int) -> str | None:
         self.place.mkdir(parents=True, exist_ok=True)
         config, said = self.config, None
         record = {key: value for key, value in self.record.items() if key != "finished"}
@@ -108,13 +125,14 @@ class RunFolder:
             said = extension_text(config, more)
         self._write_record(record)
         config.save(self.place / CONFIG)
-        _keep_lines(self.log, done)
+        keep_lines(self.log, done)
         return said
 
     def finish(self) -> None:
         """Say in the record that the result is written."""
         done = {"steps": self.config.steps, "folders": self.expected}
-        self._write_record(self.record | {"finished": done})
+        with says_what_is_kept(self.place / RECORD, "the result is written"):
+            self._write_record(self.record | {"finished": done})
 
     def _write_record(self, record: dict[str, Any]) -> None:
         self.record = record
@@ -138,9 +156,10 @@ class RunFolder:
         try:
             there = read_mapping(path)
         except InputError as error:
+            why = "missing" if not path.exists() else "no mapping of keys"
             raise InputError(
-                f"{self.place} holds checkpoints or a result, but its {CONFIG} does not say of "
-                f"which run ({error}): {_REMEDY}"
+                f"{self.place} holds checkpoints or a result, but its {CONFIG}, which says of "
+                f"which run, is {why}: {_REMEDY}"
             ) from error
         for key in unread(self.config):  # an earlier version took them
             section, _, name = key.rpartition(".")
@@ -156,9 +175,9 @@ class RunFolder:
         same = _FREE | unread(self.config).keys()
         same |= {key for key in inputs.PATHS if self._is_same_input(key, theirs, ours)}
         steps = theirs.get("steps")
-        more = isinstance(steps, int) and self.config.steps > steps
-        if extend and more and steps in checkpoints.steps(self.checkpoints):
-            self.steps_there = int(steps)
+        ended = steps in checkpoints.steps(self.checkpoints)
+        if extend and ended and isinstance(steps, int) and self.config.steps > steps:
+            self.steps_there = steps
             same.add("steps")
         differ = [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
@@ -184,16 +203,6 @@ class RunFolder:
 _REMEDY = "put it back as it was, or give another output"
 
 
-def extension_text(config: TrainConfig, more: dict[str, int]) -> str:
-    """What more steps mean for the rate."""
-    schedule = config.optimizer.schedule
-    curve = f"the {schedule} of {more['to']:,} steps" if schedule == "cosine" else "constant"
-    return (
-        f"extended at step {more['step']:,} from {more['from']:,} to {more['to']:,} steps: "
-        f"from there on the learning rate is {curve}"
-    )
-
-
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested sections as dotted keys, lists as text."""
     found: dict[str, Any] = {}
@@ -203,14 +212,3 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value if isinstance(value, int | float) else str(value)
     return found
-
-
-def _keep_lines(log: Path, step: int) -> None:
-    """Keep the lines of a log up to a step; a torn line is dropped too."""
-    if log.is_file():
-        kept = []
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-        write_beside(log, "".join(kept))

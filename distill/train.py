@@ -11,7 +11,6 @@ configuration's `output`.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -98,6 +97,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     from distill.data import fill_rows
     from distill.evaluation import Evaluator
     from distill.export import export_run
+    from distill.log import Log
     from distill.objectives import OBJECTIVES
     from distill.progress import Progress
     from distill.start import prepare_model
@@ -135,7 +135,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         accelerator.init_trackers("d2f", config=flat(config.model_dump(mode="json")))
 
     began = time.time()
-    log = folder.log.open("a") if is_main else None
+    log = Log(folder.log) if is_main else None
     start, last = done, config.steps if stop_after is None else min(config.steps, done + stop_after)
     progress = Progress(done, config.steps, shown=is_main)
     watch = FiniteWatch(accelerator)
@@ -165,9 +165,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                     values |= evaluator.run(done) if is_main else {}
                 accelerator.log(values, step=done)
                 if log is not None:
-                    line = {"step": done, **values, "seconds": round(time.time() - began, 1)}
-                    log.write(json.dumps(line) + "\n")
-                    log.flush()
+                    log.write({"step": done, **values, "seconds": round(time.time() - began, 1)})
             if done % config.save_every == 0 or done == last or stopped:
                 watch.check()
                 watch.check_state(done, trainable, optimizer)

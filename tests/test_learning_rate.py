@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from distill.config import TrainConfig, parse_config
-from distill.train import learning_rate, train
+from distill.step import learning_rate
+from distill.train import train
 
 
 def settings(output: Path, **optimizer: object) -> TrainConfig:
