@@ -19,6 +19,7 @@ from distill.objectives import OBJECTIVES
 from distill.run_folder import RunFolder
 from distill.start import prepare_model
 from distill.step import rows_at_once
+from distill.teacher import teacher_warning
 
 _GENERATED_STEPS = 4  # looked at, of data without an end
 _MOST_STEPS = 1000  # of data with one
@@ -109,7 +110,8 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
     reads = len(batch.rows)
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
-    notes = []
+    doubt = teacher_warning(config)
+    notes = [] if doubt is None else [doubt]
     if config.eval_every is not None:
         jobs(as_trained(model, config, hashed=False), config)
     if config.optimizer.warmup >= config.steps:

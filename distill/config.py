@@ -91,8 +91,8 @@ class TrainConfig(Section):
     """Of the result."""
     export_official: Switch = False
     """Write the result also in the format that the family's own code reads."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "wandb"
-    """Where values are logged beside log.jsonl."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where values are logged beside log.jsonl; its files lie in output."""
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
     """Of the tracker wandb."""
     log_every: Positive = 10

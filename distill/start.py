@@ -70,8 +70,17 @@ def prepare_model(
             with place:
                 new_lora(model, **lora.model_dump())
     if config.gradient_checkpointing:
-        model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        _recompute(model.backbone)
     return model
+
+
+def _recompute(backbone: Any) -> None:
+    """Turn gradient checkpointing on, by the name that this transformers has for it."""
+    settings = {"use_reentrant": False}
+    if hasattr(backbone, "activation_checkpointing_enable"):
+        backbone.activation_checkpointing_enable(settings)
+    else:  # an older transformers
+        backbone.gradient_checkpointing_enable(settings)
 
 
 def check_fits(model: DiffusionModel, config: TrainConfig) -> None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -82,6 +82,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     """
     from distill.progress import result_text
     from distill.run_folder import RunFolder, flat
+    from distill.teacher import teacher_warning
 
     folder = RunFolder(config)
     if folder.is_finished:
@@ -89,6 +90,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
         return folder.place
     folder.check_inputs()
+    if os.environ.get("RANK", "0") == "0" and (doubt := teacher_warning(config)) is not None:
+        print(doubt, file=sys.stderr)
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     from accelerate import Accelerator
 
@@ -132,7 +135,10 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             if said:
                 print(said)
     if config.tracker != "none":
-        accelerator.init_trackers("d2f", config=flat(config.model_dump(mode="json")))
+        # What wandb writes lies with the run, not in the working folder.
+        where = {"wandb": {"dir": str(folder.place)}}
+        keys = flat(config.model_dump(mode="json"))
+        accelerator.init_trackers("d2f", config=keys, init_kwargs=where)
 
     began = time.time()
     log = Log(folder.log) if is_main else None
@@ -157,7 +163,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                 total = accelerator.reduce(loss, "sum").item()
                 progress.report(done, total, rate, last=done == last or bool(stopped))
             if logged:
-                values: dict[str, Any] = {"loss": total, "lr": rate, "grad_norm": float(norm)}
+                values = {"loss": total, "lr": rate, "grad_norm": float(norm)}
                 values["samples"] = sample
                 values.update(stream.counts())
                 if evaluator is not None and evaluated:
@@ -193,6 +199,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 def main() -> None:
     try:
         config, only_check = parse()
+        from distill.quiet import quiet_libraries
+
+        quiet_libraries()
         if only_check:
             from distill.check import check
 

@@ -120,6 +120,7 @@ def test_trackers_log_offline(tmp_path, tracker, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     train(settings(tmp_path / "run", tracker=tracker, steps=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing in the working folder
     written = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     kind = "tfevents" if tracker == "tensorboard" else ".wandb"
     assert any(kind in name for name in written)

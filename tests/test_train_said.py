@@ -1,0 +1,83 @@
+"""What a training command says and what it leaves out: doubts about the teacher, noise of
+libraries."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from test_train import settings
+from tiny import fresh_model, random_model
+
+from d2f.contract import FILE_NAME, Contract
+from d2f.export import save_model
+from distill.check import check
+from distill.config import TrainConfig
+from distill.teacher import teacher_warning
+from distill.train import train
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "said"),
+    [
+        ("llada", "masked_diffusion", None),
+        ("llada", "d2f", None),
+        ("dream", "wino_plus", None),
+        ("dream", "next_token", r"was never trained .*its contract says objective next_token"),
+        ("dream", None, r"may never have been trained .*its contract names no objective"),
+    ],
+)
+def test_a_teacher_that_was_never_bidirectional_is_said(tmp_path, family, objective, said, capsys):
+    """Before the run, and by --check; the run goes on."""
+    save_model(random_model(family), tmp_path / "base", dtype=torch.float32)
+    contract = vars(Contract.load(tmp_path / "base")) | {"objective": objective}
+    Contract(**contract).save(tmp_path / "base")
+    config = settings(tmp_path / "run", "d2f", init=str(tmp_path / "base"), steps=1)
+    train(config)
+    warned = capsys.readouterr().err
+    if said is None:
+        assert teacher_warning(config) is None and "warning" not in warned
+    else:
+        message = teacher_warning(config)
+        assert message is not None and message in warned and message in str(check(config))
+        assert re.search(said, message)
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_a_plain_autoregressive_checkpoint_is_no_teacher(tmp_path):
+    """Of transformers' own format, without a contract; a published diffusion model has none
+    either."""
+    save_model(fresh_model("causal"), tmp_path / "ar", dtype=torch.float32)
+    (tmp_path / "ar" / FILE_NAME).unlink()
+    config = settings(tmp_path / "run", "d2f", init=str(tmp_path / "ar"))
+    message = teacher_warning(config)
+    assert message is not None and "was never trained to read both sides (it is an auto" in message
+    published = ROOT / "tests" / "published" / "llada-8b"
+    assert teacher_warning(settings(tmp_path / "run", "d2f", init=str(published))) is None
+    assert teacher_warning(settings(tmp_path / "run", "masked_diffusion", init="nowhere")) is None
+
+
+def test_the_command_is_quiet(tmp_path):
+    """In a folder of its own, with all defaults: nothing of libraries, no folder of a tracker."""
+    save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32,
+               objective="masked_diffusion")  # fmt: skip
+    config = settings(
+        tmp_path / "run", "d2f", init="base", steps=1, gradient_checkpointing=True
+    ).model_dump(mode="json")
+    config["tracker"] = TrainConfig.model_fields["tracker"].default
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, ROOT / "distill" / "train.py", "--config", "c.yaml"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "c.yaml", "run"}
