@@ -173,6 +173,7 @@ class RunFolder:
     def _refuse_another(self, extend: bool) -> None:
         theirs, ours = flat(self._read_config()), flat(self.config.model_dump(mode="json"))
         same = _FREE | unread(self.config).keys()
+        same |= {key for key in ours if theirs.get(key) == ours[key]}
         same |= {key for key in inputs.PATHS if self._is_same_input(key, theirs, ours)}
         steps = theirs.get("steps")
         ended = steps in checkpoints.steps(self.checkpoints)
@@ -182,12 +183,13 @@ class RunFolder:
         differ = [
             f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
             for key in dict.fromkeys([*ours, *theirs])
-            if key not in same and theirs.get(key) != ours.get(key)
+            if key not in same
         ]
         if differ:
+            more = "; more steps are for a run that has come to its end" * ("steps" not in same)
             raise InputError(
                 f"{self.place} holds another run ({'; '.join(differ)}): "
-                "expected the same configuration, or another output"
+                f"expected the same configuration, or another output{more}"
             )
 
     def _is_same_input(self, key: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:

@@ -86,11 +86,12 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
 
     folder = RunFolder(config)
     if folder.is_finished:
-        if os.environ.get("RANK", "0") == "0":
+        if _is_first():
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
         return folder.place
     folder.check_inputs()
-    if os.environ.get("RANK", "0") == "0" and (doubt := teacher_warning(config)) is not None:
+    doubt = teacher_warning(config)
+    if doubt is not None and _is_first():
         print(doubt, file=sys.stderr)
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     from accelerate import Accelerator
@@ -196,6 +197,11 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     return folder.place
 
 
+def _is_first() -> bool:
+    """Whether this is the process that speaks for all, before accelerate knows."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def main() -> None:
     try:
         config, only_check = parse()
@@ -213,6 +219,8 @@ def main() -> None:
     except (InputError, FloatingPointError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        if _is_first():
+            print("interrupted: the same command goes on", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
