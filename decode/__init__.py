@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 try:
-    from d2f import siblings  # noqa: F401
+    from d2f import siblings
 except ImportError as error:  # of a d2f.py of the user's
     import d2f
 
-    _place = getattr(d2f, "__file__", None) or next(iter(d2f.__path__))
+    _place = next(iter(getattr(d2f, "__path__", None) or [d2f.__file__]))
     raise ImportError(f"{_place} hides the package d2f of d2f-toolkit: rename it") from error
+
+siblings.require("d2f")
 
 if TYPE_CHECKING:
     from decode.api import generate, stream

@@ -5,7 +5,7 @@ try:
 except ImportError as error:  # of a d2f.py of the user's
     import d2f
 
-    _place = getattr(d2f, "__file__", None) or next(iter(d2f.__path__))
+    _place = next(iter(getattr(d2f, "__path__", None) or [d2f.__file__]))
     raise ImportError(f"{_place} hides the package d2f of d2f-toolkit: rename it") from error
 
-siblings.require("decode")
+siblings.require("d2f", "decode")
