@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 from documents import ROOT, in_small, run
 
 import d2f
+from decode.comparison.report import Report
 
+WAYS = ("plain", "ours")
+# Rows of the tables in decoders.md, and the entries of the reports that they are.
+ENTRIES = {
+    "autoregressive (`tiny-ar`)": ["autoregressive"],
+    "teacher, static": ["teacher static"],
+    "teacher, factor 0.1": ["teacher factor factor 0.1"],
+    "teacher, threshold 0.97": ["teacher threshold tau 0.97"],
+    "teacher, WINO 0.8 / draft only 0.8 / draft only 0.97": [
+        "teacher WINO tau1 0.8",
+        "teacher WINO draft only tau1 0.8",
+        "teacher WINO draft only tau1 0.97",
+    ],
+    "teacher, entropy 0.03": ["teacher entropy gamma 0.03"],
+    "student, static": ["student static"],
+    "student, FreeDave eager, 8 drafts": ["student FreeDave eager drafts 8"],
+    "student, block (or threshold) 0.97": ["student block tau 0.97"],
+    "student, D2F 0.97 / 0.995": ["student D2F tau_conf 0.97", "student D2F tau_conf 0.995"],
+    "student, D2F 0.8, verified on commit": ["student D2F verify on commit tau_conf 0.8"],
+}
+WEDLM = (
+    "vLLM", "autoregressive", "WeDLM one token", "WeDLM entropy_threshold 0.1",
+    "WeDLM entropy_threshold 0.4", "WeDLM verified", "its weights autoregressive",
+)  # fmt: skip
 PAGE = (ROOT / "docs" / "from-autoregressive.md").read_text(encoding="utf-8")
 
 
@@ -27,6 +52,54 @@ def test_the_way_from_an_autoregressive_checkpoint_runs(tmp_path):
     teacher = d2f.load(made["teacher"] / "model", device="meta")
     assert (teacher.family, teacher.contract.objective) == ("dream", "masked_diffusion")
     assert d2f.load(made["student"] / "model", device="meta").contract.objective == "d2f"
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a text of docs/`page`, without its head."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(heading)[2]
+    lines = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_training_step_on_a_cpu_is_what_its_files_say():
+    heading = "## A step beside the plain one, on a CPU"
+    rows = table("training.md", heading)
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").partition(heading)[2]
+    said = []
+    for row, name in zip(rows, ("small", "eighth"), strict=True):
+        path = f"benchmarks/results/train-step-cpu-{name}.json"
+        assert f"(../{path})" in row[0]
+        plain, ours = (json.loads((ROOT / path).read_text())["measured"][w] for w in WAYS)
+        speeds = [f"{way['tokens_per_second']:,.0f}" for way in (plain, ours)]
+        assert row[1:] == [*speeds, *(f"{way['peak_mib']:,.0f} MiB" for way in (plain, ours))]
+        said.append((ours["tokens_per_second"] / plain["tokens_per_second"],
+                     100 * ours["peak_mib"] / plain["peak_mib"]))  # fmt: skip
+    found = re.findall(r"([\d.]+) times(?: the speed)? at\s+(\d+) %", text)
+    assert found == [(f"{times:.1f}", f"{peak:.0f}") for times, peak in said]
+
+
+def test_the_decoders_on_story_are_what_the_report_says():
+    report = Report.load(ROOT / "benchmarks" / "results" / "decoders-tiny" / "report.json")
+    forward = {r.entry: r.tokens_per_forward for r in report.rows if r.workload == "story"}
+    rows = table("decoders.md", "## What they do on the bundled models")
+    assert [label for label, _, _ in rows] == list(ENTRIES)
+    for label, right, tokens in rows:
+        entries = ENTRIES[label]
+        found = [report.accuracy(entry, "story").right for entry in entries]
+        assert right == " / ".join(map(str, found)), label
+        assert tokens == " / ".join(f"{forward[entry]:.2f}" for entry in entries), label
+
+
+def test_wedlm_beside_vllm_is_what_the_report_says():
+    report = Report.load(ROOT / "benchmarks" / "results" / "wedlm-tiny" / "report.json")
+    speed = {(r.workload, r.entry, r.concurrency): f"{r.throughput:,.0f}" for r in report.rows}
+    rows = table("decoders.md", "## WeDLM on a model trained for it")
+    for (label, *cells), entry in zip(rows, WEDLM, strict=True):
+        expected = []
+        for task in ("story", "sudoku"):
+            expected.append(str(report.accuracy(entry, task).right))
+            expected += [speed[task, entry, level] for level in (1, 16)]
+        assert cells == expected, label
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
