@@ -15,14 +15,24 @@ from triton_kernels.choice import use_kernel
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
 
 
+COLDEST = 1e-9
+"""Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
+tells apart in logits of size 1, and dividing by less than about 1e-38 overflows."""
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How a request chooses tokens; temperature 0 is greedy, top_k None and top_p 1 are off."""
+    """How a request chooses tokens; a temperature of 0, or below `COLDEST`, is greedy, top_k None
+    and top_p 1 are off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLDEST
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
@@ -51,7 +61,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> Tensor:
         """Token ids ``[N]`` from fp32 logits ``[N, V]`` whose mask column is -inf."""
         settings = self.sampling
-        if settings.temperature == 0:
+        if settings.greedy:
             return logits.argmax(-1)
         self._before = self.generator.get_state()
         scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
@@ -69,7 +79,9 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     if top_p < 1:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, index, before >= top_p)
+        beyond = before >= top_p
+        beyond[..., 0] = False  # also where top_p is 0 in fp32
+        drop = torch.zeros_like(beyond).scatter(-1, index, beyond)
         logits = logits.masked_fill(drop, -torch.inf)
     return logits
 
@@ -85,7 +97,7 @@ class Wanted:
 
     @property
     def greedy(self) -> bool:
-        return self.sampler.sampling.temperature == 0
+        return self.sampler.sampling.greedy
 
     @property
     def scored(self) -> bool:

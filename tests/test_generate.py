@@ -255,6 +255,31 @@ def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
     assert found.token.tolist() == [0] * 3
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-12, 1e-38, 1e-45, 5e-324])
+def test_a_temperature_near_0_is_greedy(model, temperature):
+    """Also where fp32 cannot hold it, or a logit divided by it."""
+    logits = torch.tensor([[3.0, -1e4, 9.0, 8.99999], [1e4, 2e4, 0.0, -5.0]])
+    sampler = Sampler(Sampling(temperature, 0.9, 3), mask_id=None)
+    assert predict(logits, [Wanted(sampler, 2)], 1)[0].token.tolist() == [2, 1]
+    cold = replace(PIPELINE, temperature=temperature)
+    results = [decode.generate(model, "Use 3", d)[0].tokens for d in (cold, PIPELINE)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-45, 1e-46, 5e-324])
+def test_the_smallest_top_p_keeps_the_likeliest_token_alone(top_p):
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]]).expand(50, 4)
+    found = predict(logits, [Wanted(Sampler(Sampling(1.0, top_p), None), 50)], 1)[0]
+    assert set(found.token.tolist()) == {2}
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
+def test_any_seed_that_torch_takes_is_taken(model, seed):
+    hot = replace(PIPELINE, temperature=1.0, seed=seed)
+    results = decode.generate(model, ["Use 3"] * 2, hot, n=2)
+    assert len({result.seed for result in results}) == 4
+
+
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
     found = predict(logits, [Wanted(Sampler(Sampling(1.0), None), 20000)], 1)[0]
