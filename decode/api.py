@@ -35,9 +35,10 @@ def generate(
     prompts: text, chat messages (a list of them, or one alone) or ids, one or many. Text is a user
     message where the tokenizer has a chat template, with raw it is taken as it is. decoder: one
     for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults. n: samples of
-    each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed, the number of the sample and, where the decoder is one for all, that of the
-    prompt (`decode.sampling.sample_seed`): equal prompts give different answers, the same call the
-    same ones. The first sample of the first prompt, or of a prompt with a decoder of its own, has
+    each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed,
+    the number of the sample and, where the decoder is one for all, that of the prompt
+    (`decode.sampling.sample_seed`): equal prompts give different answers, the same call the same
+    ones. The first sample of the first prompt, or of a prompt with a decoder of its own, has
     the decoder's seed as it is; `Result.seed` says which one it was.
     batch_size: most requests in a forward; the tokens do not depend on it. on_error: ``raise``
     raises InputError before any work for a prompt or option that cannot be decoded, and

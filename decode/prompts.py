@@ -77,10 +77,12 @@ def _check_unicode(parts: Sequence[object], where: str) -> None:
         raise InputError(f"{where} is not Unicode text: {error}") from error
 
 
-def default_length(model: DiffusionModel, ids: Sequence[int], where: str) -> int:
+def default_length(
+    model: DiffusionModel, ids: Sequence[int], where: str, *, overhang: int = 0
+) -> int:
     """Tokens of a response that nobody said the length of: 256, less where the context leaves less.
-    Raises InputError where it leaves none."""
-    room = model.context_length - len(ids)
+    overhang: of the decoder. Raises InputError where it leaves none."""
+    room = model.context_length - len(ids) - overhang
     if room < 1:
         raise InputError(
             f"{where} has {len(ids)} tokens, the model's context is {model.context_length}: no "
@@ -94,7 +96,7 @@ def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: s
     InputError."""
     if decoder.max_new_tokens is not None:
         return decoder
-    length: Any = {"max_new_tokens": default_length(model, ids, where)}
+    length: Any = {"max_new_tokens": default_length(model, ids, where, overhang=decoder.overhang)}
     return replace(decoder, **length)  # a field of every decoder, but not of their base
 
 
@@ -110,9 +112,10 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
             f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "
             "a prompt is never masked"
         )
-    total = len(ids) + decoder.length
+    total = len(ids) + decoder.length + decoder.overhang
     if total > model.context_length:
+        after = f" and {decoder.overhang} positions after them" if decoder.overhang else ""
         raise InputError(
-            f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.length} that is "
+            f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.length}{after} that is "
             f"{total}, the model's context is {model.context_length}"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +13,7 @@ import decode
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders import DECODERS
-from decode.decoders.static import reveal_counts
+from decode.decoders.static import reveal_count
 from decode.step import Predictions, Step
 
 MASK, END = 1, 0
@@ -32,8 +34,6 @@ def predictions(step: Step, confidence: float | list[float], token: int = 9) -> 
 
 
 def begin(decoder: decode.Decoder, prompt: list[int] | None = None, **contract):
-    from dataclasses import replace
-
     return decoder.begin(prompt or [5, 6, 7], replace(CONTRACT, **contract))
 
 
@@ -114,11 +114,62 @@ def test_the_last_block_is_short():
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_static_counts_are_even_and_complete(masked, steps):
-    counts = reveal_counts(masked, steps)
+    counts = [reveal_count(masked, steps, done) for done in range(min(masked, steps))]
     assert sum(counts) == masked
-    assert len(counts) == min(masked, steps)
-    assert max(counts) - min(counts) <= 1
+    assert max(counts) - min(counts) <= 1 and min(counts) > 0
     assert counts == sorted(counts, reverse=True)
+    assert reveal_count(masked, steps, steps) == masked // steps
+
+
+@pytest.mark.parametrize(
+    ("huge", "plain"),
+    [
+        (decode.Block(10**30, align="prompt"), decode.Block(9, align="prompt")),
+        (decode.Block(10**9, align="absolute"), decode.Block(12, align="absolute")),
+        (decode.Block(10**9, 10**9, align="prompt"), decode.Block(9, 9, align="prompt")),
+        (decode.Static(steps=10**30), decode.Static(steps=9)),
+        (decode.Threshold(10**30), decode.Threshold(None)),
+        (decode.Wino(10**30), decode.Wino(9)),
+        (decode.FreeDave(drafts=10**30), decode.FreeDave(drafts=9)),
+        (decode.D2F(10**30), decode.D2F(9)),
+        (decode.D2F(4, lossless=10**30), decode.D2F(4, lossless=10)),
+        (decode.Autoregressive(top_k=10**30), decode.Autoregressive()),
+    ],
+)
+def test_no_option_is_counted_up_to(huge, plain):
+    """An option far beyond the response is that of the response, at once and in as many slots."""
+    sessions = [
+        begin(replace(d, max_new_tokens=9, early_exit=False) if d.name != "autoregressive"
+              else replace(d, max_new_tokens=9)) for d in (huge, plain)
+    ]  # fmt: skip
+    assert sessions[0].slots == sessions[1].slots
+    for _ in range(9):
+        steps = [session.step() for session in sessions]
+        if steps[1] is None:
+            break
+        for session, step in zip(sessions, steps, strict=True):
+            confidence = np.linspace(0.1, 0.95, len(step.read)).tolist()
+            made = predictions(step, confidence)
+            named = None if step.named is None else np.ones(len(step.read), np.float32)
+            session.accept(replace(made, named=named))
+        assert sessions[0].tokens == sessions[1].tokens
+    assert len(sessions[0].tokens) == 9
+
+
+def test_the_positions_after_a_response_are_within_the_context():
+    """A window of the official refill reaches past max_new_tokens."""
+    from block_tiny import wedlm
+
+    model = wedlm(False, 0)
+    decoder = decode.WeDLM(window=10**12, refill="repository", max_new_tokens=9)
+    with pytest.raises(InputError, match="max_new_tokens=9 and 999999999999 positions after them"):
+        decode.generate(model, [[5]], decoder)
+    with pytest.raises(InputError, match="no room for a response"):
+        decode.generate(model, [[5]], replace(decoder, max_new_tokens=None))
+    decoder = decode.WeDLM(window=10**12, max_new_tokens=9)  # the paper's refill stays within
+    assert decode.generate(model, [[5]], decoder)[0].tokens == (
+        decode.generate(model, [[5]], replace(decoder, window=9))[0].tokens
+    )
 
 
 def test_static_reveals_the_most_confident_of_the_current_block_only():
@@ -155,6 +206,12 @@ BAD = [
     ("autoregressive", {"top_p": 0.0}, "top_p"),
     ("autoregressive", {"top_k": 0}, "top_k"),
     ("autoregressive", {"seed": 1.5}, "seed"),
+    (
+        "autoregressive",
+        {"seed": 2**64},
+        "seed must be a whole number in .*, got 18446744073709551616",
+    ),
+    ("autoregressive", {"seed": -(2**63) - 1}, "seed must be a whole number in"),
     ("autoregressive", {"stop": ("",)}, "stop"),
     ("autoregressive", {"stop": 5}, "stop"),
     ("d2f", {"early_exit": "no"}, "early_exit"),
@@ -173,8 +230,6 @@ def test_an_unknown_option_is_refused():
 
 
 def test_a_decoder_refuses_a_model_it_cannot_decode():
-    from dataclasses import replace
-
     causal = replace(CONTRACT, family="causal", mask_id=None, prompt_rule="causal")
     with pytest.raises(InputError, match="d2f needs a model with a mask id"):
         decode.D2F().check(causal)

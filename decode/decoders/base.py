@@ -26,10 +26,10 @@ MOST = 2**20  # tokens, forwards or states
 class Decoder(abc.ABC):
     """Options that all decoders have. Raises InputError for one out of range.
 
-    temperature 0 is greedy; top_k None and top_p 1 are off; the same seed gives the same tokens
-    whatever else is in the batch, and each prompt and sample that share the decoder get one made
-    from it; stop: strings that end the text, themselves not in it. max_new_tokens: the longest
-    response; None takes 256, less where the model's context leaves less.
+    temperature 0, or below 1e-9, is greedy; top_k None and top_p 1 are off; the same seed gives the
+    same tokens whatever else is in the batch, and each prompt and sample that share the decoder get
+    one made from it; stop: strings that end the text, themselves not in it. max_new_tokens: the
+    longest response; None takes 256, less where the model's context leaves less.
     """
 
     name: ClassVar[str]
@@ -53,8 +53,9 @@ class Decoder(abc.ABC):
             raise InputError(f"top_p must lie in (0, 1], got {self.top_p!r}")
         if self.top_k is not None:
             whole("top_k", self.top_k)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise InputError(f"seed must be a whole number, got {self.seed!r}")
+        seed = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
+            raise InputError(f"seed must be a whole number in [-2^63, 2^64), got {seed!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
         if not fine:
@@ -65,9 +66,14 @@ class Decoder(abc.ABC):
         """This decoder for one sample of one of several prompts that share it: with a seed of its
         own (`decode.sampling.sample_seed`). A greedy one has no use for a seed and stays as it is.
         """
-        if not self.temperature:
+        if self.sampling.greedy:
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
+
+    @property
+    def overhang(self) -> int:
+        """Positions after the response that may be fed too."""
+        return 0
 
     @property
     def length(self) -> int:

@@ -18,7 +18,7 @@ from d2f.errors import InputError
 from d2f.spans import block_ends
 from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, ratio, whole
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-from decode.decoders.static import reveal_counts
+from decode.decoders.static import reveal_count
 from decode.decoders.visibility import SDAR_BLOCK_SIZE, mask_kind
 from decode.result import BlockState, BlockView
 from decode.step import Floats, Ints, Predictions, Step, feed
@@ -104,17 +104,18 @@ class Block(Decoder):
 
 class BlockSession(MaskedSession):
     """One request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
-    block's own positions are ``[start, end)``; quotas: the n_j of its remaining steps. wanted:
-    int64 ``[N]``, the positions that the last step reads. cached: rows before it are final."""
+    block's own positions are ``[start, end)``; done: its steps so far. wanted: int64 ``[N]``, the
+    positions that the last step reads. cached: rows before it are final."""
 
     def __init__(self, decoder: Block, prompt: list[int], contract: Contract):
         super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.size = decoder.size(contract)
         first = 0 if decoder.is_absolute(contract) else len(prompt)
-        self.ends: Ints = block_ends(len(self.x), first, self.size).numpy().astype(np.int64)
+        size = min(self.size, len(self.x))  # a larger one is one block, too
+        self.ends: Ints = block_ends(len(self.x), first, size).numpy().astype(np.int64)
         self.start = self.end = len(prompt)
-        self.quotas: list[int] = []
+        self.done = 0
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
         self.cached = 0
 
@@ -125,7 +126,7 @@ class BlockSession(MaskedSession):
             if self.end == len(self.x):
                 return None
             self.start, self.end = self.end, int(self.ends[self.end])
-            self.quotas = reveal_counts(self.size, self.decoder.denoising_steps or self.size)
+            self.done = 0
         self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.end])
         ends = self.ends[: self.end]
         shift = self.contract.logit_shift
@@ -135,7 +136,9 @@ class BlockSession(MaskedSession):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        for i in np.sort(self._choose(predictions.confidence, self.quotas.pop(0))):
+        count = reveal_count(self.size, self.decoder.denoising_steps or self.size, self.done)
+        self.done += 1
+        for i in np.sort(self._choose(predictions.confidence, count)):
             confidence = float(predictions.confidence[i])
             self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
 

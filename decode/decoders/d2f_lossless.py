@@ -38,8 +38,13 @@ class LosslessSession(D2FSession):
 
     @property
     def slots(self) -> int:
+        return len(self.x) + 1 + self._most * self.decoder.length
+
+    @property
+    def _most(self) -> int:
+        """The most branches of a forward. Each state decides a token more than the one before."""
         assert self.decoder.lossless is not None
-        return len(self.x) + 1 + (self.decoder.lossless - 1) * self.decoder.length
+        return min(self.decoder.lossless - 1, self.decoder.length)
 
     def step(self) -> Step | None:
         own = super().step()
@@ -78,10 +83,9 @@ class LosslessSession(D2FSession):
 
     def _drafts(self) -> list[D2FSession]:
         """States after this one by the stale predictions, as far as these tell."""
-        assert self.decoder.lossless is not None
         states: list[D2FSession] = []
         state: D2FSession = self
-        while len(states) < self.decoder.lossless - 1 and self._tells(state):
+        while len(states) < self._most and self._tells(state):
             state = _fork(state)
             unknown = (0, -1.0)  # a block that was not open: it reveals nothing yet
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]

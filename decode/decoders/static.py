@@ -41,21 +41,23 @@ class Static(Blockwise):
 
 
 class StaticSession(BlockwiseSession):
-    """One request; quotas: how many tokens each remaining step of the block reveals."""
+    """One request; done: steps of the current block."""
 
     decoder: Static
 
     def begin_block(self) -> None:
-        masked, steps = self.end - self.start, self.decoder.steps
-        per_block = steps // self.decoder.block_count if steps else masked
-        self.quotas = reveal_counts(masked, per_block)
+        self.done = 0
 
     def choose(self, predictions: Predictions) -> Ints:
-        order = np.argsort(-predictions.confidence, kind="stable")
-        return order[: self.quotas.pop(0)]
+        masked, steps = self.end - self.start, self.decoder.steps
+        per_block = steps // self.decoder.block_count if steps else masked
+        count = reveal_count(masked, per_block, self.done)
+        self.done += 1
+        return np.argsort(-predictions.confidence, kind="stable")[:count]
 
 
-def reveal_counts(masked: int, steps: int) -> list[int]:
-    """How many tokens each step reveals: as even as can be, the larger ones first, no zeros."""
+def reveal_count(masked: int, steps: int, done: int) -> int:
+    """How many tokens the step after `done` others reveals: as even as can be, the larger first, 0
+    once all are."""
     each, rest = divmod(masked, steps)
-    return [n for n in (each + (j < rest) for j in range(steps)) if n]
+    return each + (done < rest)

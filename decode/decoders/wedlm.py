@@ -86,6 +86,10 @@ class WeDLM(Decoder):
                 f"{contract.family} is {kind}: take {other} for it"
             )
 
+    @property
+    def overhang(self) -> int:
+        return self.window - 1 if self.refill == "repository" and not self.verify else 0
+
     def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
         kind = VerifiedSession if self.verify else WeDLMSession
         return kind(self, prompt, contract)
@@ -100,8 +104,7 @@ class WeDLMSession(MaskedSession):
     """
 
     def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
-        past = decoder.window - 1 if decoder.refill == "repository" and not decoder.verify else 0
-        super().__init__(prompt, decoder.length + past, contract)
+        super().__init__(prompt, decoder.length + decoder.overhang, contract)
         self.decoder = decoder
         self.limit = len(prompt) + decoder.length
         self.committed = 0
