@@ -14,7 +14,6 @@ from decode.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
 
-
 COLDEST = 1e-9
 """Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
 tells apart in logits of size 1, and dividing by less than about 1e-38 overflows."""
