@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from d2f.errors import InputError
+from d2f.errors import InputError, one_line
 from d2f.validation import explain, refuse_another_kind, shown
 from d2f.yaml_core import MOST_BYTES, load
 
@@ -67,7 +67,7 @@ def override(values: dict[str, Any], arguments: Sequence[str]) -> None:
     if len(arguments) % 2 or any(not key.startswith("--") for key in arguments[::2]):
         raise InputError(f"overrides must be pairs --key value, got {' '.join(arguments)!r:.200}")
     for flag, text in zip(arguments[::2], arguments[1::2], strict=True):
-        put(values, flag.removeprefix("--"), load(text, f"{flag} {text:.60}"))
+        put(values, flag.removeprefix("--"), load(text, one_line(f"{flag} {text:.60}")))
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -82,7 +82,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         else:
             place = place.setdefault(section, {})
         if not isinstance(place, dict | list):
-            raise InputError(f"{flag}: {section} is not a section")
+            raise InputError(one_line(f"{flag}: {section} is not a section"))
     if isinstance(place, list):
         place[_member(place, last, flag)] = value
     else:
@@ -105,10 +105,10 @@ def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
 def _refuse_endless(values: Any, source: str, path: str = "") -> None:
     """Raise InputError for .inf and .nan, also where a key takes anything."""
     if isinstance(values, float) and not isfinite(values):
-        raise InputError(f"{source}: {path}: expected a finite number, got {values}")
+        raise InputError(f"{source}: {one_line(path)}: expected a finite number, got {values}")
     members: Any = values.items() if isinstance(values, dict) else ()
     for key, value in enumerate(values) if isinstance(values, list) else members:
-        _refuse_endless(value, source, f"{path}.{key}" if path else str(key))
+        _refuse_endless(value, source, f"{path}.{key!s:.60}" if path else f"{key!s:.60}")
 
 
 def _some(kind: type[BaseModel]) -> str:
@@ -123,5 +123,6 @@ def _member(members: list[Any], name: str, flag: str) -> int:
     names = [str(m.get("name")) for m in members if isinstance(m, dict)]
     plain = [n.replace("-", "_") for n in names]
     if name not in plain:
-        raise InputError(f"{flag}: expected one of {', '.join(names)} or a number, got {name!r}")
+        named = one_line(", ".join(names))
+        raise InputError(f"{flag}: expected one of {named} or a number, got {name!r}")
     return plain.index(name)

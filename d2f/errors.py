@@ -31,3 +31,9 @@ class NonFiniteLogitsError(RequestError):
 
 class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
+
+
+def one_line(text: str) -> str:
+    """Text from elsewhere as an error can quote it: what is no printable character, as an escape
+    sequence to a terminal or a line break, is written out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from d2f.errors import InputError
+from d2f.errors import InputError, one_line
 
 MOST_SHOWN = 6
 
@@ -89,7 +89,7 @@ def explain(error: ValidationError, values: Any) -> str:
             said.append(f"expected {either}, got {came}")
         lines.append(f"{path or 'configuration'}: {', '.join(said)}")
     more = len(deeper) - len(lines)
-    return "; ".join(lines) + (f"; and {more} more" if more else "")
+    return one_line("; ".join(lines) + (f"; and {more} more" if more else ""))
 
 
 def _plain(value: Any) -> Any:

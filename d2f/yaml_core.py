@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from d2f.errors import InputError
+from d2f.errors import InputError, one_line
 
 MOST_BYTES = 2**18
 MOST_VALUES = 50_000
@@ -46,7 +46,8 @@ def load(text: str, source: str) -> Any:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         what = " ".join(filter(None, (error.context, error.problem)))
-        raise InputError(f"{source}: not YAML: {what}{_line(error.problem_mark)}") from error
+        said = one_line(what)
+        raise InputError(f"{source}: not YAML: {said}{_line(error.problem_mark)}") from error
     except yaml.reader.ReaderError as error:
         raise InputError(
             f"{source}: not YAML: a character that is not allowed at {error.position}"
@@ -151,7 +152,7 @@ class _Reader:
         return text
 
     def _error(self, what: str, node: Node) -> InputError:
-        return InputError(f"{self.source}: {what}{_line(node.start_mark)}")
+        return InputError(f"{self.source}: {one_line(what)}{_line(node.start_mark)}")
 
 
 def _line(mark: yaml.Mark | None) -> str:

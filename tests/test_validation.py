@@ -84,3 +84,18 @@ def test_many_faults_are_counted():
     words = [word for i in range(50) for word in (f"--k{i}", "1")]
     with pytest.raises(InputError, match=r"k0: there is no such key; .*; and 44 more$"):
         read_config(TRAINING, words)
+
+
+@pytest.mark.parametrize(
+    "words", [("--a\n\x1b[2J", "1"), ("--data.a\x1d.b", "1e-4\n: ["), ("--a", "\x1d")]
+)
+def test_what_is_quoted_is_one_line_that_a_terminal_can_show(words):
+    with pytest.raises(InputError) as caught:
+        read_config(TRAINING, words)
+    assert str(caught.value).isprintable()
+
+
+def test_a_long_key_is_shortened():
+    with pytest.raises(InputError, match="expected a finite number, got inf") as caught:
+        read_config(TRAINING, ["--data.tasks", "{" + "x" * 3000 + ": .inf}"])
+    assert len(str(caught.value)) < len(str(TRAINING)) + 150

@@ -10,7 +10,7 @@ from typing import Any
 
 from d2f.configuration import read_mapping
 from d2f.contract import Contract
-from d2f.errors import InputError
+from d2f.errors import InputError, one_line
 from d2f.model import DiffusionModel
 from d2f.validation import refuse_another_kind, shown
 from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, Threshold, WeDLM
@@ -100,7 +100,7 @@ def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any
     unknown = [f"{key}"[:60] for key in values if key not in ("decoder", *known)]
     if unknown:
         raise InputError(
-            f"{where}: unknown key {', '.join(unknown)}; expected some of "
+            f"{where}: unknown key {one_line(', '.join(unknown))[:200]}; expected some of "
             f"{', '.join(('decoder', *known))}"
         )
     name = values.get("decoder")

@@ -13,6 +13,7 @@ from d2f.errors import InputError
 from d2f.quantities import Problems, Seconds, Seed, Text, Tokens
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.validation import shown
 
 if TYPE_CHECKING:
     from decode.cli.settings import DecoderSettings
@@ -232,14 +233,17 @@ def _expanded(entry: Any, path: str | Path) -> list[Any]:
     if not isinstance(values, list | tuple) or not values:
         raise InputError(
             f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
-            f"got {sweep!r}"
+            f"got {shown(sweep)}"
         )
+    given = entry.get("options") or {}
+    if not isinstance(given, dict):
+        return [entry]  # which the check of all entries refuses
     option, series = next(iter(sweep)), entry.get("name")
     base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
     names = [f"{series} {option} {'none' if value is None else value}" for value in values]
     entries = []
     for name, value in zip(names, values, strict=True):
-        one = base | {"name": name, "options": {**(entry.get("options") or {}), option: value}}
+        one = base | {"name": name, "options": {**given, option: value}}
         if name != names[0] and entry.get("shares") is None:
             one["shares"] = names[0]
         entries.append(one)

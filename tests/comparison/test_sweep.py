@@ -77,6 +77,7 @@ def test_what_a_decoder_counts_is_in_the_report(finished):
     [
         ([SWEPT | {"sweep": {"tau": []}}], "sweep must have one option with a list of values"),
         ([SWEPT | {"sweep": {"tau": [1], "block_size": [8]}}], "sweep must have one option"),
+        ([SWEPT | {"options": [8]}], r"entries\.0\.options: expected a mapping, got a list of 1"),
         ([SWEPT, STATIC | {"shares": "threshold"}], "shares must name an earlier entry"),
         ([SWEPT, STATIC | {"model": "tiny-d2f"}], "its model must be 'tiny-teacher'"),
         ([SWEPT | {"sweep": {"tau": [0.5, 0.5]}}], "two entries have one name"),
