@@ -18,6 +18,8 @@ from decode.comparison.server import VllmServer, check_python
 from decode.comparison.worker import Worker, WorkerContestant
 from decode.comparison.workload import Workload
 
+DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
+
 
 class Contestant(Protocol):
     """What is measured. facts: what the report says of it."""
@@ -78,7 +80,8 @@ class ServedContestant:
             if answer.error is None:
                 answer.error = ignored_limit(answer, tokens, workload.max_new_tokens)
         if self.server is not None:
-            self.server.check()
+            failed = any(answer.error for answer in run.answers)
+            self.server.check(DEATH_SECONDS if failed else 0.0)
             run.peak_bytes = memory.peak_bytes(pids)
             if not any("specul" in argument for argument in self.server.command):
                 self._count_forwards(run, self.lengths[workload.name])

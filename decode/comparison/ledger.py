@@ -19,7 +19,7 @@ class Ledger:
 
     Opening reads what a killed command left and changes nothing: `records` and, of the times that
     it went on before, `resumed`; a half-written last line is left out. Raises InputError if the
-    file is not of this very comparison.
+    file is not of this very comparison, unless no run is in it: then it is as good as none.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -31,9 +31,9 @@ class Ledger:
             data = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        self.found = bool(data)
         if data:
             self._read(data)
+        self.found = bool(self.records)
 
     def _read(self, data: bytes) -> None:
         first, *lines = data.split(b"\n")
@@ -43,12 +43,12 @@ class Ledger:
             raise InputError(
                 f"{self.path} exists and is not of this command; nothing was written"
             ) from error
-        refuse_another_run(self.path, there, self.header["run"])
+        resumed = []
         for number, line in enumerate(lines[:-1], 2):  # what follows the last line end is torn
             try:
                 values = json.loads(line)
                 if "resumed" in values:
-                    self.resumed.append(values["resumed"])
+                    resumed.append(values["resumed"])
                     continue
                 (record,) = from_json(values)
                 if record.key in self.done:
@@ -58,6 +58,9 @@ class Ledger:
                     f"{self.path}, line {number} is not a run of this comparison, or its second one"
                 ) from error
             self.records.append(record)
+        if self.records:
+            refuse_another_run(self.path, there, self.header["run"])
+            self.resumed = resumed
 
     @property
     def done(self) -> set[Key]:

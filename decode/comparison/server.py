@@ -90,14 +90,17 @@ class VllmServer:
     ) -> None:
         self.stop()
 
-    def check(self) -> None:
-        """Raise ServerError if the server has died."""
+    def check(self, patience: float = 0.0) -> None:
+        """Raise ServerError if the server has died, or does within `patience` seconds."""
         assert self._guard is not None
-        if self._guard.poll() is not None:
-            raise ServerError(
-                f"entry {self.entry.name}: the server ended with status {self._status()}; "
-                f"{self._quote()}"
-            )
+        try:
+            self._guard.wait(patience)
+        except subprocess.TimeoutExpired:
+            return
+        raise ServerError(
+            f"entry {self.entry.name}: the server ended with status {self._status()}; "
+            f"{self._quote()}"
+        )
 
     def version(self) -> str | None:
         """vLLM's version as the server tells it."""

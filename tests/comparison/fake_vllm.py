@@ -27,8 +27,9 @@ class Handler(BaseHTTPRequestHandler):
         if MODE == "dies at work":
             print("worker: out of memory", flush=True)
             os._exit(7)
+        tokens = min(9, body["max_tokens"])
         choice = {"index": 0, "text": "3+4=7\n#### 7", "finish_reason": "stop"}
-        return self.send(200, {"choices": [choice], "usage": {"completion_tokens": 9}})
+        return self.send(200, {"choices": [choice], "usage": {"completion_tokens": tokens}})
 
     def send(self, status, value):
         data = json.dumps(value).encode()
