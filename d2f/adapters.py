@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from d2f.adapter_config import read_adapter_config
 from d2f.base import check_base
-from d2f.checkpoint import folder_of
+from d2f.checkpoint import check_ids, folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
-from d2f.json_file import read_object
 from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
 from d2f.weights import write_weights
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
-_NOT_SUPPORTED = ("alpha_pattern", "rank_pattern", "modules_to_save", "bias", "fan_in_fan_out")
+_PREFIX = "base_model.model."
+Shape = tuple[int, ...]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -53,33 +54,32 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
     folder = folder_of(place)
     if model.adapter is not None:
         raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
-    raw = _read_config(folder)
-    _check_base_class(model, folder, raw)
+    came = read_adapter_config(folder)
+    _check_base_class(model, folder, came.base_class)
     contract = Contract.load(folder)
     if contract is not None:
-        _check_family(model, folder, contract)
-    named = (contract.base if contract else None) or raw.get("base_model_name_or_path")
+        _check_contract(model, folder, contract)
+    named = (contract.base if contract else None) or came.base
     check_base(folder, named, contract.base_hash if contract else None, model.path)
+    targets = _targets(model, folder, came.targets)
     weights = _rename(model, _read_weights(folder))
-
+    expected = {}  # known from the configuration: nothing of a rank that no file has is allocated
+    for name, layer in targets.items():
+        key = f"{_PREFIX}{name}.lora_"
+        expected[f"{key}A.weight"] = (came.r, layer.in_features)
+        expected[f"{key}B.weight"] = (layer.out_features, came.r)
+    problem = _difference(expected, {key: tuple(value.shape) for key, value in weights.items()})
+    if problem:
+        raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
     config = LoraConfig(
-        r=raw["r"],
-        lora_alpha=raw["lora_alpha"],
-        lora_dropout=raw.get("lora_dropout", 0.0),
-        use_rslora=raw.get("use_rslora", False),
-        target_modules=_targets(model, folder, raw),
+        r=came.r,
+        lora_alpha=came.alpha,
+        lora_dropout=came.dropout,
+        use_rslora=came.use_rslora,
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name in targets}),
         inference_mode=not trainable,
     )
     wrapped = PeftModel(model.backbone, config)
-    expected = {
-        key.replace(".default.", "."): value
-        for key, value in wrapped.state_dict().items()
-        if ".lora_" in key
-    }
-    problem = _difference(expected, weights)
-    if problem:
-        wrapped.unload()
-        raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
     set_peft_model_state_dict(wrapped, weights)
     model.adapter = wrapped.eval()
     if contract is not None:
@@ -114,27 +114,6 @@ def save_adapter(model: DiffusionModel, folder: Path) -> None:
     model.contract.save(folder)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / ADAPTER_CONFIG
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_CONFIG}")
-    values = read_object(path, CheckpointError)
-    if values.get("peft_type") != "LORA" or values.get("use_dora"):
-        kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
-        raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
-    for name in ("r", "lora_alpha"):
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"{path}: {name} must be a positive number, got {value!r}")
-    base = values.get("base_model_name_or_path")
-    if not isinstance(base, str | None):
-        raise CheckpointError(f"{path}: base_model_name_or_path must be text, got {base!r}")
-    for name in _NOT_SUPPORTED:
-        if values.get(name) not in (None, False, "none", [], {}):
-            raise CheckpointError(f"{path}: {name} is not supported, got {values[name]!r}")
-    return values
-
-
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_WEIGHTS}")
@@ -143,59 +122,62 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _check_base_class(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> None:
+def _check_base_class(model: DiffusionModel, folder: Path, base_class: str) -> None:
     """An official adapter names the class it was trained on; it must be of the same family."""
-    base_class = ((raw.get("auto_mapping") or {}).get("base_model_class") or "").lower()
     for family in FAMILIES:
-        if base_class.startswith(family) and family != model.family:
+        if base_class.lower().startswith(family) and family != model.family:
             raise CheckpointError(
-                f"{folder}: the adapter was made for the family {family} "
-                f"({raw['auto_mapping']['base_model_class']}), this base is {model.family}"
+                f"{folder}: the adapter was made for the family {family} ({base_class}), "
+                f"this base is {model.family}"
             )
 
 
-def _check_family(model: DiffusionModel, folder: Path, contract: Contract) -> None:
+def _check_contract(model: DiffusionModel, folder: Path, contract: Contract) -> None:
     if contract.family != model.family:
         raise CheckpointError(
             f"{folder}: the adapter was made for the family {contract.family}, "
             f"this base is {model.family}"
         )
+    check_ids(str(folder), contract, model.vocab_size)
+    if contract.mask_id != model.mask_id:
+        raise CheckpointError(
+            f"{folder}: the adapter's mask id is {contract.mask_id}, this base's is {model.mask_id}"
+        )
 
 
-def _targets(model: DiffusionModel, folder: Path, raw: dict[str, Any]) -> list[str]:
-    """The adapter's target modules by transformers' names; each must exist in the base."""
+def _targets(model: DiffusionModel, folder: Path, came: Sequence[str]) -> dict[str, nn.Linear]:
+    """The base's linear layers that the adapter targets, by transformers' names."""
     names = FAMILIES[model.family].adapter_modules
-    came = raw.get("target_modules")
-    if not isinstance(came, list) or not came:
-        raise CheckpointError(f"{folder}: expected a list of target_modules, got {came!r}")
-    targets = [names.get(name, name) for name in came]
-    have = {name.rsplit(".", 1)[-1] for name, _ in model.backbone.named_modules()}
-    unknown = sorted(set(targets) - have)
+    targets = {names.get(name, name) for name in came}
+    linear = {n: m for n, m in model.backbone.named_modules() if isinstance(m, nn.Linear)}
+    if model.backbone.config.tie_word_embeddings:
+        linear.pop("lm_head")  # it would change the embeddings too
+    have = {name.rsplit(".", 1)[-1] for name in linear}
+    unknown = sorted(targets - have)
     if unknown:
         raise CheckpointError(
             f"{folder}: the adapter targets {unknown}, which this base does not have; "
-            f"expected some of {sorted(n for n in have if n.endswith('_proj'))}"
+            f"expected some of {sorted(have)}"
         )
-    return targets
+    return {name: m for name, m in linear.items() if name.rsplit(".", 1)[-1] in targets}
 
 
 def _rename(model: DiffusionModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Adapter weights under transformers' module names."""
     import re
 
-    prefix = "base_model.model."
     renamed = {}
     for key, value in weights.items():
-        name = key.removeprefix(prefix).replace(".default.", ".")
+        name = key.removeprefix(_PREFIX).replace(".default.", ".")
         for pattern, replacement in FAMILIES[model.family].key_mapping.items():
             name, hit = re.subn(pattern, replacement, name)
             if hit:
                 break
-        renamed[prefix + name] = value
+        renamed[_PREFIX + name] = value
     return renamed
 
 
-def _difference(expected: dict[str, Tensor], came: dict[str, Tensor]) -> str:
+def _difference(expected: Mapping[str, Shape], came: Mapping[str, Shape]) -> str:
     """What is missing, unexpected or misshapen, empty where nothing is."""
     problems = []
     for what, keys in (
@@ -205,9 +187,7 @@ def _difference(expected: dict[str, Tensor], came: dict[str, Tensor]) -> str:
         if keys:
             problems.append(f"{len(keys)} {what}, such as {keys[0]}")
     for key in sorted(expected.keys() & came.keys()):
-        if expected[key].shape != came[key].shape:
-            problems.append(
-                f"{key}: expected shape {list(expected[key].shape)}, got {list(came[key].shape)}"
-            )
+        if expected[key] != came[key]:
+            problems.append(f"{key}: expected shape {list(expected[key])}, got {list(came[key])}")
             break
     return "; ".join(problems)

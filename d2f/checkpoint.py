@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    StrictDataclassError,
 )
 from safetensors import SafetensorError
 from transformers import (
@@ -31,6 +29,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.families import Family, family_of, get_family
 from d2f.json_file import read_object
 from d2f.model import DiffusionModel
+from d2f.model_config import MODEL_CLASSES, check_fits_files, check_size, empty_model, model_config
 from d2f.models import resolve
 from d2f.quantize import four_bits
 from d2f.weight_files import stored, weight_files
@@ -54,11 +53,6 @@ _UNREADABLE = (
     AttributeError,
     RecursionError,
 )
-MODEL_CLASSES = {
-    "llama": transformers.LlamaForCausalLM,
-    "qwen2": transformers.Qwen2ForCausalLM,
-    "qwen3": transformers.Qwen3ForCausalLM,
-}
 
 
 def load(
@@ -108,7 +102,7 @@ def load(
     tokenizer = load_tokenizer(place)
     if contract is None or contract.family != chosen.name:
         contract = _derive_contract(chosen, raw, backbone.config, tokenizer)
-    _check_ids(place, contract, backbone.config.vocab_size)
+    check_ids(place, contract, backbone.config.vocab_size)
     model = DiffusionModel(backbone.eval(), contract, tokenizer=tokenizer, path=place)
     if adapter is not None:
         from d2f.adapters import attach
@@ -177,21 +171,16 @@ def _load_backbone(
     device: torch.device,
     quantize: bool,
 ) -> Any:
-    try:
-        config = family.make_config(raw)
-    except (CheckpointError, StrictDataclassError) as error:
-        raise CheckpointError(f"{place}: {error}") from error
-    if config.model_type not in MODEL_CLASSES:
-        raise CheckpointError(f"{place}: no model class for {config.model_type!r}")
+    config = model_config(place, family, raw)
+    kind = MODEL_CLASSES[config.model_type]
     if device.type == "meta":
-        with device:
-            return MODEL_CLASSES[config.model_type]._from_config(
-                config, attn_implementation=attention.NAME, dtype=dtype
-            )
-    stored(weight_files(Path(place)))
+        return empty_model(place, kind, config, dtype)
+    tensors = stored(weight_files(Path(place)))
+    check_fits_files(place, config, tensors)
+    check_size(place, empty_model(place, kind, config, dtype), tensors)
     more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
     try:
-        backbone, info = MODEL_CLASSES[config.model_type].from_pretrained(
+        backbone, info = kind.from_pretrained(
             place,
             config=config,
             dtype=dtype,
@@ -208,6 +197,11 @@ def _load_backbone(
             f"{place}: weights cannot be read: {type(error).__name__}: {error}"
         ) from error
     _check_loaded(place, family, info)
+    if not backbone.model.rotary_emb.inv_freq.isfinite().all():
+        raise CheckpointError(
+            f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
+            "gives others"
+        )
     return backbone if quantize else backbone.to(device)
 
 
@@ -226,13 +220,29 @@ def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:
         )
 
 
-def _check_ids(place: str, contract: Contract, vocabulary: int) -> None:
+def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
+    """Raise CheckpointError unless a contract says of a vocabulary and its family what can be."""
+    family = get_family(contract.family)
+    for name in ("logit_shift", "rope_fp32"):
+        expected, came = getattr(family, name), getattr(contract, name)
+        if came != expected:
+            raise CheckpointError(
+                f"{place}: {name} must be {expected} in the family {family.name}, got {came}"
+            )
+    if contract.mask_id is None and family.needs_mask:
+        raise CheckpointError(f"{place}: the family {family.name} needs a mask id, got none")
     for name, ids in (("mask_id", (contract.mask_id,)), ("end_ids", contract.end_ids)):
         for i in ids:
-            if i is not None and not (isinstance(i, int) and 0 <= i < vocabulary):
+            is_id = isinstance(i, int) and not isinstance(i, bool)
+            if i is not None and not (is_id and 0 <= i < vocabulary):
                 raise CheckpointError(
                     f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i!r}"
                 )
+    if contract.mask_id is not None and contract.mask_id in contract.end_ids:
+        raise CheckpointError(
+            f"{place}: the mask id must not be one of the end ids {list(contract.end_ids)}, "
+            f"got {contract.mask_id}"
+        )
 
 
 def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
@@ -288,6 +298,8 @@ def _derive_contract(
         )
     eos = raw.get("eos_token_id")
     ends = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ends):
+        raise CheckpointError(f"config.json: eos_token_id must be ids, got {eos!r}")
     if tokenizer is not None:
         vocabulary = tokenizer.get_vocab()
         ends += [vocabulary[token] for token in family.end_tokens if token in vocabulary]

@@ -7,11 +7,14 @@ import types
 import typing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from d2f.errors import CheckpointError
 from d2f.json_file import read_object
 
 FILE_NAME = "d2f_contract.json"
+PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
+OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,34 @@ class Contract:
         for name, value in values.items():
             if not _fits(value, hints[name]):
                 raise CheckpointError(f"{path}: {name} must be {hints[name]}, got {value!r}")
-        shift, size = values["logit_shift"], values.get("block_size")
-        if shift not in (0, 1):
-            raise CheckpointError(f"{path}: logit_shift must be 0 or 1, got {shift}")
-        if size is not None and size < 1:
-            raise CheckpointError(f"{path}: block_size must be at least 1, got {size}")
+        _check_values(path, values)
         return Contract(**values)
+
+
+def _check_values(path: Path, values: dict[str, Any]) -> None:
+    """Raise CheckpointError for values of the right types that make no sense."""
+    for name, known_values in (("prompt_rule", PROMPT_RULES), ("objective", OBJECTIVES)):
+        value = values.get(name)
+        if value is not None and value not in known_values:
+            raise CheckpointError(
+                f"{path}: {name} must be one of {', '.join(known_values)}, got {value!r}"
+            )
+    noise, mask, ends = values.get("noise"), values["mask_id"], values["end_ids"]
+    if noise is not None and not 0 <= noise[0] <= noise[1] <= 1:
+        raise CheckpointError(
+            f"{path}: noise must be two ratios in [0, 1], the lower first, got {list(noise)}"
+        )
+    if mask is not None and mask in ends:
+        raise CheckpointError(
+            f"{path}: mask_id must not be one of the end_ids {list(ends)}, got {mask}"
+        )
+    if any(i < 0 for i in (*ends, *(() if mask is None else (mask,)))):
+        raise CheckpointError(f"{path}: ids must be at least 0, got {mask} and {list(ends)}")
+    shift, size = values["logit_shift"], values.get("block_size")
+    if shift not in (0, 1):
+        raise CheckpointError(f"{path}: logit_shift must be 0 or 1, got {shift}")
+    if size is not None and size < 1:
+        raise CheckpointError(f"{path}: block_size must be at least 1, got {size}")
 
 
 def _fits(value: object, hint: object) -> bool:

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config
 
 from d2f import attention
-from d2f.checkpoint import MODEL_CLASSES
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import Family, get_family
 from d2f.model import DiffusionModel, Fp32Rotary
+from d2f.model_config import MODEL_CLASSES
 from d2f.weights import write_weights
 
 _SCRATCH: dict[str, type[PretrainedConfig]] = {

@@ -54,6 +54,24 @@ _NEEDED = (
     "num_hidden_layers",
     "vocab_size",
 )
+_SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+_LLADA_SIZES = (
+    "d_model", "embedding_size", "max_sequence_length", "mlp_hidden_size", "n_heads",
+    "n_kv_heads", "n_layers", "vocab_size",
+)  # fmt: skip
+_MOST = {"num_hidden_layers": 10_000, "n_layers": 10_000}
+
+
+def _check_sizes(raw: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raise CheckpointError for a size that none can be, before anything is made of it."""
+    for name in names:
+        size, most = raw.get(name), _MOST.get(name, 2**31 - 1)
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most
+        ):
+            raise CheckpointError(
+                f"config.json: {name} must be a whole number from 1 to {most}, got {size!r}"
+            )
 
 
 def _complete(raw: Mapping[str, Any]) -> None:
@@ -61,6 +79,7 @@ def _complete(raw: Mapping[str, Any]) -> None:
     lacking = [name for name in _NEEDED if name not in raw]
     if lacking:
         raise CheckpointError(f"config.json lacks {', '.join(lacking)}")
+    _check_sizes(raw, _SIZES)
 
 
 def _native_config(raw: Mapping[str, Any]) -> PretrainedConfig:
@@ -98,6 +117,7 @@ def _llada_config(raw: Mapping[str, Any]) -> PretrainedConfig:
             raise CheckpointError(
                 f"config.json: {name} must be {expected!r} for the family llada, got {raw[name]!r}"
             )
+    _check_sizes(raw, _LLADA_SIZES)
     try:
         return LlamaConfig(
             vocab_size=raw.get("embedding_size") or raw["vocab_size"],

@@ -1,6 +1,7 @@
 """The contract saved with a checkpoint: written, read back, and refused when damaged."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -10,17 +11,18 @@ from d2f.contract import FILE_NAME, Contract
 from d2f.errors import CheckpointError
 
 ratios = st.floats(0, 1)
+bounds = st.tuples(ratios, ratios).map(lambda pair: (min(pair), max(pair)))
 contracts = st.builds(
     Contract,
     family=st.sampled_from(["llada", "dream", "causal"]),
-    mask_id=st.none() | st.integers(0, 10**6),
+    mask_id=st.none() | st.integers(10**6 + 1, 2 * 10**6),  # no end id
     end_ids=st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
     logit_shift=st.integers(0, 1),
     rope_fp32=st.booleans(),
     prompt_rule=st.sampled_from(["bidirectional", "block", "block_causal", "causal"]),
     objective=st.none() | st.sampled_from(["d2f", "next_token"]),
     block_size=st.none() | st.integers(1, 64),
-    noise=st.none() | st.tuples(ratios, ratios),
+    noise=st.none() | bounds,
     base=st.none() | st.text(),
     base_hash=st.none() | st.text(alphabet="0123456789abcdef", min_size=64, max_size=64),
 )
@@ -125,10 +127,31 @@ def test_wrong_type(tmp_path, name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("logit_shift", 2), ("logit_shift", -1), ("block_size", 0)],
+    [
+        ("logit_shift", 2),
+        ("logit_shift", -1),
+        ("block_size", 0),
+        ("prompt_rule", "evil"),
+        ("prompt_rule", ""),
+        ("objective", "world peace"),
+        ("noise", [5, -3]),
+        ("noise", [0.7, 0.2]),
+        ("noise", [-0.1, 0.2]),
+        ("noise", [0.1, 1.2]),
+        ("mask_id", 2),
+    ],
 )
 def test_values_that_make_no_sense(tmp_path, name, value):
     """A file that was edited by hand; each would be read as something else later."""
     write(tmp_path, GOOD | {name: value})
-    with pytest.raises(CheckpointError, match=f"{FILE_NAME}: {name} must be .* got {value!r}"):
+    with pytest.raises(
+        CheckpointError, match=f"{FILE_NAME}: {name} must .* got {re.escape(repr(value))}"
+    ):
+        Contract.load(tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"mask_id": -1}, {"end_ids": [2, -5]}])
+def test_negative_ids(tmp_path, values):
+    write(tmp_path, GOOD | values)
+    with pytest.raises(CheckpointError, match="ids must be at least 0"):
         Contract.load(tmp_path)
