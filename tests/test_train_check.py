@@ -250,7 +250,7 @@ def test_a_warm_up_that_is_not_over_is_noted(tmp_path):
 
 def test_d2f_wants_a_bidirectional_teacher(tmp_path):
     model = fresh_model("llada")
-    model.contract = d2f.Contract(**vars(model.contract) | {"family": "sdar"})
+    model.contract = d2f.Contract(**vars(model.contract) | {"family": "sdar", "rope_fp32": False})
     save_model(model, tmp_path / "sdar", dtype=torch.float32)
     config = json.loads((tmp_path / "sdar" / "config.json").read_text()) | {"model_type": "qwen3"}
     (tmp_path / "sdar" / "config.json").write_text(json.dumps(config))
