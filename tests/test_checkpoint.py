@@ -1,8 +1,12 @@
-"""Loading a checkpoint: the official numbers to the last bit, and every misfit an error."""
+"""Loading a checkpoint: the official numbers, and every misfit an error.
+
+To the last bit on a CPU that adds up as the one they were recorded on; elsewhere as close as the
+rounding of fp32 lets two orders of the same sums come (`golden_facts.allowed`).
+"""
 
 import pytest
 import torch
-from golden_facts import difference, official, run
+from golden_facts import allowed, difference, official, run
 from safetensors.torch import load_file
 from tiny import random_model
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
@@ -28,21 +32,23 @@ def test_block_causal_spans_are_the_official_mask(golden, family):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_the_official_ones_to_the_last_bit(golden, family, mask, request):
+def test_logits_are_the_official_ones(golden, family, mask, request):
     model = request.getfixturevalue(family)
-    assert difference(run(model, golden, family, mask), official(golden, family, mask)) == 0.0
+    off = difference(run(model, golden, family, mask), official(golden, family, mask))
+    assert off <= allowed(model, golden, family, mask) < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapter_to_the_last_bit_then_merged(golden, family, request):
-    """With the official LoRA the logits are the official ones exactly; merged into the weights,
-    within 1e-5 of the largest logit; disabled, those of the base exactly."""
+def test_adapter_kept_apart_then_merged(golden, family, request):
+    """With the official LoRA the logits are the official ones; merged into the weights, within 1e-5
+    of the largest logit; disabled, those of the base exactly."""
     folder = golden / f"{family}-tiny"
     model = load(folder, adapter=folder / "adapter", device="cpu")
     for mask in MASKS:
         want = official(golden, family, mask, adapter=True)
-        assert difference(run(model, golden, family, mask), want) == 0.0
-        base = official(golden, family, mask)
+        off = difference(run(model, golden, family, mask), want)
+        assert off <= allowed(model, golden, family, mask) < 1e-4
+        base = run(request.getfixturevalue(family), golden, family, mask)
         assert difference(want, base) > 0.01, "the adapter must do something"
         with model.adapter_disabled():
             assert difference(run(model, golden, family, mask), base) == 0.0
