@@ -23,11 +23,11 @@ MASKS = ["bidirectional", "block_causal_8"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_block_causal_spans_are_the_official_mask(golden, family):
     facts = load_file(golden / f"{family}-tiny/forward.safetensors")
-    for prompt, allowed in zip(
+    for prompt, seen in zip(
         facts["prompt_lengths"].tolist(), facts["block_causal_allowed"].tolist(), strict=True
     ):
         ends = sp.block_causal(40, prompt, 8)[:, 0, 1].tolist()
-        assert [[key < end for key in range(40)] for end in ends] == allowed
+        assert [[key < end for key in range(40)] for end in ends] == seen
 
 
 @pytest.mark.parametrize("mask", MASKS)
