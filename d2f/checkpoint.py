@@ -32,6 +32,7 @@ from d2f.model import DiffusionModel
 from d2f.model_config import MODEL_CLASSES, check_fits_files, check_size, empty_model, model_config
 from d2f.models import resolve
 from d2f.quantize import four_bits
+from d2f.quiet import loading_bars
 from d2f.weight_files import stored, weight_files
 
 _DTYPES = {
@@ -63,6 +64,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     quantize: bool = False,
+    progress: bool = False,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
 
@@ -72,6 +74,7 @@ def load(
     family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU, bf16
     elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
     fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
+    progress: a bar while the weights are read; a download has its own either way.
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
@@ -91,14 +94,21 @@ def load(
                 "model, and this as its adapter"
             ) from error
         return load(
-            found, adapter=place, family=family, dtype=dtype, device=device, quantize=quantize
+            found,
+            adapter=place,
+            family=family,
+            dtype=dtype,
+            device=device,
+            quantize=quantize,
+            progress=progress,
         )
     raw = _read_config(place)
     contract = Contract.load(Path(place))
     chosen = get_family(
         family or (contract.family if contract else family_of(raw.get("model_type")).name)
     )
-    backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
+    with loading_bars(progress):
+        backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
     tokenizer = load_tokenizer(place)
     if contract is None or contract.family != chosen.name:
         contract = _derive_contract(chosen, raw, backbone.config, tokenizer)

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from d2f.command import CommandParser, program
 from d2f.errors import InputError
 from d2f.locks import locked
+from d2f.quiet import quiet
+from decode.cli.options import add_verbose
 
 if TYPE_CHECKING:
     from decode.comparison.config import CompareConfig
@@ -43,14 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, help="YAML file, or a name of comparison in `d2f configs`"
     )
+    add_verbose(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
     try:
         from decode.comparison.config import read_config
 
         config = read_config(options.config, overrides)
-        with _interruptible():
-            report = run(config, f"{program(usual)} {shlex.join(given)}")
+        with _interruptible(), quiet(options.verbose):
+            command = f"{program(usual)} {shlex.join(given)}"
+            report = run(config, command, verbose=options.verbose)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -69,17 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILED if report.failures else 0
 
 
-def run(config: CompareConfig, command: str) -> Report:
-    """Measure what the configuration says, write the report, return it.
+def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report:
+    """Measure what the configuration says, write the report, return it. verbose: the entries'
+    processes show what the libraries underneath say, too.
 
     Raises InputError for bad input before any work, and where an entry failed; the report then
     holds what was measured until then, as it does after an interrupt.
     """
     with locked(Path(config.output)) as folder:
-        return _run(config, command, folder)
+        return _run(config, command, folder, verbose)
 
 
-def _run(config: CompareConfig, command: str, folder: Path) -> Report:
+def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Report:
     from decode.cli.extras import require_matplotlib
     from decode.comparison.config import Endpoint
     from decode.comparison.contestants import Contestant, check_entries, make_ready
@@ -104,7 +109,7 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
     tokenizer = tokenizer_of(config.tokenizer or named)
     about = _about(config, command, config.tokenizer or named)
     ledger = Ledger(path, identity(config, workloads, about))
-    check_entries(config)
+    check_entries(config, workloads)
     ledger.begin([entry.name for entry in config.entries])
     about["resumed"] = ledger.resumed
     display = Display()
@@ -116,7 +121,10 @@ def _run(config: CompareConfig, command: str, folder: Path) -> Report:
         with ExitStack() as stack:
             for entry in config.entries:
                 display.starting(entry)
-                contestant = make_ready(entry, config, workloads, folder / "logs", started, stack)
+                logs = folder / "logs"
+                contestant = make_ready(
+                    entry, config, workloads, logs, started, stack, verbose=verbose
+                )
                 contestants.append(contestant)
                 about["entries"][entry.name] |= contestant.facts
             runs = plan(config, contestants, workloads, ledger.done)

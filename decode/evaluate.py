@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
 import platform
 import sys
 import time
@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.command import CommandParser
-from d2f.errors import InputError, OutputError
+from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 from d2f.files import write_beside
+from d2f.quiet import quiet
+from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
+from decode.cli.options import Parser, add_verbose
 from decode.cli.places import check_place
+from decode.intervals import wilson
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -31,21 +34,8 @@ if TYPE_CHECKING:
     from decode.decoders import Decoder
     from decode.result import Result
 
-
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 OPTIONS = [option for option in DECODER_OPTIONS if option.name != "max_new_tokens"]
-
-
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson's score interval)."""
-    z = 1.959964
-    share = right / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = (
-        z
-        / (1 + z * z / count)
-        * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    )
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True)
@@ -90,6 +80,8 @@ def evaluate(
     """
     from d2f.tasks import make_problems
 
+    if count < 1:
+        raise InputError(f"count must be at least 1, got {count}")
     problems = make_problems(task, split, count, seed)
     judged = decode_and_judge(model, decoder, problems, batch_size=batch_size)
     results, right = judged.results, sum(judged.right)
@@ -143,12 +135,27 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as a namespace; `tasks` is a list. Raises InputError, SystemExit after
+    --help."""
+    options = _parser().parse_args(arguments)
+    names, options.tasks = options.tasks, options.tasks.split(",")
+    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
+        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
+    for name in ("problems", "batch_size"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser("python -m decode.evaluate", description=__doc__)
+    parser = Parser("python -m decode.evaluate", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(family=None, merge=True, compile=False)
     parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
     parser.add_argument("--decoder", choices=DECODER_NAMES, help="default: what fits")
-    parser.add_argument("--tasks", default="story,countdown,sudoku")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
     parser.add_argument("--split", default="heldout", choices=("tuning", "heldout"))
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -158,30 +165,40 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, help="file for the numbers")
+    add_verbose(parser)
     return parser
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The report that the command line asks for: settings, environment and a row a task."""
-    import transformers
-
-    import d2f
-    from d2f.tasks.registry import RESPONSE_LENGTH
+    """The report that the command line asks for: settings, environment and a row a task. Raises
+    InputError before any decoding, NonFiniteLogitsError."""
+    from d2f.tasks import make_problems
+    from decode.cli.model import check_options, load, outline
+    from decode.cli.output import check_place
     from decode.cli.settings import DecoderSettings
+    from decode.prompts import check, encode
 
-    transformers.logging.disable_progress_bar()
-    model = d2f.load(
-        options.model, adapter=options.adapter, dtype=options.dtype, device=options.device
-    )
-    model.merge_adapter()
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
-    chosen = DecoderSettings(options.decoder, given)
+    settings = DecoderSettings(options.decoder, given)
+    settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
+    if options.json is not None:
+        check_place(Path(os.path.realpath(options.json)), "--json")
+    check_options(options)
+    shape = outline(options.model, options.adapter)
+    decoders = {task: settings.decoder(shape, RESPONSE_LENGTH[task]) for task in options.tasks}
+    for task, decoder in decoders.items():
+        decoder.check(shape.contract)
+        try:
+            problems = make_problems(task, options.split, options.problems)
+        except ValueError as error:
+            raise InputError(f"--problems {options.problems}: {error}") from error
+        for number, problem in enumerate(problems, 1):
+            where = f"{task} {number}"
+            ids = encode(shape, [{"role": "user", "content": problem.question}], where)
+            check(shape, ids, decoder, where)
+    model, _ = load(options)
     rows = []
-    for task in options.tasks.split(","):
-        if task not in RESPONSE_LENGTH:
-            raise InputError(f"--tasks must be among {list(RESPONSE_LENGTH)}, got {task!r}")
-        decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
-        decoder.check(model.contract)
+    for task, decoder in decoders.items():
         row = evaluate(
             model,
             decoder,
@@ -224,16 +241,20 @@ def _keep(report: dict[str, Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status."""
-    options = _parser().parse_args(arguments)
     try:
+        options = parse(arguments)
         if options.json is not None:
             check_place(options.json, "--json")
-        report = run(options)
+        with quiet(options.verbose):
+            report = run(options)
         if options.json is not None:
             _keep(report, options.json)
-    except InputError as error:
+    except (InputError, NonFiniteLogitsError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT if isinstance(error, InputError) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.quiet import quiet
 from decode.cli.options import parse
 from decode.cli.places import hold_output
 
@@ -33,7 +34,9 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Run the command; its exit status. console: where to show it, by default standard output."""
     try:
-        run(parse(arguments), console)
+        options = parse(arguments)
+        with quiet(options.verbose):
+            run(options, console)
     except NonFiniteLogitsError as error:
         return _say(f"error: {error}", FAILED)
     except InputError as error:
@@ -59,7 +62,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     with _waiting(options, console):
         from decode.cli.jobs import known_lengths, make_jobs, read_sources
         from decode.cli.loop import decode
-        from decode.cli.model import check_options, load
+        from decode.cli.model import check_options, load, outline
         from decode.cli.output import Output
         from decode.cli.settings import read_settings
         from decode.cli.trace import Trace
@@ -69,8 +72,9 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         settings.check(known_lengths(sources, settings))
         check_options(options)
         trace = Trace(options.trace) if options.trace is not None else None
+        shape = outline(options.model, options.adapter, options.family)
+        jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
         model, weights = load(options)
-        jobs = make_jobs(model, sources, settings, raw=options.raw, n=options.n)
         settled = describe(options, model, weights, jobs)
         output = None
         if options.output is not None:

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2f.errors import InputError
+from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import make_folder
+from d2f.quiet import quiet
+from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.decoder_options import DECODER_OPTIONS
+from decode.cli.options import Parser, add_verbose
 from decode.cli.places import hold_output
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from decode.decoders import D2F
     from decode.result import BlockView
 
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 OPTIONS = [o for o in DECODER_OPTIONS if o.name in ("tau_add", "tau_act", "tau_conf")]
 
 
@@ -46,14 +50,11 @@ def _ratio(block: BlockView) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m decode.states",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m decode.states", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(family=None, merge=True, compile=False)
     parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
-    parser.add_argument("--tasks", default="story,countdown,sudoku")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
     parser.add_argument("--problems", type=int, default=64, help="of each task (default 64)")
     parser.add_argument("--split", default="train", choices=("train", "tuning", "heldout"))
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
@@ -67,65 +68,82 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--output", type=Path, required=True, help="file for the states")
+    add_verbose(parser)
     return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as a namespace; `tasks` and `block_sizes` are lists. Raises InputError,
+    SystemExit after --help."""
+    options = _parser().parse_args(arguments)
+    names, options.tasks = options.tasks, options.tasks.split(",")
+    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
+        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
+    for name, least in (("problems", 1), ("batch_size", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} must be at least {least}, got {getattr(options, name)}")
+    options.block_sizes = _sizes(options.block_sizes)
+    return options
 
 
 def run(options: argparse.Namespace) -> None:
     """Record what the command line asks for."""
-    import d2f
     from d2f.states import PipelineStates
     from d2f.tasks import make_problems
-    from d2f.tasks.registry import RESPONSE_LENGTH
-    from decode.cli.output import check_place
+    from decode.cli.model import check_options, load, outline
     from decode.decoders import D2F
     from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 
-    try:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {options.output}: {error.strerror}") from error
-    check_place(options.output, "--output")
-    tasks = options.tasks.split(",")
-    unknown = [task for task in tasks if task not in RESPONSE_LENGTH]
-    if unknown:
-        raise InputError(f"--tasks must be among {list(RESPONSE_LENGTH)}, got {unknown}")
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
-    model = d2f.load(
-        options.model, adapter=options.adapter, dtype=options.dtype, device=options.device
-    )
-    model.merge_adapter()
-    sizes = _sizes(options.block_sizes) or [model.contract.block_size or DEFAULT_BLOCK_SIZE]
-    found: dict[int, list[tuple[float, ...]]] = {}
+    check_options(options)
+    shape = outline(options.model, options.adapter)
+    sizes = options.block_sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
+    work = []
     for size in sizes:
-        found[size] = []
-        for task in tasks:
+        for task in options.tasks:
             decoder = D2F(block_size=size, max_new_tokens=RESPONSE_LENGTH[task], **given)
-            problems = make_problems(task, options.split, options.problems, options.seed)
+            decoder.check(shape.contract)
+            try:
+                problems = make_problems(task, options.split, options.problems, options.seed)
+            except ValueError as error:
+                raise InputError(f"--problems {options.problems}: {error}") from error
             prompts = [[{"role": "user", "content": p.question}] for p in problems]
-            found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
-        print(f"block size {size}: {len(found[size])} states")
-    about = {"model": options.model, "tasks": tasks, "problems": options.problems, **given}
+            work.append((size, prompts, decoder))
+    model, _ = load(options)
+    found: dict[int, list[tuple[float, ...]]] = {size: [] for size in sizes}
+    for size, prompts, decoder in work:
+        found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
+    for size, states in found.items():
+        print(f"block size {size}: {len(states)} states")
+    about = {"model": options.model, "tasks": options.tasks, "problems": options.problems, **given}
     PipelineStates(found).save(options.output, **about)
 
 
 def _sizes(text: str | None) -> list[int]:
     """The block sizes of ``4,8``."""
     try:
-        return [int(part) for part in text.split(",")] if text else []
+        sizes = [int(part) for part in text.split(",")] if text else []
     except ValueError as error:
         raise InputError(f"--block-sizes must be as 4,8, got {text!r}") from error
+    if len(set(sizes)) < len(sizes):
+        raise InputError(f"--block-sizes must have each size once, got {text!r}")
+    return sizes
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status."""
-    options = _parser().parse_args(arguments)
     try:
+        options = parse(arguments)
         make_folder(options.output.parent)
-        with hold_output(options.output):
+        with quiet(options.verbose), hold_output(options.output):
             run(options)
-    except InputError as error:
+    except (InputError, NonFiniteLogitsError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT if isinstance(error, InputError) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

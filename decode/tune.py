@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.locks import locked
+from d2f.quiet import quiet
 from decode.cli.extras import require_matplotlib
 from decode.tuning.options import parse
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from d2f.model import DiffusionModel
-    from decode.tuning.bench import Bench
+    from decode.tuning.bench import Bench, Problems
     from decode.tuning.display import Silent
     from decode.tuning.evidence import Evidence
     from decode.tuning.outcome import Final, Outcome
@@ -68,7 +69,7 @@ def _tune(
 ) -> Report:
     from decode.cli.model import weights_hash
     from decode.evaluate import environment
-    from decode.tuning.bench import Bench, check_prompts, make_all_problems
+    from decode.tuning.bench import Bench, check_prompts
     from decode.tuning.display import Silent
     from decode.tuning.ledger import Ledger
     from decode.tuning.report import Report
@@ -77,8 +78,7 @@ def _tune(
         require_matplotlib("--no-figures")
     display = display or Silent()
     space = tuning.space().fitted(model.contract)
-    counts = {"tuning": tuning.problems, "heldout": tuning.heldout}
-    problems = make_all_problems(tuning.tasks, counts, tuning.seed)
+    problems = all_problems(tuning)
     check_prompts(model, space, problems)
     run = describe(model, tuning, space, weights or weights_hash(model))
     ledger = Ledger(folder / "measurements.jsonl", run)
@@ -110,6 +110,14 @@ def _tune(
     return report
 
 
+def all_problems(tuning: Tuning) -> Problems:
+    """The problems of both splits. Raises InputError for more than there are."""
+    from decode.tuning.bench import make_all_problems
+
+    counts = {"tuning": tuning.problems, "heldout": tuning.heldout}
+    return make_all_problems(tuning.tasks, counts, tuning.seed)
+
+
 def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outcome:
     """One task: the search on its tuning problems, the choice, the final measurement."""
     from decode.tuning.choose import choose
@@ -118,12 +126,19 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outco
     from decode.tuning.search import make_plan, run_search
 
     settings = bench.space.settings
+    used: list[float] = []  # seconds of this search, what the ledger had of it included
+
+    def seconds_left() -> float:
+        return tuning.budget_per_task - sum(used)
 
     def measure(setting: Setting, first: int, stop: int) -> Evidence | None:
         wanted = job(task, "tuning", setting, first, stop)
-        if wanted not in bench.ledger.done and bench.ledger.spent(task) >= tuning.budget_per_task:
+        spent = bench.ledger.spent(task) >= tuning.budget_per_task
+        if spent and wanted not in bench.ledger.done and stop > plan.look:
             return None
-        return bench.evidence(wanted)
+        evidence = bench.evidence(wanted)
+        used.append(bench.ledger.done[wanted].wall)
+        return evidence
 
     def on_rung(alive: int, first: int, stop: int) -> None:
         what = f"{task}, {alive} settings on tuning problems {first + 1} to {stop}"
@@ -137,7 +152,15 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outco
         batch_size=tuning.batch_size,
     )
     goal = tuning.goal
-    found = run_search(settings, measure, plan, goal, seed=tuning.seed, on_rung=on_rung)
+    found = run_search(
+        settings,
+        measure,
+        plan,
+        goal,
+        seed=tuning.seed,
+        seconds_left=seconds_left,
+        on_rung=on_rung,
+    )
     choice = choose(goal, found.comparable())
     chosen, reference = (
         settings[found.compared[i]] for i in (choice.chosen, choice.reference)
@@ -203,6 +226,8 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
 
 def check_folder(output: str | Path) -> Path:
     """The folder. Raises InputError if there is one that cannot be written, or something else."""
+    if not str(output):
+        raise InputError("--output is empty: expected a folder")
     folder = Path(os.path.realpath(output))
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output {output}: no folder can be there: it is a file")
@@ -215,7 +240,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from rich.console import Console
 
-    from decode.cli.model import check_options, load
+    from decode.cli.model import check_options, load, outline
+    from decode.tuning.bench import check_prompts
     from decode.tuning.choose import Goal
     from decode.tuning.display import Live, Plain
     from decode.tuning.settings import Tuning
@@ -228,6 +254,8 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
         goal=Goal(options.within, options.min_accuracy),
     )
     check_options(options)
+    shape = outline(options.model, options.adapter, options.family)
+    check_prompts(shape, tuning.space().fitted(shape.contract), all_problems(tuning))
     live = console.is_terminal and not console.is_dumb_terminal
     with locked(check_folder(options.output)) as folder:
         model, weights = load(options)
@@ -240,7 +268,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Run the command; its exit status. console: where to show it, by default standard output."""
     try:
-        run(parse(arguments), console)
+        options = parse(arguments)
+        with quiet(options.verbose):
+            run(options, console)
     except NonFiniteLogitsError as error:
         return _say(f"error: {error}", FAILED)
     except InputError as error:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2f.errors import CheckpointError, InputError
+from d2f.quiet import quiet
+from decode.cli.options import Parser, add_verbose
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +39,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m distill.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m distill.convert", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
     parser.add_argument("--family", required=True, help="dream, llada, wedlm or sdar")
     parser.add_argument("--output", required=True, type=Path, help="new folder for the result")
@@ -50,6 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="a new token, or a special one that the tokenizer has (default: the tokenizer's own "
         f"mask token, else {MASK_TOKEN})",
     )
+    add_verbose(parser)
     return parser.parse_args(arguments)
 
 
@@ -185,11 +184,12 @@ def _stored_dtype(place: str) -> torch.dtype:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    options = parse(arguments)
     try:
-        lines = convert_checkpoint(
-            options.model, options.family, options.output, options.mask_token
-        )
+        options = parse(arguments)
+        with quiet(options.verbose):
+            lines = convert_checkpoint(
+                options.model, options.family, options.output, options.mask_token
+            )
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import GrowingFile, write_beside
+from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.cli.decoder_options import DECODER_OPTIONS
-from decode.cli.options import Parser
+from decode.cli.options import Parser, add_verbose
 from decode.cli.places import hold_output
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
-    from decode.cli.model import check_options, load
+    from decode.cli.model import check_options, load, outline
     from decode.cli.settings import DecoderSettings
     from distill.collect import collect, make_jobs
 
@@ -106,8 +107,9 @@ def _run(options: argparse.Namespace) -> None:
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
     check_options(options)
+    shape = outline(options.model, options.adapter)
+    jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
     model, weights = load(options)
-    jobs = make_jobs(model, settings, options.tasks, options.problems, options.seed)
     file = RolloutFile(options.output, describe(options, model, weights, jobs))
     order = {job.name: number for number, job in enumerate(jobs)}
     places = [order.get(name, -1) for name in file.names]
@@ -198,6 +200,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--compile", action="store_true", help="through torch.compile")
+    add_verbose(parser)
     group = parser.add_argument_group("decoder")
     for option in OPTIONS:
         option.add_to(group)
@@ -230,7 +233,9 @@ def _temperatures(text: str) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     try:
-        run(parse(arguments))
+        options = parse(arguments)
+        with quiet(options.verbose):
+            run(options)
     except (InputError, NonFiniteLogitsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, InputError) else FAILED

@@ -10,6 +10,7 @@ configuration's `output`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -24,6 +25,8 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
 from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
+from d2f.quiet import quiet
+from decode.cli.options import add_verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -41,8 +44,8 @@ with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs
 """
 
 
-def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
-    """The configuration that the command line asks for, and whether only to check it. Raises
+def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, argparse.Namespace]:
+    """The configuration that the command line asks for, and the command's own options. Raises
     InputError."""
     usual = LAUNCH if __package__ else "accelerate launch distill/train.py"
     description = (__doc__ or "").replace(LAUNCH, usual)
@@ -57,6 +60,7 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
         action="store_true",
         help="do not train: say what the run would need, fail on what would fail later",
     )
+    add_verbose(parser)
     options, overrides = parser.parse_known_args(arguments)
     from d2f.shipped import TRAINING, shipped
     from distill.config import read_config
@@ -64,13 +68,13 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, bool]:
     given = options.config
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
     config = read_config(path, overrides)
-    if given is None and os.environ.get("RANK", "0") == "0":
+    if given is None and _is_first():
         print(
             f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "
             f"({config.init}) into {config.output}",
             file=sys.stderr,
         )
-    return config, options.check
+    return config, options
 
 
 def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
@@ -204,17 +208,14 @@ def _is_first() -> bool:
 
 def main() -> None:
     try:
-        config, only_check = parse()
-        from distill.quiet import quiet_libraries
+        config, options = parse()
+        with quiet(options.verbose):
+            if options.check:
+                from distill.check import check
 
-        quiet_libraries()
-        if only_check:
-            from distill.check import check
-
-            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
-        else:
-            main_process = os.environ.get("RANK", "0") == "0"
-            with locked(Path(config.output)) if main_process else contextlib.nullcontext():
+                print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+                return
+            with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
                 train(config)
     except (InputError, FloatingPointError) as error:
         sys.exit(f"error: {error}")

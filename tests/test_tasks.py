@@ -110,6 +110,12 @@ def test_more_problems_than_a_split_holds(monkeypatch):
         make_problems("countdown", "heldout", 100_000)
 
 
+def test_a_count_beyond_any_use_is_refused_before_anything_is_drawn(monkeypatch):
+    monkeypatch.setattr("d2f.tasks.splits.make_problem", lambda *_: pytest.fail("drawn"))
+    with pytest.raises(ValueError, match="count must be at most 100000, got 2147483648"):
+        make_problems("story", "heldout", 2**31)
+
+
 @pytest.mark.parametrize("make", [make_problem, make_problems])
 @pytest.mark.parametrize(
     ("task", "split", "number", "message"),

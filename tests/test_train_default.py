@@ -20,8 +20,9 @@ def test_without_a_configuration_it_is_that_of_the_bundled_student(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     (tmp_path / train.DEFAULT_CONFIG).write_text("objective: next_token\n")  # of the user's
     monkeypatch.delenv("RANK", raising=False)
-    config, only_check = train.parse(["--steps", "3"])
-    assert (config, only_check) == (read_config("tiny-d2f.yaml", ["--steps", "3"]), False)
+    config, options = train.parse(["--steps", "3"])
+    assert config == read_config("tiny-d2f.yaml", ["--steps", "3"])
+    assert (options.check, options.verbose) == (False, False)
     assert (config.objective, config.init) == ("d2f", "tiny-teacher")
     said = capsys.readouterr().err
     assert said.startswith("notice: no --config: tiny-d2f, which distils the bundled teacher")

@@ -11,6 +11,7 @@ from d2f.tasks.registry import DRAW, TASKS, number_of
 
 SPLITS: tuple[str, ...] = ("train", "tuning", "heldout")
 MAX_REPEATS = 500  # repeated keys in a row after which a split counts as exhausted
+MAX_COUNT = 100_000  # distinct problems at a time: about a minute and a half of drawing
 
 
 def split_of(key: str) -> str:
@@ -44,10 +45,12 @@ def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
 def make_problems(task: str, split: str, count: int, seed: int = 0) -> list[Problem]:
     """The first count problems with distinct keys, walking the indexes from 0.
 
-    Raises ValueError as make_problem does, for a negative count, and for a count beyond what the
-    split holds (MAX_REPEATS repeats in a row).
+    Raises ValueError as make_problem does, for a count that is negative or above MAX_COUNT, before
+    any is drawn, and for one beyond what the split holds (MAX_REPEATS repeats in a row).
     """
     _require_not_negative("count", count)
+    if count > MAX_COUNT:
+        raise ValueError(f"count must be at most {MAX_COUNT}, got {count}")
     number_of("task", task, TASKS)
     number_of("split", split, SPLITS)
     found: dict[str, Problem] = {}

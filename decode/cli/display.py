@@ -7,16 +7,19 @@ from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decode.cli.jobs import Job
+from decode.cli.panels import RequestPanel, Row, Running
 from decode.cli.record import Record, numbers, plain_line, shown_text, verdict, visible
 from decode.result import Event
 
 FRAME_SECONDS = 1 / 12  # between refreshes where many prompts are decoded together
+FIRST_PAUSE, ALL_PAUSES = 0.05, 3.0  # seconds, where none are asked for
+LEAST_PAUSE = 0.01  # below it forwards are drawn at the limited rate
+SETTLED = ("cached", "decoded")
 MASKED, END = "·", "▪"
 STYLES = {
     "semi-active": "yellow",
@@ -69,7 +72,8 @@ class LiveDisplay(Silent):
     """The running requests' blocks, redrawn as they advance; a finished one is printed above.
 
     total: number of prompts. pause: seconds that each forward stays on the screen, 0 for as
-    short as it takes, with a limited rate of redrawing.
+    short as it takes, with a limited rate of redrawing; None begins with `FIRST_PAUSE` and goes
+    over into that, with `ALL_PAUSES` at most in all.
     """
 
     def __init__(
@@ -79,13 +83,13 @@ class LiveDisplay(Silent):
         end_ids: tuple[int, ...],
         *,
         total: int,
-        pause: float,
+        pause: float | None,
     ):
         self.console = console
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        self.total, self.pause = total, pause
+        self.total, self.pause, self.paused = total, pause, 0.0
         self.live = Live(console=console, auto_refresh=False, transient=True)
-        self._panels: dict[int, Panel] = {}
+        self._panels: dict[int, RequestPanel] = {}
         self._pieces: dict[int, str] = {}
         self._done = 0
         self._drawn = float("-inf")
@@ -99,13 +103,22 @@ class LiveDisplay(Silent):
 
     def show(self, job: Job, event: Event) -> None:
         self._panels[event.request] = self._panel(job, event)
-        if self.pause:
+        pause = self.next_pause()
+        if pause:
             self._draw()
-            time.sleep(self.pause)
+            self.paused += pause
+            time.sleep(pause)
         elif time.perf_counter() - self._drawn >= FRAME_SECONDS:
             self._draw()
         if event.result is not None:
             del self._panels[event.request]
+
+    def next_pause(self) -> float:
+        """Seconds that the next forward stays on the screen."""
+        if self.pause is not None:
+            return self.pause
+        pause = FIRST_PAUSE * (1 - self.paused / ALL_PAUSES)
+        return pause if pause >= LEAST_PAUSE else 0.0
 
     def finish(self, job: Job, record: Record) -> None:
         self._done += 1
@@ -120,35 +133,37 @@ class LiveDisplay(Silent):
         self.console.print(Group(title, table, Text()))
 
     def _draw(self) -> None:
-        self.live.update(Group(*self._panels.values()), refresh=True)
+        self.live.update(Running(list(self._panels.values())), refresh=True)
         self._drawn = time.perf_counter()
 
-    def _panel(self, job: Job, event: Event) -> Panel:
+    def _panel(self, job: Job, event: Event) -> RequestPanel:
         fresh = {revealed.position for revealed in event.revealed}
         labels = LABELS.get(job.decoder.name, {})
-        table = Table.grid(padding=(0, 2))
+        rows = []
         for number, block in enumerate(event.blocks, 1):
-            label = labels.get(block.state, block.state)
-            table.add_row(
-                Text(str(number), "dim"),
-                Text(f"{label:<12}", STYLES[block.state]),
-                self._tokens(block.start, block.tokens, fresh),
-            )
+            label, settled = labels.get(block.state, block.state), block.state in SETTLED
+            text, focus = self._tokens(block.start, block.tokens, fresh)
+            rows.append(Row(number, label, STYLES[block.state], text, settled, focus))
         where = visible(job.source.where)
         title = Text(f"{where} · forward {event.forward} · {len(fresh)} revealed")
-        return Panel(table, title=title, title_align="left", border_style="dim")
+        return RequestPanel(title, rows)
 
-    def _tokens(self, start: int, tokens: tuple[int | None, ...], fresh: set[int]) -> Text:
-        """A block's tokens: masked ones as dots, new ones highlighted, ends discreet."""
-        text = Text(overflow="fold")
+    def _tokens(
+        self, start: int, tokens: tuple[int | None, ...], fresh: set[int]
+    ) -> tuple[Text, int]:
+        """A block's tokens: masked ones as dots, new ones highlighted, ends discreet; and the
+        place of the first that is masked or new, in characters."""
+        text, places = Text(overflow="fold"), []
         for position, token in enumerate(tokens, start):
+            if token is None or position in fresh:
+                places.append(len(text))
             if token is None:
                 text.append(MASKED, "dim")
             elif token in self.end_ids:
                 text.append(END, "green dim" if position in fresh else "dim")
             else:
                 text.append(self._piece(token), "black on green" if position in fresh else "")
-        return text
+        return text, places[0] if places else len(text)
 
     def _piece(self, token: int) -> str:
         if token not in self._pieces:

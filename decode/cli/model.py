@@ -1,17 +1,16 @@
-"""Loading the model of a run, quietly, and the identity of its weights."""
+"""Loading the model of a run, and the identity of its weights."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import os
-import warnings
 
 import torch
-import transformers
 
 import d2f
-from d2f.checkpoint import parse_dtype
+from d2f.checkpoint import base_of_adapter, folder_of, parse_dtype
+from d2f.contract import Contract
 from d2f.device import parse_device
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
@@ -38,27 +37,39 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("--device meta: no such device here: it holds shapes and no weights")
 
 
+def outline(name: str, adapter: str | None = None, family: str | None = None) -> DiffusionModel:
+    """A model without its weights, which are neither read nor fetched: contract (the adapter's
+    where it has one), tokenizer, context. What a decoder and prompts are checked against before
+    the weights are loaded. Raises InputError."""
+    name = resolve(name)
+    base = base_of_adapter(str(folder_of(name, weights=False)))
+    if base is not None and adapter is None:
+        name, adapter = base, name  # an adapter alone, on the base that it names
+    model = d2f.load(name, family=family, device="meta")
+    if adapter is not None:
+        contract = Contract.load(folder_of(resolve(adapter), weights=False))
+        model.contract = contract or model.contract
+    return model
+
+
 def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
     """The model that the options name, its adapter merged and compiled if asked, and the hash of
     the weights before that. Raises InputError."""
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of libraries about each other
-        model = d2f.load(
-            options.model,
-            adapter=options.adapter,
-            family=options.family,
-            dtype=options.dtype,
-            device=options.device,
-        )
-        if model.adapter is not None and options.adapter is None:
-            options.adapter = options.model  # an adapter alone, on the base that it names
-        identity = weights_hash(model)
-        if options.merge:
-            model.merge_adapter()
-        if options.compile:
-            model.compile()
+    model = d2f.load(
+        options.model,
+        adapter=options.adapter,
+        family=options.family,
+        dtype=options.dtype,
+        device=options.device,
+        progress=options.verbose,
+    )
+    if model.adapter is not None and options.adapter is None:
+        options.adapter = options.model  # an adapter alone, on the base that it names
+    identity = weights_hash(model)
+    if options.merge:
+        model.merge_adapter()
+    if options.compile:
+        model.compile()
     return model, identity
 
 

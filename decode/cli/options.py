@@ -42,6 +42,16 @@ class Parser(CommandParser):
         raise InputError(f"{message} (--help lists the options)")
 
 
+def add_verbose(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add -v, which every command has: `d2f.quiet.quiet` takes it."""
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show the notices, warnings and progress bars of the libraries underneath, too",
+    )
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace; a decoder option that was not given is not in it.
 
@@ -62,7 +72,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise InputError(f"--n must be at least 1, got {options.n}")
     if options.batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {options.batch_size}")
-    if not 0 <= options.pause <= 60:
+    if options.pause is not None and not 0 <= options.pause <= 60:
         raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
     if options.config is not None:
         options.config = str(find_config(options.config, *DECODING))
@@ -209,11 +219,12 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pause",
         type=float,
-        default=0.05,
         metavar="SECONDS",
         help="how long each forward stays on the screen, in a terminal and one prompt at a time; "
-        "not counted in any time (default 0.05)",
+        "not counted in any time (default: 0.05 at first, then less and less, 3 seconds over the "
+        "whole run)",
     )
     group.add_argument(
         "--quiet", action="store_true", help="only the totals; with --prompt only the response"
     )
+    add_verbose(group)

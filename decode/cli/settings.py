@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,9 @@ from d2f.validation import refuse_another_kind, shown
 from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, Threshold, WeDLM
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.decoders.visibility import mask_kind
+
+DEFAULTS: tuple[type[Decoder], ...] = (D2F, Threshold, Block, WeDLM, Autoregressive)
+"""Those that a model may be decoded with where none is named."""
 
 
 def option_names(decoder: type[Decoder]) -> list[str]:
@@ -31,17 +34,37 @@ class DecoderSettings:
     given: dict[str, Any]
 
     def check(self, lengths: Iterable[int]) -> None:
-        """Raise InputError if no decoder takes the options for responses of these lengths. It
-        needs no model, so it comes before one is loaded."""
+        """Raise InputError where no model could be decoded with the options for responses of these
+        lengths: the named decoder refuses them, or every one that some model has by default. It
+        needs no model, so it comes before anything is read; `decoder` checks the one in use."""
+        for length in lengths:
+            refusals = []
+            for kind in DEFAULTS if self.name is None else [DECODERS[self.name]]:
+                try:
+                    self._build(kind, length)
+                except InputError as error:
+                    refusals.append((kind, error))
+                else:
+                    break
+            else:
+                raise self._telling(refusals)
+
+    def _telling(self, refusals: Sequence[tuple[type[Decoder], InputError]]) -> InputError:
+        """The refusal that says most: that of a decoder which has all of the options."""
+        for kind, error in refusals:
+            if set(self.given) <= set(option_names(kind)):
+                return error
         if self.name is not None:
-            kinds = [DECODERS[self.name]]
-        else:
-            kinds = [d for d in DECODERS.values() if set(self.given) <= set(option_names(d))]
-        if not kinds:
-            raise InputError(f"no decoder has all of the options {', '.join(self.given)}")
-        for kind in kinds:
-            for length in lengths:
-                self._build(kind, length)
+            return refusals[0][1]
+        having = [d.name for d in DECODERS.values() if set(self.given) <= set(option_names(d))]
+        common = set.intersection(*(set(option_names(d)) for d in DECODERS.values()))
+        given = ", ".join(name for name in self.given if name not in common)
+        if not having:
+            return InputError(f"no decoder has all of the options {given}")
+        return InputError(
+            f"no model is decoded with the options {given} by default: name a decoder that has "
+            f"them, {' or '.join(having)}"
+        )
 
     def choose(self, model: DiffusionModel) -> type[Decoder]:
         """The named decoder, else the one that suits the model's mask: the pipeline, WeDLM, block
@@ -68,8 +91,9 @@ class DecoderSettings:
         known = option_names(kind)
         unknown = [name for name in self.given if name not in known]
         if unknown:
+            taken = ", the default of this model," if self.name is None else ""
             raise InputError(
-                f"the decoder {kind.name} has no option {', '.join(unknown)}; it has "
+                f"the decoder {kind.name}{taken} has no option {', '.join(unknown)}; it has "
                 f"{', '.join(known)}"
             )
         values = dict(self.given)

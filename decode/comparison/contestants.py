@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from decode.cli.model import outline
 from decode.comparison import memory
 from decode.comparison.answers import Run
 from decode.comparison.completions import ignored_limit
 from decode.comparison.config import AnyEntry, CompareConfig, Endpoint, Ours, Transformers, Vllm
+from decode.comparison.ours import prepare
 from decode.comparison.prompts import count_tokens, encode_all, tokenizer_of
 from decode.comparison.served import Client, check_endpoint
 from decode.comparison.server import VllmServer, check_python
@@ -95,9 +98,20 @@ class ServedContestant:
                 answer.rows = lengths[answer.item] + answer.own_tokens - 1
 
 
-def check_entries(config: CompareConfig) -> None:
-    """Raise InputError for an entry that cannot be started, before any is."""
+def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
+    """Raise InputError for an entry that cannot be started, or of ours that cannot decode a
+    workload, before any is started."""
+    shapes: dict[tuple[str | None, ...], DiffusionModel] = {}
     for entry in config.entries:
+        if isinstance(entry, Ours):
+            key = (entry.model, entry.adapter, entry.family)
+            try:
+                if key not in shapes:
+                    shapes[key] = outline(*key)
+                for workload in workloads:
+                    prepare(entry, workload, shapes[key])
+            except InputError as error:
+                raise InputError(f"entry {entry.name}: {error}") from error
         if isinstance(entry, Vllm) and entry.shares is None:
             check_python(entry, entry.python or config.vllm_python)
         if isinstance(entry, Endpoint):
@@ -111,11 +125,13 @@ def make_ready(
     logs: Path,
     started: dict[str, VllmServer | Worker],
     stack: ExitStack,
+    *,
+    verbose: bool = False,
 ) -> Contestant:
     """Start what an entry needs; `stack` stops it. started: servers and workers so far, by entry; a
-    new one is put there. Raises InputError."""
+    new one is put there. verbose: workers show what libraries say. Raises InputError."""
     if isinstance(entry, Ours | Transformers):
-        return _local(entry, config, workloads, started, stack)
+        return _local(entry, config, workloads, started, stack, verbose)
     server = None
     if isinstance(entry, Vllm):
         tokenizer = tokenizer_of(entry.model)
@@ -141,12 +157,13 @@ def _local(
     workloads: list[Workload],
     started: dict[str, VllmServer | Worker],
     stack: ExitStack,
+    verbose: bool,
 ) -> WorkerContestant:
     """An entry in a process of its own, or in that of the entry whose it shares."""
     owner = getattr(entry, "shares", None) or entry.name
     if owner not in started:
         sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
-        started[owner] = stack.enter_context(Worker([entry, *sharing], workloads))
+        started[owner] = stack.enter_context(Worker([entry, *sharing], workloads, verbose))
     worker = started[owner]
     assert isinstance(worker, Worker)
     return WorkerContestant(worker, entry)

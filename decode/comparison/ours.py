@@ -34,13 +34,8 @@ class OursRunner:
         self.decoders: dict[str, Decoder] = {}
         self.prompts: dict[str, list[list[int]]] = {}
         for workload in workloads:
-            decoder = self._decoder(workload)
-            decoder.check(self.model.contract)
-            ids = [encode(self.model, item.prompt, item.id) for item in workload.items]
-            for item, prompt in zip(workload.items, ids, strict=True):
-                check(self.model, prompt, decoder, f"entry {entry.name}: {item.id}")
-            self.decoders[workload.name] = decoder
-            self.prompts[workload.name] = ids
+            decoder, ids = prepare(entry, workload, self.model)
+            self.decoders[workload.name], self.prompts[workload.name] = decoder, ids
         cuda = self.model.device.type == "cuda"
         self.facts: dict[str, Any] = {
             "device": torch.cuda.get_device_name(self.model.device) if cuda else "cpu",
@@ -98,10 +93,20 @@ class OursRunner:
         if settled:
             answer.first = now
 
-    def _decoder(self, workload: Workload) -> Decoder:
-        chosen = decoder_settings(self.entry, workload.task)
-        given = chosen.given | {"stop": workload.stop}
-        return DecoderSettings(chosen.name, given).decoder(self.model, workload.max_new_tokens)
+
+def prepare(
+    entry: Ours, workload: Workload, model: DiffusionModel
+) -> tuple[Decoder, list[list[int]]]:
+    """An entry's decoder and prompt ids for a workload, checked; no weights are needed for it.
+    Raises InputError."""
+    chosen = decoder_settings(entry, workload.task)
+    settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
+    decoder = settings.decoder(model, workload.max_new_tokens)
+    decoder.check(model.contract)
+    ids = [encode(model, item.prompt, item.id) for item in workload.items]
+    for item, prompt in zip(workload.items, ids, strict=True):
+        check(model, prompt, decoder, item.id)
+    return decoder, ids
 
 
 def _load(entry: Ours) -> DiffusionModel:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from d2f.errors import InputError
+from d2f.quiet import quiet
 from decode.comparison import memory
 from decode.comparison.answers import Run
 from decode.comparison.config import Ours, Transformers
@@ -46,15 +47,15 @@ class Worker:
     """The parent's end: starts the process, waits until the model is loaded, asks for runs.
 
     entries: those that the process serves, all with the first one's model. facts: what the report
-    says of each, by name.
+    says of each, by name. verbose: the process shows what other libraries say.
     """
 
-    def __init__(self, entries: Sequence[Local], workloads: list[Workload]):
+    def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
         self.entry = entries[0]
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(other, entries, workloads), daemon=True
+            target=_serve, args=(other, entries, workloads, verbose), daemon=True
         )
         self._process.start()
         other.close()
@@ -105,10 +106,13 @@ class Worker:
         return value
 
 
-def _serve(connection: Connection, entries: Sequence[Local], workloads: list[Workload]) -> None:
+def _serve(
+    connection: Connection, entries: Sequence[Local], workloads: list[Workload], verbose: bool
+) -> None:
     """The process: load, then answer requests for runs until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    with contextlib.suppress(BrokenPipeError):  # it has gone: nobody waits for an answer
+    # A broken pipe: it has gone, nobody waits for an answer.
+    with contextlib.suppress(BrokenPipeError), quiet(verbose):
         _answer(connection, entries, workloads)
 
 
@@ -116,9 +120,7 @@ def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Wo
     current = entries[0].name
     try:
         import torch
-        import transformers
 
-        transformers.logging.disable_progress_bar()
         runners: dict[str, Any] = {}
         for entry in entries:
             current = entry.name

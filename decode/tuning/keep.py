@@ -48,14 +48,15 @@ def chances(goal: Goal, evidence: Sequence[Evidence], seed: int) -> tuple[Chance
 
 
 def keep(goal: Goal, evidence: Sequence[Evidence], *, eta: int, seed: int) -> list[int]:
-    """The places of the settings that go on, in their order.
+    """The places of the settings that go on, the most promising first.
 
     Those are what would be chosen now, the most accurate now, each that is the choice or, where
     the bound depends on it, the most accurate in at least `LEAST_CHANCE` of the draws, and the top
-    1/eta. The order: by the sum of the two chances; of equal chance first what reaches the bound,
-    then by speed.
+    1/eta; eta 1 is all. The order: what would be chosen and the most accurate, then by the sum of
+    the two chances; of equal chance first what reaches the bound, then by speed.
     """
     now = choose(goal, evidence)
+    sure = list(dict.fromkeys((now.chosen, now.reference)))
     is_choice, is_best = chances(goal, evidence, seed)
     if goal.min_accuracy is not None:
         is_best = np.zeros_like(is_best)
@@ -70,4 +71,12 @@ def keep(goal: Goal, evidence: Sequence[Evidence], *, eta: int, seed: int) -> li
     order = sorted(range(len(evidence)), key=rank)
     quota = -(-len(evidence) // eta)
     matters = np.maximum(is_choice, is_best) >= LEAST_CHANCE
-    return sorted({*order[:quota], *np.flatnonzero(matters).tolist(), now.chosen, now.reference})
+    kept = {*order[:quota], *np.flatnonzero(matters).tolist()}
+    return [*sure, *(i for i in order if i in kept and i not in sure)]
+
+
+def affordable(costs: Sequence[float], seconds: float) -> int:
+    """How many of settings can go on together for so many seconds, the first ones: at least two,
+    where there are two, so that something is left to compare."""
+    fits = int(np.searchsorted(np.cumsum(costs), seconds, side="right"))
+    return min(len(costs), max(2, fits))

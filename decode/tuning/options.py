@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from d2f.tasks.registry import TASKS
 from decode.cli.decoder_options import DECODER_OPTIONS
 from decode.cli.extras import require_matplotlib
-from decode.cli.options import DEFAULT_MODEL, Parser
+from decode.cli.options import DEFAULT_MODEL, Parser, add_verbose
 from decode.tuning.grids import DEFAULT_GRIDS, OPTIONS
 
 _DESCRIPTION = """\
@@ -126,7 +126,8 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="SECONDS",
         help="of measuring in the search, over all runs into this output, shared equally by the "
-        "tasks; then it chooses among what was measured (default: no limit)",
+        "tasks: after a first look at every setting, which it always takes, those that promise "
+        "most go on, as many as there are seconds for (default: no limit)",
     )
     bound = group.add_mutually_exclusive_group()
     bound.add_argument(
@@ -182,6 +183,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="draw frontier.png and frontier.svg, which needs matplotlib (default)",
     )
+    add_verbose(group)
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[Number]]:

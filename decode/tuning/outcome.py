@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.tuning.choose import Choice, Goal, Verdict, frontier, paired_interval, verdict
 from decode.tuning.evidence import Evidence
-from decode.tuning.search import Found
+from decode.tuning.search import SMALLEST_PASS, Found
 from decode.tuning.space import Setting, named
 
 ROLES = ("chosen", "most accurate in the search", "defaults")
@@ -98,7 +98,8 @@ class Outcome:
         """How the search went, as sentences."""
         found = self.found
         lines = [
-            f"{cut.settings} settings decoded {cut.problems} problems, {cut.kept} went on."
+            f"{cut.settings} settings decoded {cut.problems} problems, {cut.kept} went on"
+            + (", as many as the budget had room for." if cut.fitted else ".")
             for cut in found.cuts
         ]
         lines.append(
@@ -109,6 +110,10 @@ class Outcome:
             missing = sum(evidence is None for evidence in found.evidence)
             more = f"; {missing} settings were not measured at all" if missing else ""
             lines.append(f"The budget ended the search before its last rung was done{more}.")
+        if found.problems < SMALLEST_PASS:
+            lines.append(
+                "So few problems tell settings apart only roughly: go by the held-out measurement."
+            )
         if not self.choice.reached:
             lines.append(
                 f"No setting reached the bound of {self.choice.bound:.1%}: the most accurate one "

@@ -3,20 +3,23 @@
 A rung is a number of problems; rungs are nested, so what a setting has done on a small one counts
 on the next. Within a rung all settings decode a few problems in turn, then the next few: a machine
 that gets slower meanwhile does so for all of them, and where the budget ends the search, all have
-done the same problems.
+done the same problems. The first few are a look at every setting. Where the seconds are bounded,
+halving lets no more settings go on from there, and from each rung, than they have room for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from decode.tuning.choose import Goal
 from decode.tuning.evidence import Evidence, joined
-from decode.tuning.keep import keep
+from decode.tuning.keep import affordable, keep
 from decode.tuning.space import Setting
 
+LOOK = 4  # problems that every setting decodes first
 SMALLEST_PASS = 20  # problems
 SEARCHES = ("halving", "grid")
 
@@ -27,20 +30,26 @@ Measure = Callable[[Setting, int, int], Evidence | None]
 @dataclass(frozen=True)
 class Plan:
     """rungs: numbers of problems, rising. eta: after each rung but the last 1/eta of the settings
-    go on. smallest: fewest problems that a setting decodes at a time, where a rung has as many."""
+    go on. smallest: fewest problems that a setting decodes at a time, where a rung has as many,
+    after the first ones. look: problems of the first pass, 0 for one like the others. halving:
+    whether settings may be dropped."""
 
     rungs: tuple[int, ...]
     eta: int
     smallest: int = SMALLEST_PASS
+    look: int = 0
+    halving: bool = True
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A rung's end: of `settings` settings `kept` go on."""
+    """The end of a look or a rung: of `settings` settings `kept` go on. fitted: more would have,
+    had there been seconds for them."""
 
     problems: int
     settings: int
     kept: int
+    fitted: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ def make_plan(search: str, settings: int, problems: int, *, eta: int, batch_size
     """The rungs of a search over so many settings whose last rung has `problems`.
 
     Halving has as many rungs as it takes to come from all settings to one, but none below
-    `Plan.smallest` problems. A grid has one.
+    `Plan.smallest` problems. A grid has one. The look is `LOOK` problems, a batch where that is
+    more, or all there are.
     """
     smallest = smallest_pass(batch_size)
     rungs = [problems]
@@ -76,7 +86,8 @@ def make_plan(search: str, settings: int, problems: int, *, eta: int, batch_size
         while settings > 1 and -(-rungs[0] // eta) >= smallest:
             rungs.insert(0, -(-rungs[0] // eta))
             settings = -(-settings // eta)
-    return Plan(tuple(rungs), eta, smallest)
+    look = min(max(LOOK, batch_size), rungs[0])
+    return Plan(tuple(rungs), eta, smallest, look, search == "halving")
 
 
 def smallest_pass(batch_size: int) -> int:
@@ -84,10 +95,16 @@ def smallest_pass(batch_size: int) -> int:
     return max(SMALLEST_PASS, 4 * batch_size)
 
 
-def passes(low: int, high: int, smallest: int) -> list[tuple[int, int]]:
-    """``[low, high)`` in parts as even as can be, none below `smallest` where it has as many."""
-    parts = max(1, (high - low) // smallest)
-    stops = [low + (high - low) * i // parts for i in range(parts + 1)]
+def passes(low: int, high: int, smallest: int, look: int = 0) -> list[tuple[int, int]]:
+    """``[low, high)`` in parts as even as can be, none below `smallest` where it has as many. look:
+    the first problems of all in a part of so many, then up to the double of it and so on."""
+    stops, stop = [low], look
+    while 0 < stop < min(smallest, high):
+        stops += [stop] * (stop > low)
+        stop *= 2
+    begin = stops[-1]
+    parts = max(1, (high - begin) // smallest)
+    stops += [begin + (high - begin) * i // parts for i in range(1, parts + 1)]
     return list(pairwise(stops))
 
 
@@ -98,10 +115,12 @@ def run_search(
     goal: Goal,
     *,
     seed: int = 0,
+    seconds_left: Callable[[], float] = lambda: math.inf,
     on_rung: Callable[[int, int, int], None] = lambda settings, first, stop: None,
 ) -> Found:
-    """Measure settings rung by rung. Every decision follows from what `measure` gives: with the
-    same answers it comes out the same. seed: of the draws that decide who goes on. on_rung: told
+    """Measure settings rung by rung. Every decision follows from what `measure` and `seconds_left`
+    give: with the same answers it comes out the same. seed: of the draws that decide who goes on.
+    seconds_left: for measuring; what is left is shared evenly by the rungs to come. on_rung: told
     before each rung how many settings decode problems ``[first, stop)``."""
     parts: list[list[Evidence]] = [[] for _ in settings]
     alive, reached = list(range(len(settings))), 0
@@ -110,17 +129,32 @@ def run_search(
     def found(compared: list[int], problems: int, spent: bool) -> Found:
         return Found([joined(p) if p else None for p in parts], compared, problems, cuts, spent)
 
-    for rung in plan.rungs:
+    def cut(eta: int, rungs: Sequence[int]) -> list[int]:
+        """Who goes on to the first of the rungs to come."""
+        evidence = [joined(parts[i]) for i in alive]
+        order = keep(goal, evidence, eta=eta, seed=seed)
+        costs = [evidence[i].seconds_per_problem * (rungs[0] - reached) for i in order]
+        kept = order[: affordable(costs, seconds_left() / len(rungs))]
+        if eta > 1 or len(kept) < len(alive):
+            cuts.append(Cut(reached, len(alive), len(kept), len(kept) < len(order)))
+        return [alive[i] for i in sorted(kept)]
+
+    stops = [*plan.rungs]
+    looks = plan.halving and 0 < plan.look < stops[0] and seconds_left() < math.inf
+    if looks:
+        stops.insert(0, plan.look)
+    for place, rung in enumerate(stops):
         on_rung(len(alive), reached, rung)
-        for first, stop in passes(reached, rung, plan.smallest):
+        for first, stop in passes(reached, rung, plan.smallest, plan.look):
             for i in alive:
                 evidence = measure(settings[i], first, stop)
                 if evidence is None:
                     return found([j for j in alive if parts[j]], reached or stop, True)
                 parts[i].append(evidence)
             reached = stop
-        if rung != plan.rungs[-1]:
-            kept = keep(goal, [joined(parts[i]) for i in alive], eta=plan.eta, seed=seed)
-            cuts.append(Cut(rung, len(alive), len(kept)))
-            alive = [alive[i] for i in kept]
+        if rung != stops[-1]:
+            if seconds_left() <= 0:
+                return found(alive, reached, True)
+            # After a look only the seconds drop anybody: four problems are mostly noise.
+            alive = cut(1 if looks and not place else plan.eta, stops[place + 1 :])
     return found(alive, reached, False)

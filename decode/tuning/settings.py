@@ -21,7 +21,8 @@ class Tuning:
     tasks: names of tiny tasks, each tuned on its own. decoder: its name. lists: values to search by
     option, over the decoder's default grid. search: ``halving`` or ``grid``. problems: of the
     tuning split, at the last rung. eta: halving keeps 1/eta. budget: seconds of measuring in the
-    search, None without limit, shared equally by the tasks. goal: what is chosen. batch_size:
+    search, None without limit, shared equally by the tasks; every setting has a first look all the
+    same. goal: what is chosen. batch_size:
     problems decoded together. heldout: problems of the final measurement, repetitions of it. seed:
     of the problems and of halving's draws.
     """

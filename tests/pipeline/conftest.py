@@ -45,6 +45,13 @@ def causal(folder, tokenizer):
 
 
 @pytest.fixture(scope="session")
+def wino_plus(folder, tokenizer):
+    return make_model(
+        folder / "wino-plus", "llada", tokenizer, objective="wino_plus", block_size=16
+    )
+
+
+@pytest.fixture(scope="session")
 def broken(folder, student):
     """The student with a NaN embedding of token 5."""
     model = d2f.load(student)

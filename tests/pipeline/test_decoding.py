@@ -17,6 +17,7 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.cli.decoder_options import DECODER_OPTIONS, SAMPLING_OPTIONS
 from decode.cli.display import LiveDisplay
 from decode.cli.options import parse
+from decode.cli.panels import Running
 from decode.decoders import DECODERS
 from decode.pipeline import main
 
@@ -77,7 +78,7 @@ def test_live_display_states_and_marks(tokenizer):
     source = decode.cli.jobs.Source("a", "[bold]a", "b")
     job = decode.cli.jobs.Job(source, [1], decode.D2F())
     with console.capture() as capture:
-        console.print(display._panel(job, decode.Event(0, 1, blocks)))
+        console.print(Running([display._panel(job, decode.Event(0, 1, blocks))]))
     out = capture.get()
     assert all(state in out for state in states)
     assert "↵" in out and "·" in out and "▪" in out and "[bold]a" in out

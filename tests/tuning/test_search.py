@@ -87,6 +87,8 @@ def test_who_goes_on(monkeypatch):
     goal = Goal(1)
     hopeless = [counted(2, 20, 100 + i) for i in range(8)]
     front = [counted(19, 20, 10), counted(20, 20, 9), counted(20, 20, 8)]
+    everyone = keep(goal, [*hopeless, *front], eta=1, seed=0)
+    assert sorted(everyone) == list(range(11)) and set(everyone[:3]) == {8, 9, 10}
     kept = keep(goal, [*hopeless, *front], eta=3, seed=0)
     assert {8, 9, 10} <= set(kept) and len(kept) == 4  # a third of eleven
     level = [counted(20, 20, 10 + i / 10) for i in range(6)]
@@ -102,7 +104,7 @@ def test_who_goes_on(monkeypatch):
     lost = np.array([1.0, 0, 0]), np.array([1.0, 0, 0])  # what draws may say, now counts as well
     monkeypatch.setattr("decode.tuning.keep.chances", lambda *arguments: lost)
     now = [counted(5, 20, 9), counted(19, 20, 8), counted(20, 20, 7)]
-    assert keep(Goal(5), now, eta=3, seed=0) == [0, 1, 2]
+    assert keep(Goal(5), now, eta=3, seed=0) == [1, 2, 0]  # choice and reference first
 
 
 # What is measured
@@ -147,6 +149,101 @@ def test_all_settings_take_turns_on_a_few_problems():
     assert model.calls == [(i, n, n + 8) for n in (0, 8, 16) for i in (0, 1)]
 
 
+# A budget of seconds
+
+
+class Clock(Model):
+    """Stops where its seconds are spent, after a first look at every setting, as the command does.
+    spent: seconds so far, by the speeds."""
+
+    def __init__(self, right, speeds, seconds, look):
+        super().__init__(right, speeds)
+        self.seconds, self.look, self.spent = seconds, look, 0.0
+
+    def left(self):
+        return self.seconds - self.spent
+
+    def __call__(self, setting, first, stop):
+        if stop > self.look and self.left() <= 0:
+            return None
+        found = super().__call__(setting, first, stop)
+        self.spent += float(found.seconds.sum())
+        return found
+
+
+def budgeted(skills, speeds, seconds, plan, goal=Goal(12.5)):  # noqa: B008 (frozen)
+    right = noise_free(skills, speeds).right
+    clock = Clock(right, speeds, seconds, plan.look)
+    return clock, run_search(clock.settings, clock, plan, goal, seconds_left=clock.left)
+
+
+def test_a_budget_buys_a_look_at_every_setting_then_more_of_the_promising_ones():
+    """Twenty settings of a second a problem; the look takes 80 s, and 150 s are there."""
+    skills, speeds = [8, 8, 7, *[2] * 17], [10.0] * 20
+    plan = make_plan("halving", 20, 200, eta=3, batch_size=1)
+    clock, found = budgeted(skills, speeds, 150, plan)
+    assert all(e is not None and e.problems >= 4 for e in found.evidence)
+    first = found.cuts[0]
+    assert (first.problems, first.settings, first.fitted) == (4, 20, True)
+    assert 2 <= first.kept < 20 and set(found.compared) <= set(range(3))
+    assert found.problems > 4 and found.spent
+    assert clock.spent <= 150 + plan.smallest  # of which the last pass is the only excess
+
+
+def test_a_budget_that_a_look_takes_up_chooses_among_all():
+    plan = make_plan("halving", 20, 200, eta=3, batch_size=1)
+    _, found = budgeted([8] * 20, [10.0] * 20, 5, plan)
+    assert found.spent and found.problems == 4 and found.compared == list(range(20))
+    assert not found.cuts
+
+
+def test_more_seconds_than_are_needed_change_nothing():
+    plan = make_plan("halving", 12, 200, eta=3, batch_size=1)
+    skills, speeds = [8, 7, 6] * 4, [float(1 + i) for i in range(12)]
+    _, much = budgeted(skills, speeds, 1e9, plan)
+    plain = noise_free(skills, speeds)
+    free = run_search(plain.settings, plain, plan, Goal(12.5))
+    assert (much.compared, much.cuts) == (free.compared, free.cuts)
+    assert much.problems == free.problems == 200 and not much.spent
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=1, max_size=25),
+    st.floats(0.1, 3000),
+    st.booleans(),
+)
+def test_any_budget(candidates, seconds, halving):
+    skills, speeds = zip(*candidates, strict=True)
+    search = "halving" if halving else "grid"
+    plan = make_plan(search, len(skills), 200, eta=3, batch_size=1)
+    clock, found = budgeted(skills, speeds, seconds, plan)
+    assert all(e is not None and e.problems >= plan.look for e in found.evidence)
+    assert all(e.problems == found.problems >= plan.look for e in found.comparable())
+    assert found.compared
+    slowest = max(e.seconds_per_problem for e in found.evidence)
+    look = sum(e.first(plan.look).seconds.sum() for e in found.evidence)
+    assert clock.spent <= max(look, seconds + slowest * 2 * plan.smallest) + 1e-6
+    if not halving:
+        assert found.compared == list(range(len(skills))) and not found.cuts
+    assert len(set(clock.calls)) == len(clock.calls)
+
+
+def test_a_larger_budget_measures_nothing_twice():
+    """Passes are the same whatever the budget, so what a ledger has serves again."""
+    plan = make_plan("halving", 20, 200, eta=3, batch_size=1)
+    skills, speeds = [8, 8, 7, *[2] * 17], [10.0] * 20
+    small, _ = budgeted(skills, speeds, 150, plan)
+    for clock, _ in (budgeted(skills, speeds, s, plan) for s in (400, 1e9)):
+        places = {}
+        for i, first, stop in {*small.calls, *clock.calls}:
+            assert places.setdefault((i, first), stop) == stop
+    free = noise_free(skills, speeds)
+    run_search(free.settings, free, plan, Goal(12.5))
+    assert {c for c in free.calls if c[1] < 23} == {(i, a, b) for i in range(20)
+            for a, b in ((0, 4), (4, 8), (8, 16), (16, 23))}  # fmt: skip
+
+
 # Plans
 
 
@@ -156,7 +253,10 @@ def test_plans():
     assert make_plan("halving", 3, 200, eta=3, batch_size=1).rungs == (67, 200)
     assert make_plan("halving", 1, 200, eta=3, batch_size=1).rungs == (200,)
     assert make_plan("halving", 20, 30, eta=3, batch_size=1).rungs == (30,)
-    assert make_plan("halving", 20, 200, eta=3, batch_size=16) == Plan((67, 200), 3, 64)
+    assert make_plan("halving", 20, 200, eta=3, batch_size=16) == Plan((67, 200), 3, 64, 16)
+    assert make_plan("halving", 20, 200, eta=3, batch_size=1).look == 4
+    assert make_plan("halving", 20, 3, eta=3, batch_size=1).look == 3
+    assert make_plan("grid", 20, 200, eta=3, batch_size=1) == Plan((200,), 3, 20, 4, halving=False)
 
 
 @given(st.integers(0, 50), st.integers(1, 300), st.integers(1, 60))
@@ -165,3 +265,8 @@ def test_passes_cover_everything_once(low, length, smallest):
     assert found[0][0] == low and found[-1][1] == low + length
     assert all(a[1] == b[0] for a, b in pairwise(found))
     assert all(stop - first >= min(smallest, length) for first, stop in found)
+    begun = passes(low, low + length, smallest, 4)
+    assert begun[0][0] == low and begun[-1][1] == low + length
+    assert all(a[1] == b[0] and b[1] > b[0] for a, b in pairwise(begun))
+    if not low and min(smallest, length) > 4:
+        assert begun[0] == (0, 4)

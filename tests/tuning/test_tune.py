@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -189,13 +190,64 @@ def test_killed_and_resumed_comes_out_the_same(tmp_path, made_up, monkeypatch, c
     assert not made_up and report_of(cut) == report_of(whole)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """Made-up measurements that take made-up time; the number of them."""
+    now, calls = [0.0], []
+
+    def work(*arguments, **options):
+        judged = judge(*arguments, **options)
+        now[0] += judged.seconds
+        calls.append(judged)
+        return judged
+
+    monkeypatch.setattr(bench, "decode_and_judge", work)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return calls
+
+
+def test_a_budget_of_seconds(tmp_path, clock, capsys):
+    """Twenty settings of 0.1 s a problem: a look takes 10 s with its warm-ups, then the promising
+    ones go on. The report has what each was measured on."""
+    arguments = "--task story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
+    assert main([*arguments, "--budget", "16", "--output", str(tmp_path)]) == 0
+    (task,) = report_of(tmp_path)["tasks"]
+    looked = [row["problems"] for row in task["settings"]]
+    assert len(looked) == 20 and min(looked) == 4
+    search, compared = task["search"], [row for row in task["settings"] if row["compared"]]
+    cut = search["cuts"][0]
+    assert cut["fitted"] and 2 <= cut["kept"] < 20 and len(compared) <= cut["kept"]
+    assert {row["problems"] for row in compared} == {search["compared_problems"]} != {4}
+    assert task["chosen"] in [row["setting"] for row in compared]
+    printed = capsys.readouterr().out
+    assert f"20 settings decoded 4 problems, {cut['kept']} went on, as many as the" in printed
+    ledger = [json.loads(line) for line in (tmp_path / "measurements.jsonl").open()][1:]
+    assert sum(m["wall"] for m in ledger if m["split"] == "tuning") < 16 + 5
+
+
+def test_a_budget_killed_and_resumed_comes_out_the_same(tmp_path, clock, monkeypatch):
+    arguments = "--task story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
+    arguments += ["--budget", "16", "--output"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main([*arguments, str(whole)]) == 0
+    lines = (whole / "measurements.jsonl").read_text().splitlines(keepends=True)
+    assert main([*arguments, str(cut)]) == 0
+    for after in (3, 22, len(lines) - 1):
+        (cut / "measurements.jsonl").write_text("".join(lines[: after + 1]))
+        clock.clear()
+        assert main([*arguments, str(cut)]) == 0
+        assert jobs(cut) == jobs(whole)
+        assert report_of(cut)["tasks"][0]["search"] == report_of(whole)["tasks"][0]["search"]
+        assert bool(clock) == (after < len(lines) - 1)
+
+
 def test_a_spent_budget(tmp_path, made_up, capsys):
     arguments = [*SMALL, "--tau-conf", "0.5,0.9", "--no-figures", "--output", str(tmp_path)]
     assert main([*arguments, "--budget", "1e-9"]) == 0
     (task,) = report_of(tmp_path)["tasks"]
-    assert task["search"]["budget_spent"] and task["search"]["compared_problems"] == 20
-    assert [row["compared"] for row in task["settings"]] == [True, False]
-    assert "1 settings were not measured at all" in capsys.readouterr().out
+    assert task["search"]["budget_spent"] and task["search"]["compared_problems"] == 4
+    assert [row["problems"] for row in task["settings"]] == [4, 4]  # a look at each all the same
+    assert "tell settings apart only roughly" in capsys.readouterr().out
     assert main(arguments) == 0  # a larger budget goes on
     (task,) = report_of(tmp_path)["tasks"]
     assert not task["search"]["budget_spent"] and task["search"]["compared_problems"] == 60
@@ -250,6 +302,9 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
         (["--within", "1", "--min-accuracy", "0.9"], "not allowed with argument --within"),
         (["--model", "tiny-ar"], "the decoder d2f needs a model with a mask id"),
         (["--model", "./no/such"], "--model ./no/such: no such folder"),
+        (["--device", "meta"], "--device meta: it holds no numbers"),
+        (["--problems", "2147483648"], "count must be at most 100000, got 2147483648"),
+        (["--output", ""], "--output is empty: expected a folder"),
         (["--device", "abacus"], "--device abacus: no such device here"),
         (["--nothing"], "unrecognized arguments: --nothing"),
     ],

@@ -1,0 +1,128 @@
+"""The live display in terminals of any size, and what it costs in time."""
+
+import io
+
+import pytest
+from files import TAU
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
+
+from decode.cli import display
+from decode.cli.display import LiveDisplay
+from decode.cli.panels import RequestPanel, Row, Running, shares, window
+from decode.pipeline import main
+
+
+def terminal(width, height):
+    return Console(
+        file=io.StringIO(), force_terminal=True, color_system=None, width=width, height=height,
+        _environ={"TERM": "xterm"},
+    )  # fmt: skip
+
+
+def panel(cached, active, words=6, name="a"):
+    """Blocks of several words that are cached, then active ones that are masked."""
+    rows = [Row(i, "cached", "", Text(f"word{i} " * words), True, 0) for i in range(1, cached + 1)]
+    for i in range(cached + 1, cached + active + 1):
+        rows.append(Row(i, "fully active", "", Text("·" * 12), False, 0))
+    return RequestPanel(Text(f"{name} · forward 33"), rows)
+
+
+def shown(panels, width=80, height=12):
+    console = terminal(width, height)
+    console.print(Running(panels))
+    return console.file.getvalue().splitlines()
+
+
+def test_what_is_active_stays_in_view():
+    lines = shown([panel(40, 3)])
+    assert len(lines) == 11
+    assert lines[1].split()[1:4] == ["blocks", "1-35", "cached"]
+    assert lines[-2].split()[1:4] == ["43", "fully", "active"]
+    assert "word40" in lines[-5] and "word1 " not in " ".join(lines)
+    assert "blocks" not in " ".join(shown([panel(3, 3)]))  # where there is room all is shown
+
+
+def test_every_panel_keeps_what_is_active():
+    lines = " ".join(shown([panel(40, 1), panel(1, 1), panel(30, 1)], height=15))
+    assert "41  fully active" in lines and "2  fully active" in lines
+    assert "31  fully active" in lines and "blocks 1-" in lines and "word1 word1" in lines
+    many = shown([panel(40, 1, name=f"r{i}") for i in range(9)], height=12)
+    assert len(many) <= 11 and "… and 6 more" in many[-1]
+
+
+def test_a_narrow_or_a_low_terminal():
+    assert "fully" not in " ".join(shown([panel(40, 2)], width=24))  # the states go first
+    assert "41" in " ".join(shown([panel(40, 2)], width=24))
+    for height in range(1, 8):
+        lines = shown([panel(40, 2)], height=height)
+        assert len(lines) == max(1, height - 1) and any("41" in line for line in lines)
+
+
+def test_the_tail_of_one_long_block():
+    """Autoregressive decoding and a static decoder's one block have nothing to leave out whole."""
+    words = " ".join(f"w{i}" for i in range(400))
+    done = RequestPanel(Text("a"), [Row(1, "decoded", "", Text(words), True, 0)])
+    lines = shown([done])
+    assert "w399" in lines[-2] and "lines of block 1 above" in lines[1]
+    middle = words.index("w200")
+    active = RequestPanel(Text("a"), [Row(1, "current", "", Text(words), False, middle)])
+    lines = shown([active])
+    assert "w200" in lines[2] and "more lines, to block 1" in lines[-2]
+
+
+@given(st.integers(0, 30), st.integers(0, 4), st.integers(1, 120), st.integers(1, 40))
+def test_never_taller_than_the_terminal(cached, active, width, height):
+    lines = shown([panel(cached, active), panel(active, cached)], width, height)
+    assert len(lines) <= max(1, height - 1)
+    assert all(len(line) <= width for line in lines)
+
+
+@given(st.integers(1, 200), st.data())
+def test_the_window_has_the_focus_and_no_more_lines_than_there_are(count, data):
+    focus, room = data.draw(st.integers(0, count - 1)), data.draw(st.integers(1, 60))
+    first, stop = window(count, focus, room)
+    hidden = (first > 0) + (stop < count)
+    assert 0 <= first <= focus < stop <= count
+    assert stop - first + (hidden if room > 2 else 0) <= max(room, 1)
+    if count <= room:
+        assert (first, stop) == (0, count)
+
+
+@given(st.lists(st.integers(3, 50), min_size=1, max_size=8), st.integers(24, 90))
+def test_shares(needs, height):
+    found = shares(needs, height)
+    assert sum(found) <= height
+    assert all(3 <= got <= need for got, need in zip(found, needs, strict=True))
+    assert sum(needs) > height or found == needs
+
+
+def test_a_run_in_a_low_terminal(student):
+    console = terminal(60, 9)
+    arguments = ["--model", student, "--problems", "1", "--tasks", "story", "--pause", "0.001"]
+    assert main([*arguments, *TAU, "--block-size", "4"], console) == 0
+    frames = console.file.getvalue()
+    assert "blocks 1-" in frames and "answer" in frames
+
+
+@pytest.mark.parametrize("forwards", [10, 400, 5000])
+def test_the_pauses_of_a_run_are_bounded(monkeypatch, forwards):
+    slept = []
+    monkeypatch.setattr(display.time, "sleep", slept.append)
+    live = LiveDisplay(terminal(80, 20), None, (), total=1, pause=None)
+    monkeypatch.setattr(live, "_draw", lambda: None)
+    monkeypatch.setattr(live, "_panel", lambda job, event: panel(1, 1))
+    event = type("Event", (), {"request": 0, "result": None})()
+    for _ in range(forwards):
+        live.show(None, event)
+    assert sum(slept) <= display.ALL_PAUSES
+    assert slept[0] == display.FIRST_PAUSE and slept == sorted(slept, reverse=True)
+    assert len(slept) >= min(forwards, 50)  # the beginning can be followed
+
+
+def test_a_pause_that_is_asked_for_is_kept(monkeypatch):
+    live = LiveDisplay(terminal(80, 20), None, (), total=1, pause=0.5)
+    live.paused = 100.0
+    assert live.next_pause() == 0.5

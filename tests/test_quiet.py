@@ -1,0 +1,79 @@
+"""Commands show what libraries say only where asked; a library's user is left alone."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+from huggingface_hub.utils import are_progress_bars_disabled
+from transformers.utils import logging as transformers_logging
+
+import d2f
+from d2f.models import resolve
+from d2f.quiet import quiet
+
+BAR = "Loading weights"
+
+
+def settings():
+    loggers = [logging.getLogger(n).level for n in ("bitsandbytes", "transformers")]
+    bars = transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    return loggers, bars, warnings.filters[:]
+
+
+def test_everything_is_as_it_was_before():
+    before = settings()
+    with quiet():
+        assert settings() != before
+        assert not transformers_logging.is_progress_bar_enabled()
+    assert settings() == before
+    with pytest.raises(KeyError), quiet():
+        raise KeyError
+    assert settings() == before
+    with quiet(verbose=True):
+        assert settings() == before
+
+
+def test_what_is_silenced_and_what_is_not(capsys):
+    with warnings.catch_warnings(record=True) as seen, quiet():
+        warnings.warn("old", FutureWarning, stacklevel=1)
+        warnings.warn("ours", RuntimeWarning, stacklevel=1)
+        assert not logging.getLogger("bitsandbytes.cextension").isEnabledFor(logging.WARNING)
+        assert logging.getLogger("bitsandbytes.cextension").isEnabledFor(logging.ERROR)
+        assert logging.getLogger("d2f").isEnabledFor(logging.WARNING)
+        warnings.simplefilter("always")
+    assert [str(w.message) for w in seen] == ["ours"]
+
+
+def test_load_shows_a_bar_only_where_asked(capfd):
+    before = settings()
+    d2f.load(resolve("tiny-d2f"))
+    assert BAR not in capfd.readouterr().err
+    d2f.load(resolve("tiny-d2f"), progress=True)
+    assert BAR in capfd.readouterr().err
+    assert settings() == before
+
+
+COMMANDS = {
+    "decode.pipeline": "--problems 1 --tasks sudoku",
+    "decode.evaluate": "--problems 1 --tasks sudoku",
+    "decode.states": "--problems 1 --tasks sudoku --output {folder}/states.json",
+    "decode.tune": "--problems 1 --heldout 1 --repetitions 1 --task sudoku --tau-add 0.1 "
+    "--tau-act 1 --tau-conf 0.9 --no-figures --output {folder}/tune",
+    "distill.rollouts": "--model tiny-d2f --decoder d2f --problems 1 --tasks sudoku "
+    "--output {folder}/rollouts.jsonl",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_quiet(command, tmp_path):
+    """Nothing on standard error; with -v what the libraries say."""
+    arguments = COMMANDS[command].format(folder=tmp_path).split()
+    line = [sys.executable, "-m", command, *arguments]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    for path in tmp_path.iterdir():
+        path.rename(tmp_path.with_name(f"{tmp_path.name}-{path.name}"))
+    loud = subprocess.run([*line, "-v"], capture_output=True, text=True)
+    assert loud.returncode == 0 and BAR in loud.stderr
