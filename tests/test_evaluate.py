@@ -31,7 +31,7 @@ def test_the_numbers_are_kept(tmp_path, capsys):
         (["--json", "."], "is not a file"),
         (["--device", "abacus"], "--device abacus: no such device here"),
         (["--device", "cuda:99"], "--device cuda:99: no such device here"),
-        (["--device", "meta"], "--device meta: it holds no numbers"),
+        (["--device", "meta"], "--device meta: no such device here"),
         (["--dtype", "int4"], "dtype must be one of"),
         (["--model", "./no/such"], "--model ./no/such: no such folder"),
         (["--tau1", "0.5"], "name a decoder that has them, wino"),

@@ -226,7 +226,8 @@ def test_a_bad_option_of_the_command_is_named(tmp_path, capsys, arguments, messa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "expected the states that python -m decode.states records"),
+        ("{", "is not JSON"),
+        ("[1]", "expected a|must be a"),
         ('{"states": [1]}', "expected the states"),
         ('{"states": {"4": [[0, 0]]}}', r"not all 0, got \[0.0, 0.0\]"),
         ('{"states": {"4": [[1.5]]}}', r"ratios in \[0, 1\]"),

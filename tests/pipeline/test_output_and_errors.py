@@ -142,8 +142,8 @@ def test_missing_model(name, capsys):
         ("stop: 3", "stop must be non-empty strings, got 3"),
         ("decoder: beam", f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
         ("decoder: [d2f]", f"decoder must be one of {', '.join(DECODERS)}"),
-        ("- 1", "expected a mapping of keys, got list"),
-        ("a: [", "is not YAML"),
+        ("- 1", "expected a mapping of keys, got a list of 1"),
+        ("a: [", "not YAML"),
     ],
 )
 def test_bad_config(student, tmp_path, capsys, text, message):
