@@ -227,7 +227,7 @@ def test_a_bad_option_of_the_command_is_named(tmp_path, capsys, arguments, messa
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "expected a|must be a"),
+        ("[1]", "must be a JSON object, got list"),
         ('{"states": [1]}', "expected the states"),
         ('{"states": {"4": [[0, 0]]}}', r"not all 0, got \[0.0, 0.0\]"),
         ('{"states": {"4": [[1.5]]}}', r"ratios in \[0, 1\]"),
