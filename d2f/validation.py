@@ -104,7 +104,7 @@ class Missing:
 def shown(value: object) -> str:
     """A value as an error shows it: short, as YAML says it, what is nested by its size."""
     if isinstance(value, dict):
-        keys = ", ".join(str(key)[:20] for key in list(value)[:3])
+        keys = one_line(", ".join(str(key)[:20] for key in list(value)[:3]))
         return f"a mapping of {len(value)} keys ({keys}{', ...' if len(value) > 3 else ''})"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"

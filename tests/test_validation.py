@@ -9,7 +9,7 @@ import pytest
 from benchmarks.ablation.config import read_ablation
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
-from decode.cli.settings import split
+from decode.cli.settings import DecoderSettings, split
 from decode.comparison.config import read_config as read_comparison
 from distill.config import read_config
 
@@ -93,6 +93,18 @@ def test_what_is_quoted_is_one_line_that_a_terminal_can_show(words):
     with pytest.raises(InputError) as caught:
         read_config(TRAINING, words)
     assert str(caught.value).isprintable()
+
+
+def test_keys_of_decoder_options_are_quoted_short_and_printable(tmp_path):
+    path = tmp_path / "c.yaml"
+    for text in ('decoder: {"a\\nb": 1}', '"a\\nb": 1', f"{'x' * 900}: 1"):
+        path.write_text(text)
+        with pytest.raises(InputError) as caught:
+            read_options(path)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < len(str(path)) + 700
+    with pytest.raises(InputError, match="has no option xxx") as caught:
+        DecoderSettings("static", {"x" * 5000: 1}).check([8])
+    assert len(str(caught.value)) < 600
 
 
 def test_a_long_key_is_shortened():

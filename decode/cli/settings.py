@@ -92,9 +92,9 @@ class DecoderSettings:
         unknown = [name for name in self.given if name not in known]
         if unknown:
             taken = ", the default of this model," if self.name is None else ""
+            named = one_line(", ".join(unknown))[:200]
             raise InputError(
-                f"the decoder {kind.name}{taken} has no option {', '.join(unknown)}; it has "
-                f"{', '.join(known)}"
+                f"the decoder {kind.name}{taken} has no option {named}; it has {', '.join(known)}"
             )
         values = dict(self.given)
         if kind is D2F:

@@ -12,7 +12,7 @@ any other exception, a call that takes longer than its limit, and with ``nonsens
 accepts: say so where the input is from a list of values that nobody can mean. Keep what one example
 does under a few hundredths of a second; ``budget(share)`` with a share below 1 is for slower ones.
 
-``D2F_FUZZ_EXAMPLES`` is how many examples a share of 1 is (default 15: all of tests/fuzz is to take
+``D2F_FUZZ_EXAMPLES`` is how many examples a share of 1 is (default 60: all of tests/fuzz is to take
 about a minute). Draws repeat from run to run unless ``D2F_FUZZ_SEED`` gives a seed;
 ``random`` draws one, and the run ends by saying which (`make fuzz`).
 """
@@ -46,7 +46,7 @@ class _Hang(BaseException):
 
 def budget(share: float = 1.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a hypothesis test with the number of examples and the seed of this run."""
-    examples = max(1, int(share * int(os.environ.get("D2F_FUZZ_EXAMPLES", "15"))))
+    examples = max(1, int(share * int(os.environ.get("D2F_FUZZ_EXAMPLES", "60"))))
     given_seed = os.environ.get("D2F_FUZZ_SEED")
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
