@@ -42,22 +42,23 @@ Config = TypeVar("Config", bound=BaseModel)
 
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises InputError."""
+    source = one_line(str(path))
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        raise InputError(f"{source}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         if len(content) > MOST_BYTES:  # it may be cut within a character
             text = content.decode("utf-8", "replace")
         else:
-            raise InputError(f"{path}: not YAML: not UTF-8, {error.reason}") from error
-    values = load(text, str(path))
+            raise InputError(f"{source}: not YAML: not UTF-8, {error.reason}") from error
+    values = load(text, source)
     if values is None:
-        raise InputError(f"{path}: expected a mapping of keys, the file is empty")
+        raise InputError(f"{source}: expected a mapping of keys, the file is empty")
     if not isinstance(values, dict):
-        raise InputError(f"{path}: expected a mapping of keys, got {shown(values)}")
+        raise InputError(f"{source}: expected a mapping of keys, got {shown(values)}")
     return values
 
 

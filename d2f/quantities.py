@@ -5,9 +5,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-Text = Annotated[str, Field(min_length=1)]
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"expected printable characters, got {name!r}")
+    return name
+
+
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 Whole = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]

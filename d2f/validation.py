@@ -43,6 +43,7 @@ _EXPECTED = {
     "too_long": "at most {max_length} of them",
     "missing": "a value",
     "string_too_short": "text that is not empty",
+    "string_too_long": "text of at most {max_length} characters",
     "string_pattern_mismatch": "text like {pattern}",
     "union_tag_invalid": "{discriminator} to be one of {expected_tags}",
     "union_tag_not_found": "the key {discriminator}",

@@ -57,6 +57,7 @@ COMPARISON = {
     "--entries.D2F.decoder fast": "entry D2F: options over .*: decoder must be .*got 'fast'",
     "--entries.D2F.device tpu": r"entries\.3\.device: expected text like",
     "--entries.D2F.dtype int8": "dtype: expected 'float32'",
+    '--entries.D2F.name "a\\nb"': "name: expected printable characters, got 'a",
     "--entries.D2F.threads 0": "threads: expected at least 1",
     "--entries.vLLM.env {a=b: c}": "env.*: expected text like",
     "--entries.vLLM.body {top_p: .inf}": "body.top_p: expected a finite number",
@@ -65,6 +66,7 @@ COMPARISON = {
 ABLATION = {
     "--seeds [-1]": "seeds.0: expected at least 0",
     "--problems 1000000000000": "problems: expected at most",
+    "--train " + "x" * 2000: "train: expected text of at most 1000 characters",
     "--set.lora.r .inf": "set.lora.r: expected a finite number",
     "--set {optimizer.lr: 1e300}": "optimizer.lr: expected at most 10",
     "--decode [{name: x, decoder: d2f, options: {block_size: 1e9}}]": "block_size must be",

@@ -78,6 +78,7 @@ BAD_FILES = {
     'a: "\\ud800"': "half a surrogate pair",
     'a: "\\U99999999"': "not YAML",
     "a: *b": "not YAML: .*undefined alias",
+    "a: *" + "b" * 5000: "not YAML: .*undefined alias",
     "a: &a [*a]": f"nested more than {DEEPEST} deep",
     "a: " + "[" * 100_000: f"nested more than {DEEPEST} deep",
     "a: " + "{b: " * 10_000: f"nested more than {DEEPEST} deep",

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
-from d2f.quantities import Problems, Seconds, Seed, Text, Tokens
+from d2f.quantities import Name, Problems, Seconds, Seed, Text, Tokens
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from d2f.validation import shown
@@ -28,7 +28,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the 
 class Entry(Section):
     """What all kinds of entries have."""
 
-    name: Text
+    name: Name
     """As in the table."""
     model: Text
     """Folder, hub name or bundled name."""
@@ -193,8 +193,9 @@ class CompareConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> CompareConfig:
         names = [entry.name for entry in self.entries]
-        if len(set(names)) < len(names):
-            raise ValueError(f"two entries have one name among {', '.join(names)}")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two entries have one name, {twice}")
         for i, entry in enumerate(self.entries):
             if isinstance(entry, Vllm) and entry.shares is not None:
                 servers = [e.name for e in self.entries[:i] if isinstance(e, Vllm) and not e.shares]
