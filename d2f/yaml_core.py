@@ -46,7 +46,7 @@ def load(text: str, source: str) -> Any:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         what = " ".join(filter(None, (error.context, error.problem)))
-        said = one_line(what)[:200]
+        said = one_line(what)[:150]
         raise InputError(f"{source}: not YAML: {said}{_line(error.problem_mark)}") from error
     except yaml.reader.ReaderError as error:
         raise InputError(
