@@ -23,6 +23,7 @@ import contextlib
 import io
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ OWN = (InputError, CompileError, NonFiniteLogitsError)  # a CheckpointError is a
 SECONDS = 20.0  # far above what any input should take on a slow machine
 LONGEST = 2000  # characters that an error may have
 T = TypeVar("T")
+OUTCOMES: Counter[str] = Counter()  # of the attempts of the running test: taken, refused
 
 
 class Failure(AssertionError):
@@ -76,6 +78,7 @@ def attempt(call: Callable[[], T], *, seconds: float = SECONDS, nonsense: bool =
         return _refused(str(error))
     except SystemExit as end:
         if end.code in (0, None):
+            OUTCOMES["taken"] += 1
             return None
         return _refused(end.code if isinstance(end.code, str) else said.getvalue(), "error: ")
     except _Hang as error:
@@ -84,10 +87,12 @@ def attempt(call: Callable[[], T], *, seconds: float = SECONDS, nonsense: bool =
         raise Failure(f"a traceback: {type(error).__name__}: {error!s:.300}") from error
     if nonsense:
         raise Failure(f"nonsense was accepted: {result!r:.300}")
+    OUTCOMES["taken"] += 1
     return result
 
 
 def _refused(text: str, mark: str = "") -> None:
+    OUTCOMES["refused"] += 1
     lines = text.strip().splitlines()
     if not lines or mark not in lines[-1]:
         raise Failure(f"an error that says nothing: expected {mark!r}, got {text!r:.300}")
