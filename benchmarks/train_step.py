@@ -74,7 +74,12 @@ def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tenso
 def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
     """The loss as distill/train.py computes it."""
     config = TrainConfig(
-        objective="d2f", output="-", init="-", steps=1, block_size=BLOCK_SIZE, data=Data(tasks={})
+        objective="d2f",
+        output="-",
+        init="-",
+        steps=1,
+        block_size=BLOCK_SIZE,
+        data=Data(tasks={"story": 1.0}),
     )
     objective = D2F(model, config).train()
     return lambda: objective(batch)

@@ -225,7 +225,7 @@ def test_a_model_without_mask_id_is_an_error_before_any_work(tmp_path):
     save_model(random_model("llada"), tmp_path / "m", dtype=torch.float32, mask_id=None)
     data = {"tasks": {"countdown": 1.0}}
     config = run_settings(tmp_path / "out", data, init=str(tmp_path / "m"))
-    with pytest.raises(InputError, match=r"/m: objective masked_diffusion needs a mask token"):
+    with pytest.raises(InputError, match=r"/m: the family llada needs a mask id, got none"):
         train(config)
     assert not (tmp_path / "out").exists()
 

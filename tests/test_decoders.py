@@ -13,6 +13,7 @@ import decode
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders import DECODERS
+from decode.decoders.base import MOST
 from decode.decoders.static import reveal_count
 from decode.step import Predictions, Step
 
@@ -124,20 +125,20 @@ def test_static_counts_are_even_and_complete(masked, steps):
 @pytest.mark.parametrize(
     ("huge", "plain"),
     [
-        (decode.Block(10**30, align="prompt"), decode.Block(9, align="prompt")),
-        (decode.Block(10**9, align="absolute"), decode.Block(12, align="absolute")),
-        (decode.Block(10**9, 10**9, align="prompt"), decode.Block(9, 9, align="prompt")),
-        (decode.Static(steps=10**30), decode.Static(steps=9)),
-        (decode.Threshold(10**30), decode.Threshold(None)),
-        (decode.Wino(10**30), decode.Wino(9)),
-        (decode.FreeDave(drafts=10**30), decode.FreeDave(drafts=9)),
-        (decode.D2F(10**30), decode.D2F(9)),
-        (decode.D2F(4, lossless=10**30), decode.D2F(4, lossless=10)),
-        (decode.Autoregressive(top_k=10**30), decode.Autoregressive()),
+        (decode.Block(MOST, align="prompt"), decode.Block(9, align="prompt")),
+        (decode.Block(MOST, align="absolute"), decode.Block(12, align="absolute")),
+        (decode.Block(MOST, MOST, align="prompt"), decode.Block(9, 9, align="prompt")),
+        (decode.Static(steps=MOST), decode.Static(steps=9)),
+        (decode.Threshold(MOST), decode.Threshold(None)),
+        (decode.Wino(MOST), decode.Wino(9)),
+        (decode.FreeDave(drafts=MOST), decode.FreeDave(drafts=9)),
+        (decode.D2F(MOST), decode.D2F(9)),
+        (decode.D2F(4, lossless=MOST), decode.D2F(4, lossless=10)),
+        (decode.Autoregressive(top_k=MOST), decode.Autoregressive()),
     ],
 )
 def test_no_option_is_counted_up_to(huge, plain):
-    """An option far beyond the response is that of the response, at once and in as many slots."""
+    """The largest option there is, is that of the response, at once and in as many slots."""
     sessions = [
         begin(replace(d, max_new_tokens=9, early_exit=False) if d.name != "autoregressive"
               else replace(d, max_new_tokens=9)) for d in (huge, plain)
@@ -161,12 +162,12 @@ def test_the_positions_after_a_response_are_within_the_context():
     from block_tiny import wedlm
 
     model = wedlm(False, 0)
-    decoder = decode.WeDLM(window=10**12, refill="repository", max_new_tokens=9)
-    with pytest.raises(InputError, match="max_new_tokens=9 and 999999999999 positions after them"):
+    decoder = decode.WeDLM(window=MOST, refill="repository", max_new_tokens=9)
+    with pytest.raises(InputError, match="max_new_tokens=9 and 1048575 positions after them"):
         decode.generate(model, [[5]], decoder)
     with pytest.raises(InputError, match="no room for a response"):
         decode.generate(model, [[5]], replace(decoder, max_new_tokens=None))
-    decoder = decode.WeDLM(window=10**12, max_new_tokens=9)  # the paper's refill stays within
+    decoder = decode.WeDLM(window=MOST, max_new_tokens=9)  # the paper's refill stays within
     assert decode.generate(model, [[5]], decoder)[0].tokens == (
         decode.generate(model, [[5]], replace(decoder, window=9))[0].tokens
     )

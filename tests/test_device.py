@@ -28,10 +28,9 @@ def test_cuda_where_there_is_none():
 def test_nothing_is_loaded_for_a_bad_device():
     with pytest.raises(InputError, match="device foo"):
         d2f.load("no such model", device="foo")
-    with pytest.raises(InputError, match="device foo"):
-        TransformersRunner(
-            Transformers(name="hf", kind="transformers", model="no such model", device="foo"), []
-        )
+    entry = Transformers(name="hf", kind="transformers", model="no such model", device="cuda:99")
+    with pytest.raises(InputError, match="device cuda:99: no such device here"):
+        TransformersRunner(entry, [])
 
 
 def test_devices_that_are_there():

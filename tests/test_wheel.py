@@ -190,6 +190,6 @@ def test_types_are_exported(installed):
     assert returned == [
         "d2f.model.DiffusionModel",
         "list[decode.result.Result]",
-        "tuple[distill.config.TrainConfig, bool]",
+        "tuple[distill.config.TrainConfig, argparse.Namespace]",
         "bool",
     ]
