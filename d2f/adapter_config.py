@@ -59,7 +59,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
         raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
     for name, value in values.items():
-        if name not in _FREE and value not in (None, False, "none", [], {}):
+        says_nothing = value is None or value is False or value in ("none", [], {})
+        if name not in _FREE and not says_nothing:  # 0 is a layer, though it equals False
             raise CheckpointError(
                 f"{path}: {name} is not supported: expected it absent or empty, got {value!r}"
             )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d2f.errors import InputError
+from d2f.errors import InputError, quoted
 
 SECONDS = 10.0  # a template takes milliseconds
 
@@ -45,12 +45,12 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
             }
         )
     except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{name}: expected messages of text, {error}") from error
+        raise InputError(quoted(f"{name}: expected messages of text, {error}")) from error
     reply = _worker.ask(request)
     if reply is None:
         raise InputError(f"{name} did not end: it was stopped after {SECONDS:g} s")
     if "error" in reply:
-        raise InputError(f"{name} refused the messages: {reply['error']}")
+        raise InputError(quoted(f"{name} refused the messages: {reply['error']}"))
     return reply["text"]
 
 
@@ -60,7 +60,7 @@ def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except (TypeError, ValueError) as error:  # a lone surrogate
-        raise InputError(f"the messages are not Unicode text: {error}") from error
+        raise InputError(quoted(f"the messages are not Unicode text: {error}")) from error
 
 
 class _Worker:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +15,8 @@ from d2f.json_file import read_object
 
 FILE_NAME = "d2f_contract.json"
 PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
+MOST_BLOCK_SIZE = 2**20  # far above any; a decoder counts through a block
+_DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
 
 
@@ -90,11 +93,16 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
         )
     if any(i < 0 for i in (*ends, *(() if mask is None else (mask,)))):
         raise CheckpointError(f"{path}: ids must be at least 0, got {mask} and {list(ends)}")
+    digest = values.get("base_hash")
+    if digest is not None and not _DIGEST.fullmatch(digest):
+        raise CheckpointError(
+            f"{path}: base_hash must be 64 digits of a hexadecimal number, got {digest!r}"
+        )
     shift, size = values["logit_shift"], values.get("block_size")
     if shift not in (0, 1):
         raise CheckpointError(f"{path}: logit_shift must be 0 or 1, got {shift}")
-    if size is not None and size < 1:
-        raise CheckpointError(f"{path}: block_size must be at least 1, got {size}")
+    if size is not None and not 1 <= size <= MOST_BLOCK_SIZE:
+        raise CheckpointError(f"{path}: block_size must lie in [1, {MOST_BLOCK_SIZE}], got {size}")
 
 
 def _fits(value: object, hint: object) -> bool:

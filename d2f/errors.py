@@ -9,7 +9,10 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint or adapter that does not fit: weights missing, unexpected, misshapen, damaged,
-    or made for another base."""
+    or made for another base. What it quotes of the files is cut to be read (`quoted`)."""
+
+    def __init__(self, message: str):
+        super().__init__(quoted(message))
 
 
 class OutputError(InputError):
@@ -37,3 +40,10 @@ def one_line(text: str) -> str:
     """Text from elsewhere as an error can quote it: what is no printable character, as an escape
     sequence to a terminal or a line break, is written out."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def quoted(text: str) -> str:
+    """A message that quotes files of others, as an error can say it: `one_line`, and of a long one
+    the beginning and the end."""
+    text = one_line(text)
+    return text if len(text) <= 1000 else f"{text[:700]} ... {text[-280:]}"

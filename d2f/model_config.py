@@ -4,7 +4,7 @@ anything is allocated of what it says."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,30 @@ MODEL_CLASSES: dict[str, Any] = {
 }
 # longrope's frequencies depend on the longest row of the batch, and so would a request's tokens.
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+# What the fields of RoPE must be; transformers warns at most, and computes with whatever is there.
+_POSITIVE = ("a number above 0", _is_positive)
+_ROPE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+         "low_freq_factor", "high_freq_factor"), _POSITIVE,
+    ),
+    "factor": ("a number of at least 1", lambda value: _is_number(value) and value >= 1),
+    "original_max_position_embeddings": (
+        "a whole number of at least 1", lambda value: _is_positive(value) and isinstance(value, int)
+    ),
+    "partial_rotary_factor": ("1", lambda value: _is_number(value) and value == 1),
+    "truncate": ("true or false", lambda value: isinstance(value, bool)),
+}  # fmt: skip
 
 
 def model_config(place: str, family: Family, raw: Mapping[str, Any]) -> PretrainedConfig:
@@ -50,8 +74,11 @@ def model_config(place: str, family: Family, raw: Mapping[str, Any]) -> Pretrain
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default") if isinstance(rope, dict) else rope
     expect("rope_type", f"one of {', '.join(_ROPE_TYPES)}", rope_type, rope_type in _ROPE_TYPES)
-    theta = rope.get("rope_theta", 1.0)
-    expect("rope_theta", "a number above 0", theta, _is_number(theta) and theta > 0)
+    for name, value in rope.items():
+        if name in ("rope_type", "type") or value is None:
+            continue
+        what, fits = _ROPE.get(name, ("absent (it is not supported)", lambda value: False))
+        expect(f"RoPE's {name}", what, value, fits(value))
     length, window = config.max_position_embeddings, getattr(config, "sliding_window", None)
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if others:
@@ -94,10 +121,6 @@ def check_size(place: str, model: PreTrainedModel, tensors: Mapping[str, Stored]
             f"{place}: config.json says a model of {wanted:,} parameters, the weight files hold "
             f"{held:,}"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def _line(error: Exception) -> str:

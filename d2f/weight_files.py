@@ -62,15 +62,19 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     pure = PurePosixPath(name.replace("\\", "/"))
     real = folder.resolve()
+    try:
+        target, is_file = path.resolve(), path.is_file()
+    except (OSError, ValueError) as error:  # too long, a null byte, a surrogate
+        raise CheckpointError(f"{folder}: {name!r} is no name of a file: {error}") from error
     roots = [real]
     if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
         roots.append((real.parents[1] / "blobs").resolve())
     outside = pure.is_absolute() or ".." in pure.parts
-    if outside or not any(path.resolve().is_relative_to(root) for root in roots):
+    if outside or not any(target.is_relative_to(root) for root in roots):
         raise CheckpointError(
-            f"{folder}: the weight file {name!r} lies outside of the folder: {path.resolve()}"
+            f"{folder}: the weight file {name!r} lies outside of the folder: {target}"
         )
-    if not path.is_file():
+    if not is_file:
         raise CheckpointError(f"{folder}: the weight file {name} is missing")
     return path
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.fuzz.outcome import OUTCOMES
 
+import pytest
+
 if os.environ.get("D2F_FUZZ_SEED") == "random":
     os.environ["D2F_FUZZ_SEED"] = str(secrets.randbelow(2**32))
 
@@ -42,3 +44,17 @@ def pytest_terminal_summary(terminalreporter):
             )
     if "D2F_FUZZ_SEED" in os.environ:
         terminalreporter.write_line(f"D2F_FUZZ_SEED={os.environ['D2F_FUZZ_SEED']}")
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """The tiny checkpoints and adapters of tests/fuzz/folders.py, not to be changed."""
+    from tests.fuzz.folders import made
+
+    return made(tmp_path_factory.mktemp("bases"))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where an example lays out its folder."""
+    return tmp_path_factory.mktemp("fuzz") / "example"
