@@ -65,7 +65,9 @@ def inside(folder: Path, name: str) -> Path:
     try:
         target, is_file = path.resolve(), path.is_file()
     except (OSError, ValueError) as error:  # too long, a null byte, a surrogate
-        raise CheckpointError(f"{folder}: {name!r} is no name of a file: {error}") from error
+        raise CheckpointError(
+            f"{folder}: expected the name of a weight file, got {name[:60]!r}"
+        ) from error
     roots = [real]
     if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
         roots.append((real.parents[1] / "blobs").resolve())

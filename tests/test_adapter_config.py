@@ -41,6 +41,7 @@ def refused(folder, *texts):
         ("use_qalora", True),
         ("layers_to_transform", [0, 1]),
         ("layers_to_transform", 1),
+        ("layers_to_transform", 0),
         ("trainable_token_indices", [5]),
         ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("exclude_modules", ["q_proj"]),

@@ -80,6 +80,19 @@ def test_a_model_larger_than_its_files(refused, name, size):
         ({"rope_scaling": "linear"}, ["config.json"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["config.json"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, ["config.json"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": -2.0}},
+            ["RoPE's factor must be a number of at least 1, got -2.0"],
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": True}}, ["factor must be", "True"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor must be 1, got 0.5"],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "spiral": 3}},
+            ["spiral must be absent"],
+        ),
         ({"rope_theta": 0}, ["rope_theta must be a number above 0, got 0"]),
         ({"rope_theta": "big"}, ["'big'"]),
         ({"pad_token_id": 10**6, "model_type": "qwen2"}, ["config.json"]),
@@ -161,3 +174,31 @@ def test_a_contract_that_its_family_contradicts(tmp_path, changes, text):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(CheckpointError, match=text):
         load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_hidden_states": {"odd": [None]}},
+        {"output_hidden_states": True, "output_attentions": True},
+        {"return_dict": False},
+    ],
+)
+def test_how_transformers_is_called_is_not_for_a_checkpoint_to_say(tmp_path, changes):
+    from d2f.models import HERE
+    from decode import D2F, generate
+
+    folder = shutil.copytree(HERE / "tiny-teacher", tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    got, want = (
+        generate(load(place, device="cpu"), "2+3?", D2F(max_new_tokens=4))[0].tokens
+        for place in (folder, HERE / "tiny-teacher")
+    )
+    assert got == want
+
+
+def test_what_an_error_quotes_is_one_line_of_a_length_to_read(tmp_path):
+    error = CheckpointError("expected this, got\n\x1b[2J" + "x" * 10_000 + "\ud800 (the end)")
+    assert str(error).isprintable() and len(str(error)) <= 1000
+    assert str(error).startswith("expected this, got\\n") and str(error).endswith("(the end)")

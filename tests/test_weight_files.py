@@ -100,6 +100,16 @@ def test_an_index_that_leads_outside(folder, kind):
         fingerprint(str(folder))
 
 
+@pytest.mark.parametrize(
+    "name", ["\0.safetensors", "a" * 5000 + ".safetensors", "\ud800.safetensors"]
+)
+def test_an_index_of_no_file_names(folder, name):
+    where = dict.fromkeys(load_file(folder / WHOLE), name)
+    (folder / WHOLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    refused(folder, "expected the name of a weight file, got", repr(name[:60]))
+
+
 @pytest.mark.parametrize("name", [WHOLE, INDEX])
 def test_a_link_that_leads_outside(folder, name):
     outside = folder.parent / "outside"

@@ -46,7 +46,7 @@ OTHERS = {
     "layers_to_transform": [[0], 0],
     "rank_pattern": [{}, {"q_proj": 8}],
     "base_model_name_or_path": ["", "owner/name", None],
-    "auto_mapping": [None, {"base_model_class": "DreamModel"}, {"base_model_class": "LLaDAModelLM"}],
+    "auto_mapping": [None, {"base_model_class": "DreamModel"}, {"base_model_class": "LLaDAModel"}],
     "task_type": ["CAUSAL_LM"],
     "peft_version": ["0.99"],
 }  # fmt: skip
@@ -200,7 +200,19 @@ def test_changed_tensors(folders, place, decoded, pair, data):
         "gone": None,
         "empty": value.new_zeros(0),
     }[kind]
-    extra = data.draw(st.sampled_from(["x", key.replace("layers.0", "layers.9"), f"{key}_scale"]))
-    change_tensors(folder, ADAPTER, {extra if kind == "extra" and extra != key else key: odd}
-                   if kind != "extra" or extra != key else {"x": odd})  # fmt: skip
+    extra = data.draw(st.sampled_from(["x", f"{key}.x", f"{key}_scale"]))
+    change_tensors(folder, ADAPTER, {extra if kind == "extra" else key: odd})
     attempt(lambda: load(folders / base, adapter=folder, device="cpu"), nonsense=True)
+
+
+@budget(0.5)
+@given(
+    st.sampled_from(["", "tiny-d2f", "owner/name", ".", "..", "x" * 300, "a/b/c", "\0", "\ud800"])
+    | TEXT
+    | VALUES
+)
+def test_any_base_of_an_adapter_alone(folders, place, base):
+    """The folder as the model: its base is loaded where it is at hand."""
+    folder = laid(folders / "own-adapter", place)
+    change(folder, NAME, {"base_model_name_or_path": base})
+    attempt(lambda: load(folder, device="cpu"))

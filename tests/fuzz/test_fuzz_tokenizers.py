@@ -128,18 +128,22 @@ def short(monkeypatch):
 MESSAGES = [{"role": "user", "content": "2+3?"}]
 PIECES = st.sampled_from(
     ["{% for m in messages %}", "{% endfor %}", "{% if m.role == 'user' %}", "{% endif %}",
-     "{{ m.content }}", "{{ m['content'] | trim }}", "{% else %}", "{% break %}", "{{ loop.index }}",
+     "{{ m.content }}", "{{ m['content'] | trim }}", "{% else %}", "{% break %}",
+     "{{ loop.index }}",
      "{{ raise_exception('no') }}", "{{ raise_exception('a\\nb') }}", "{{ 1 / 0 }}", "{{ x.y.z }}",
-     "{% for i in range(99999) %}", "{{ 'a' * 10 ** 6 }}", "{{ 'a' * 10 ** 10 }}", "{{ 9 ** 9 ** 9 }}",
+     "{% for i in range(99999) %}", "{{ 'a' * 10 ** 6 }}", "{{ 'a' * 10 ** 10 }}",
+     "{{ 9 ** (9 ** 9) }}",
      "{% set ns = namespace(a=1) %}", "{% set ns.a = ns.a ~ ns.a %}", "{% macro f(n) %}",
      "{% endmacro %}", "{{ f(30) }}", "{% include 'x' %}", "{% import 'x' as y %}",
-     "{{ messages | tojson }}", "{{ ''.__class__ }}", "{{ self }}", "{{ cycler }}", "{{ lipsum() }}",
+     "{{ messages | tojson }}", "{{ ''.__class__ }}", "{{ self }}", "{{ cycler }}",
+     "{{ lipsum() }}",
      "{{ lipsum(n=10**6) }}", "{{ '%999999999d' % 1 }}", "{{ '{:>999999999}'.format(1) }}",
      "{{ 'a' | center(10**9) }}", "{{ [1] * 10**9 }}", "{{ strftime_now('%Y' * 99) }}",
      "{{ strftime_now(3) }}", "{% generation %}", "{% endgeneration %}", "{{ '\\ud800' }}",
      "{{ range(10**9) | list }}", "{{ dict(a=1) | tojson(indent=10**7) }}", "{#", "#}", "{{", "}}",
      "{% raw %}", "{{ undefined }}", "{{ '\\x1b[2J' }}", "{% extends messages %}",
-     "{{ caller() }}", "{% call f(1) %}", "{% endcall %}", "{{ messages | map(attribute='x') | list }}",
+     "{{ caller() }}", "{% call f(1) %}", "{% endcall %}",
+     "{{ messages | map(attribute='x') | list }}",
      "{{ 'x' | attr('__class__') }}", "{{ eos_token }}", "{% set messages = [] %}"]
 )  # fmt: skip
 TEMPLATES = st.lists(PIECES, max_size=6).map("".join) | TEXT
