@@ -97,7 +97,7 @@ def decoded(folders, place):
     return run
 
 
-@budget(2)
+@budget(0.4)
 @given(pair=PAIRS, data=st.data())
 def test_changed_config(folders, place, want, decoded, pair, data):
     name, base = pair
@@ -111,7 +111,7 @@ def test_changed_config(folders, place, want, decoded, pair, data):
         assert came == want(name), odd
 
 
-@budget()
+@budget(0.2)
 @given(pair=PAIRS, data=st.data())
 def test_damaged_text(folders, place, decoded, pair, data):
     name, base = pair
@@ -121,7 +121,7 @@ def test_damaged_text(folders, place, decoded, pair, data):
     decoded(base)
 
 
-@budget(0.5)
+@budget(0.1)
 @given(
     st.sampled_from([NAME, ADAPTER, "d2f_contract.json"]),
     st.binary(max_size=100) | VALUES.map(lambda value: json.dumps(value).encode()),
@@ -147,7 +147,7 @@ def test_nonsense_is_refused(folders, place, key, value):
     attempt(lambda: load(base, adapter=folder, device="cpu"), nonsense=True)
 
 
-@budget()
+@budget(0.2)
 @given(pair=PAIRS, data=st.data())
 def test_damaged_weights(folders, place, decoded, pair, data):
     name, base = pair
@@ -156,7 +156,7 @@ def test_damaged_weights(folders, place, decoded, pair, data):
     decoded(base)
 
 
-@budget()
+@budget(0.2)
 @given(pair=PAIRS, data=st.data())
 def test_changed_header(folders, place, decoded, pair, data):
     name, base = pair
@@ -176,7 +176,7 @@ def test_changed_header(folders, place, decoded, pair, data):
     decoded(base)
 
 
-@budget()
+@budget(0.2)
 @given(pair=PAIRS, data=st.data())
 def test_changed_tensors(folders, place, decoded, pair, data):
     """Odd values are decoded or named; tensors of another type, shape, or number are refused."""
@@ -205,7 +205,7 @@ def test_changed_tensors(folders, place, decoded, pair, data):
     attempt(lambda: load(folders / base, adapter=folder, device="cpu"), nonsense=True)
 
 
-@budget(0.5)
+@budget(0.1)
 @given(
     st.sampled_from(["", "tiny-d2f", "owner/name", ".", "..", "x" * 300, "a/b/c", "\0", "\ud800"])
     | TEXT

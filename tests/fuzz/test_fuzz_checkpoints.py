@@ -91,8 +91,8 @@ OTHERS: dict[str, list[Any]] = {
     "transformers_version": ["0.0", "evil"],
 }  # fmt: skip
 ATTRIBUTES = sorted({*dir(LlamaConfig()), *dir(Qwen2Config())})
-NO_SIZE = [0, -1, 10**12, 2**63, "64", "many", 1.5, True, [], {}]
-NO_NUMBER = [-1, "x", True, [], {}, 10**400]
+NO_SIZE = [0, -1, 10**12, "64", 1.5, True, []]
+NO_NUMBER = [-1, "x", True, [], 10**400]
 NO_ID = [-1, 10**12, 2**63, "mask", 1.5, True, {}, [[1]], ["a"], [-1]]
 NO_ROPE = ["x", 3, [], {"rope_type": "evil"}, {"rope_type": 3}, {"rope_type": []},
            {"rope_type": "linear"}, {"rope_type": "linear", "factor": -1},
@@ -161,7 +161,7 @@ def decoded(folder: Path) -> list[int] | None:
     return None if model is None else attempt(lambda: tokens(model))
 
 
-@budget(2)
+@budget(0.5)
 @given(data=st.data())
 def test_changed_config(folders, place, want, data):
     name = data.draw(st.sampled_from(BASES))
@@ -176,7 +176,7 @@ def test_changed_config(folders, place, want, data):
         assert came == want(name), odd
 
 
-@budget(0.5)
+@budget(0.1)
 @given(st.sampled_from(NATIVE), st.sampled_from(ATTRIBUTES), VALUES)
 def test_any_attribute(folders, place, name, key, value):
     """transformers sets whatever a config.json names, its own methods too."""
@@ -185,7 +185,7 @@ def test_any_attribute(folders, place, name, key, value):
     decoded(folder)
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_damaged_text(folders, place, data):
     name = data.draw(st.sampled_from(BASES))
@@ -195,7 +195,7 @@ def test_damaged_text(folders, place, data):
     decoded(folder)
 
 
-@budget(0.5)
+@budget(0.1)
 @given(
     st.sampled_from(["config.json", "generation_config.json", INDEX, WEIGHTS]),
     st.binary(max_size=100) | VALUES.map(lambda v: json.dumps(v).encode()),
@@ -209,7 +209,7 @@ def test_any_bytes(folders, place, name, content):
         decoded(folder)
 
 
-@budget(0.5)
+@budget(0.1)
 @given(
     st.dictionaries(
         st.sampled_from(["eos_token_id", "max_length", "temperature", "do_sample", "num_beams",
@@ -258,7 +258,7 @@ def cut_or_changed(draw: st.DrawFn, content: bytes) -> bytes:
     return content
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_damaged_weights(folders, place, data):
     folder = laid(folders / data.draw(st.sampled_from(BASES)), place)
@@ -266,7 +266,7 @@ def test_damaged_weights(folders, place, data):
     decoded(folder)
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_changed_header(folders, place, data):
     folder = laid(folders / data.draw(st.sampled_from(BASES)), place)
@@ -287,7 +287,7 @@ def test_changed_header(folders, place, data):
     decoded(folder)
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_changed_tensors(folders, place, data):
     """Odd values are decoded or named; tensors of another shape, name or number are refused."""
@@ -334,7 +334,7 @@ def split(folder: Path) -> dict[str, str]:
     return where
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_changed_index(folders, place, want, data):
     """An index says where weights are, not which: what is taken decodes the same."""

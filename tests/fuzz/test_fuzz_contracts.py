@@ -54,7 +54,7 @@ def want(folders):
     return cache(lambda name: tokens(load(folders / name, device="cpu")))
 
 
-@budget(2)
+@budget(0.4)
 @given(data=st.data())
 def test_changed_contract(folders, place, want, data):
     name = data.draw(st.sampled_from(NATIVE))
@@ -69,7 +69,7 @@ def test_changed_contract(folders, place, want, data):
         assert came == want(name), odd
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_damaged_text(folders, place, data):
     folder = laid(folders / data.draw(st.sampled_from(NATIVE)), place)
@@ -80,7 +80,7 @@ def test_damaged_text(folders, place, data):
         attempt(lambda: tokens(model))
 
 
-@budget()
+@budget(0.2)
 @given(st.binary(max_size=100) | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes(folders, place, content):
     folder = laid(folders / "llada", place)

@@ -58,7 +58,7 @@ def used(folder):
         attempt(lambda: tokens(model, "2+3?"))
 
 
-@budget(2)
+@budget(0.5)
 @given(data=st.data())
 def test_changed_values(folders, place, data):
     folder = laid(folders / data.draw(st.sampled_from(NATIVE)), place)
@@ -68,7 +68,7 @@ def test_changed_values(folders, place, data):
     used(folder)
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_damaged_text(folders, place, data):
     folder = laid(folders / data.draw(st.sampled_from(NATIVE)), place)
@@ -78,7 +78,7 @@ def test_damaged_text(folders, place, data):
     used(folder)
 
 
-@budget()
+@budget(0.2)
 @given(
     st.sampled_from(FILES),
     st.binary(max_size=60)
@@ -91,7 +91,7 @@ def test_any_bytes(folders, place, name, content):
     used(folder)
 
 
-@budget(0.5)
+@budget(0.1)
 @given(st.sets(st.sampled_from([CORE, SETTINGS, TEMPLATE])), st.sampled_from(CLASSES))
 def test_missing_files_and_any_class(folders, place, gone, kind):
     folder = laid(folders / "dream", place)
@@ -149,14 +149,14 @@ PIECES = st.sampled_from(
 TEMPLATES = st.lists(PIECES, max_size=6).map("".join) | TEXT
 
 
-@budget(2)
+@budget(0.4)
 @given(TEMPLATES)
 def test_any_template(short, tokenizer, template):
     tokenizer.chat_template = template
     attempt(lambda: chat.encode(tokenizer, MESSAGES))
 
 
-@budget()
+@budget(0.2)
 @given(data=st.data())
 def test_damaged_template(short, folders, tokenizer, data):
     text = (folders / "llada" / TEMPLATE).read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def test_damaged_template(short, folders, tokenizer, data):
     attempt(lambda: chat.encode(tokenizer, MESSAGES))
 
 
-@budget()
+@budget(0.2)
 @given(st.lists(st.dictionaries(st.sampled_from(["role", "content"]) | TEXT, VALUES, max_size=3)))
 def test_any_messages(short, folders, tokenizer, messages):
     tokenizer.chat_template = (folders / "llada" / TEMPLATE).read_text(encoding="utf-8")
