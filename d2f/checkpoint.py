@@ -207,6 +207,12 @@ def _load_backbone(
             f"{place}: weights cannot be read: {type(error).__name__}: {error}"
         ) from error
     _check_loaded(place, family, info)
+    head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
+    if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
+        raise CheckpointError(
+            f"{place}: config.json says that the output weights are the embeddings "
+            "(tie_word_embeddings): expected none in the file, got others"
+        )
     if not backbone.model.rotary_emb.inv_freq.isfinite().all():
         raise CheckpointError(
             f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "

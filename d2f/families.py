@@ -99,6 +99,7 @@ _LLADA_MUST_BE = {
     "layer_norm_type": "rms",
     "activation_type": "silu",
     "rope": True,
+    "rope_full_precision": True,
     "alibi": False,
     "include_bias": False,
     "include_qkv_bias": False,

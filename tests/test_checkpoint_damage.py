@@ -16,6 +16,7 @@ from d2f.checkpoint import load
 from d2f.errors import CheckpointError, InputError
 
 FAMILIES = ["llada", "dream"]
+TIED = "tie_word_embeddings"
 MASKS = ["bidirectional", "block_causal_8"]
 
 
@@ -153,6 +154,7 @@ def test_unknown_model_type(copy, kind):
         ("attention_layer_norm", True),
         ("input_emb_norm", True),
         ("scale_logits", True),
+        ("rope_full_precision", False),
     ],
 )
 def test_llada_variant_that_llama_cannot_express(copy, name, value):
@@ -188,6 +190,23 @@ def test_config_sizes_that_make_no_sense(copy):
     folder = copy("dream")
     edit_config(folder, num_attention_heads=5)
     refused(folder, str(folder))
+
+
+@pytest.mark.parametrize(("family", "name"), [("llada", "weight_tying"), ("dream", TIED)])
+def test_output_weights_that_are_said_to_be_the_embeddings(copy, family, name):
+    """They would be kept when it is loaded, and lost when it is saved."""
+    folder = copy(family)
+    edit_config(folder, **{name: True})
+    refused(folder, "tie_word_embeddings")
+    head, embeddings = (
+        ("model.transformer.ff_out.weight", "model.transformer.wte.weight")
+        if family == "llada"
+        else ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    edit_weights(folder, lambda weights: weights.__setitem__(head, weights[embeddings].clone()))
+    assert load(folder, device="cpu").backbone.config.tie_word_embeddings
+    edit_weights(folder, lambda weights: weights.pop(head))
+    assert load(folder, device="cpu").backbone.config.tie_word_embeddings
 
 
 def test_unknown_family(golden):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ NONSENSE: dict[str, dict[str, list[Any]]] = {
         "mask_token_id": [*NO_ID, 96, 2, None, ...],
         "eos_token_id": [*NO_ID, 96, 3, [2, 3]],
         "model_type": ["gpt2", "", None, 3, [], ...],
-        "weight_tying": ["yes", 3],
+        "weight_tying": ["yes", 3, True],
+        "rope_full_precision": [False],
     },
     "dream-official": {
         **dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size",
@@ -127,9 +129,8 @@ NONSENSE: dict[str, dict[str, list[Any]]] = {
         "eos_token_id": [*NO_ID, 96, 3],
         "use_sliding_window": ["yes", 3],
         "layer_types": [["evil"] * 3, ["full_attention"], ["sliding_attention"] * 3, "x"],
-        "tie_word_embeddings": ["yes", 3],
+        "tie_word_embeddings": ["yes", 3, True],
         "quantization_config": [{"quant_method": "gptq"}, "int4"],
-        "num_attention_heads ": [],
     },
     "causal": {
         "hidden_size": [*NO_SIZE, 33],
@@ -174,6 +175,21 @@ def test_changed_config(folders, place, want, data):
     unknown = odd - before.keys() - OTHERS.keys()
     if came is not None and odd <= IDLE | unknown:
         assert came == want(name), odd
+
+
+@budget(0.2)
+@given(data=st.data())
+def test_what_loads_is_saved_whole(folders, place, data):
+    folder = laid(folders / data.draw(st.sampled_from(BASES)), place)
+    values = json.loads((folder / "config.json").read_text())
+    put_json(folder, "config.json", data.draw(edited(values, OTHERS)))
+    model = attempt(lambda: load(folder, device="cpu"))
+    if model is not None:
+        saved = place.with_name("saved")
+        shutil.rmtree(saved, ignore_errors=True)
+        attempt(lambda: model.save(saved))
+        if saved.is_dir():
+            assert decoded(saved) == attempt(lambda: tokens(model))
 
 
 @budget(0.1)
