@@ -23,9 +23,9 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one or many were given. Raises InputError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, bytes | bytearray) or not hasattr(prompts, "__iter__"):
         raise InputError(f"prompts: {EXPECTED}, one or a list of them, got {prompts!r}")
-    many = list(prompts)
+    many = list(_plain(prompts))
     alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
     return [many] if alone else many  # type: ignore[list-item,return-value]
 
@@ -33,9 +33,10 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = False) -> list[int]:
     """A prompt's ids. Chat messages go through the tokenizer's chat template, and so does text, as
     a user message, where there is one and not `raw`. Raises InputError."""
-    if not isinstance(prompt, str) and not hasattr(prompt, "__len__"):
+    prompt = _plain(prompt)
+    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
         raise InputError(f"{where}: {EXPECTED}, got {prompt!r}")
-    messages = _messages(prompt)
+    messages = _messages(prompt, where)
     if messages is None and not isinstance(prompt, str):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
@@ -60,12 +61,21 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
         raise InputError(f"{where}: {error}") from error
 
 
-def _messages(prompt: Prompt) -> list[Message] | None:
-    """The chat messages of a prompt, None where it is text or ids."""
+def _plain(value: Any) -> Any:
+    """Lists of numbers in place of a tensor or an array of them."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _messages(prompt: Prompt, where: str) -> list[Message] | None:
+    """The chat messages of a prompt, None where it is text or ids. Raises InputError for a list
+    that has both."""
     if isinstance(prompt, Mapping):
         return [prompt]
-    if isinstance(prompt, str) or not len(prompt) or not isinstance(prompt[0], Mapping):
+    if isinstance(prompt, str) or not any(isinstance(part, Mapping) for part in prompt):
         return None
+    for part in prompt:
+        if not isinstance(part, Mapping):
+            raise InputError(f"{where}: expected chat messages alone, got {part!r} among them")
     return list(prompt)  # type: ignore[arg-type]
 
 

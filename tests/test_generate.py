@@ -39,6 +39,8 @@ def test_prompts_may_be_text_messages_or_ids(model):
     assert len({tuple(r.tokens) for r in results[:4]}) == 1
     for one in (*forms, np.array(ids)):
         assert len(decode.generate(model, one, PIPELINE)) == 1
+    for one in (torch.tensor(ids), torch.tensor([ids]), [torch.tensor(ids)]):  # as tokenizers do
+        assert decode.generate(model, one, PIPELINE)[0].tokens == results[4].tokens
     assert decode.generate(model, [], PIPELINE) == []
 
 
@@ -303,6 +305,9 @@ def test_sampled_frequencies_follow_the_probabilities():
         ([4.5], "expected text, chat messages or ids"),
         ([[4.5]], "whole token ids"),
         ([[True, 4]], "whole token ids"),
+        (b"Use 3", "expected text, chat messages or ids"),
+        ([b"Use 3"], "prompt 0: expected text, chat messages or ids"),
+        ([{"role": "user", "content": "x"}, "y"], "chat messages alone, got 'y' among them"),
         ([4] * 250, "context is 256"),
         ([{"role": "wizard", "content": "x"}], "chat template"),
     ],
