@@ -291,10 +291,11 @@ def _is_generic(folder: Path) -> bool:
     """Whether tokenizer.json is all there is to the tokenizer. AutoTokenizer would go by the
     model's type instead and cut text as that model's own tokenizer does."""
     settings = folder / "tokenizer_config.json"
-    if not (folder / "tokenizer.json").is_file() or not settings.is_file():
+    if not (folder / "tokenizer.json").is_file():
         return False
-    kind = read_object(settings, CheckpointError).get("tokenizer_class")
-    return kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    kind = read_object(settings, CheckpointError) if settings.is_file() else {}
+    generic = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
+    return kind.get("tokenizer_class") in generic
 
 
 def _derive_contract(

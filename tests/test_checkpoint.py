@@ -4,6 +4,8 @@ To the last bit on a CPU that adds up as the one they were recorded on; elsewher
 rounding of fp32 lets two orders of the same sums come (`golden_facts.allowed`).
 """
 
+import shutil
+
 import pytest
 import torch
 from golden_facts import allowed, difference, official, run
@@ -12,8 +14,9 @@ from tiny import random_model
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 import d2f.attention
+from d2f import models
 from d2f import spans as sp
-from d2f.checkpoint import load
+from d2f.checkpoint import load, load_tokenizer
 from d2f.export import save_model
 
 FAMILIES = ["llada", "dream"]
@@ -150,3 +153,15 @@ def test_a_saved_tokenizer_cuts_text_as_before(tmp_path, family):
     save_model(model, tmp_path, dtype=torch.float32)
     text = "Use 3, 5 and 27 to make 22."
     assert load(tmp_path).tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
+
+
+@pytest.mark.parametrize("settings", [None, "{}"])
+def test_a_tokenizer_without_settings_cuts_text_as_its_file_says(tmp_path, settings):
+    """Not as the tokenizers of its model's type do."""
+    text = "Ann has 3 apples."
+    shutil.copytree(models.HERE / "tiny-d2f", tmp_path / "model")
+    expected = load_tokenizer(str(tmp_path / "model"))(text)["input_ids"]
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    if settings is not None:
+        (tmp_path / "model" / "tokenizer_config.json").write_text(settings)
+    assert load_tokenizer(str(tmp_path / "model"))(text)["input_ids"] == expected
