@@ -23,10 +23,11 @@ def read_object(path: str | Path, error: type[InputError] = InputError) -> dict[
     return values
 
 
-def parse(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for all that is none, deep nesting included."""
+def parse(text: str | bytes, *, nan: bool = False) -> Any:
+    """The value of a JSON text. nan: NaN and Infinity too, which Python writes. Raises ValueError
+    for all that is none, deep nesting included."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=None if nan else _refuse)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

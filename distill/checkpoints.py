@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from d2f.errors import CheckpointError
+from d2f.json_file import parse
 
 STATE, CHECKSUM = "state.pt", "checksum.json"
 
@@ -89,7 +90,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
 def damage(place: Path) -> str | None:
     """What is wrong with a checkpoint's files, None where nothing is."""
     try:
-        expected = json.loads((place / CHECKSUM).read_text(encoding="utf-8"))["sha256"]
+        expected = parse((place / CHECKSUM).read_text(encoding="utf-8"))["sha256"]
         with (place / STATE).open("rb") as file:
             came = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

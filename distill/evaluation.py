@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 
 from d2f.errors import InputError
 from d2f.files import put_back
+from d2f.json_file import parse
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
@@ -83,7 +84,7 @@ class Evaluator:
         put_back(self.best)
         # A report that is missing or damaged says of nothing that it was better.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads((self.best / REPORT).read_text(encoding="utf-8"))
+            kept = parse((self.best / REPORT).read_text(encoding="utf-8"), nan=True)
             if [values[name] for name in names] <= [kept[name] for name in names]:
                 return
         report = json.dumps({"step": step, **values}, indent=1) + "\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.files import GrowingFile, write_beside
+from d2f.json_file import parse
 from d2f.write_errors import says_what_is_kept
 
 
@@ -37,6 +38,6 @@ def keep_lines(path: Path, step: int) -> None:
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                if json.loads(line)["step"] <= step:
+                if parse(line, nan=True)["step"] <= step:
                     kept.append(line + "\n")
         write_beside(path, "".join(kept))

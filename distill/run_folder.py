@@ -17,6 +17,7 @@ from typing import Any
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside
+from d2f.json_file import parse
 from d2f.write_errors import says_what_is_kept
 from distill import checkpoints, inputs
 from distill.config import TrainConfig, parse_config
@@ -142,7 +143,7 @@ class RunFolder:
         """What lies in run.json; runs of earlier versions have none."""
         path = self.place / RECORD
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = parse(path.read_text(encoding="utf-8"), nan=True)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:

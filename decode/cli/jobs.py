@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.errors import InputError
+from d2f.json_file import parse
 from d2f.model import DiffusionModel
 from d2f.tasks import TASKS, Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
@@ -110,7 +111,7 @@ def read_prompts(path: str) -> list[Source]:
 
 def _read_line(line: str, number: int, where: str) -> Source:
     try:
-        values = json.loads(line)
+        values = parse(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from error
     if not isinstance(values, dict) or sum(kind in values for kind in _KINDS) != 1:

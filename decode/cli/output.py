@@ -11,6 +11,7 @@ from typing import Any
 
 from d2f.errors import InputError
 from d2f.files import GrowingFile, write_beside
+from d2f.json_file import parse
 from decode.cli.places import check_place
 from decode.cli.record import Record
 
@@ -43,7 +44,7 @@ class Output:
         self.torn = bool(lines and lines.pop())
         for number, line in enumerate(lines, 2):
             try:
-                record = Record.from_json(json.loads(line))
+                record = Record.from_json(parse(line, nan=True))
                 ids.remove(record.id)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
@@ -53,7 +54,7 @@ class Output:
 
     def _check_header(self, line: bytes) -> None:
         try:
-            run = json.loads(line)["run"]
+            run = parse(line, nan=True)["run"]
             there = dict(run)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from d2f.errors import InputError
 from d2f.files import GrowingFile, write_beside
+from d2f.json_file import parse
 from decode.cli.output import json_line, refuse_another_run
 from decode.comparison.records import Key, Record, as_json, from_json
 
@@ -38,7 +39,7 @@ class Ledger:
     def _read(self, data: bytes) -> None:
         first, *lines = data.split(b"\n")
         try:
-            there = dict(json.loads(first)["run"])
+            there = dict(parse(first, nan=True)["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{self.path} exists and is not of this command; nothing was written"
@@ -46,7 +47,7 @@ class Ledger:
         resumed = []
         for number, line in enumerate(lines[:-1], 2):  # what follows the last line end is torn
             try:
-                values = json.loads(line)
+                values = parse(line, nan=True)
                 if "resumed" in values:
                     resumed.append(values["resumed"])
                     continue

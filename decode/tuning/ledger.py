@@ -12,6 +12,7 @@ import numpy as np
 
 from d2f.errors import InputError
 from d2f.files import GrowingFile, write_beside
+from d2f.json_file import parse
 from decode.cli.output import json_line, refuse_another_run
 from decode.cli.places import check_place
 from decode.tuning.evidence import Evidence
@@ -98,7 +99,7 @@ class Ledger:
     def _read(self, data: bytes) -> None:
         first, *lines = data.split(b"\n")
         try:
-            there = dict(json.loads(first)["run"])
+            there = dict(parse(first, nan=True)["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{self.path} exists and is not a ledger of this command; nothing was written"
@@ -107,7 +108,7 @@ class Ledger:
         self.torn = not lines or bool(lines.pop())
         for number, line in enumerate(lines, 2):
             try:
-                measurement = Measurement.from_json(json.loads(line))
+                measurement = Measurement.from_json(parse(line, nan=True))
                 if measurement.job in self.done:
                     raise ValueError("measured twice")
             except (ValueError, KeyError, TypeError) as error:
