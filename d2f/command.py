@@ -11,9 +11,10 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import d2f
+from d2f.errors import brief
 from d2f.siblings import HiddenPackageError, require
 
 BAD_INPUT = 2
@@ -53,6 +54,9 @@ class CommandParser(argparse.ArgumentParser):
             **others,
         )
 
+    def error(self, message: str) -> NoReturn:
+        super().error(brief(message))
+
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command that the first argument names; its exit status."""
@@ -89,4 +93,4 @@ def _without_command(given: list[str]) -> int:
         parser.error("expected a command, see d2f --help")
     close = difflib.get_close_matches(unknown[0], COMMANDS, n=1)
     meant = f"; did you mean {close[0]}?" if close else ""
-    parser.error(f"expected one of {', '.join(COMMANDS)}, got {unknown[0]!r}{meant}")
+    parser.error(brief(f"expected one of {', '.join(COMMANDS)}, got {unknown[0]!r}{meant}"))

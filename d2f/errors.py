@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+LONGEST = 1500  # characters of an error
+
 
 class InputError(ValueError):
-    """A prompt, option or file that the toolkit cannot work with."""
+    """A prompt, option or file that the toolkit cannot work with. Its message quotes what came, so
+    it is kept to one printable line, whatever that was."""
+
+    def __init__(self, message: object):
+        super().__init__(brief(str(message)))
 
 
 class CheckpointError(InputError):
@@ -36,6 +42,14 @@ class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
 
 
+def brief(text: str) -> str:
+    """`one_line`, without its middle where it is too long to read."""
+    text = one_line(text)
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: 2 * LONGEST // 3]} ... {text[-LONGEST // 4 :]}"
+
+
 def one_line(text: str) -> str:
     """Text from elsewhere as an error can quote it: what is no printable character, as an escape
     sequence to a terminal or a line break, is written out."""
@@ -47,3 +61,11 @@ def quoted(text: str) -> str:
     the beginning and the end."""
     text = one_line(text)
     return text if len(text) <= 1000 else f"{text[:700]} ... {text[-280:]}"
+
+
+def repr_of(value: object) -> str:
+    """The beginning of a value's repr, for an error; of one that has none, what it is."""
+    try:
+        return repr(value)[:60]
+    except Exception:  # a whole number of more digits than Python prints, an object of anyone's
+        return f"{type(value).__name__} that cannot be shown"

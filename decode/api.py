@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from d2f.errors import InputError
+from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
 from decode.decoders import DECODERS, Decoder
 from decode.decoders.base import boolean, one_of, whole
@@ -115,7 +115,7 @@ def _decoder(decoder: object) -> Decoder:
         return DECODERS[decoder]()
     raise InputError(
         f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
-        f"{', '.join(DECODERS)}; got {decoder!r}"
+        f"{', '.join(DECODERS)}; got {repr_of(decoder)}"
     )
 
 

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from d2f import chat
-from d2f.errors import InputError
+from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
 from decode.decoders.base import Decoder
 from decode.defaults import DEFAULT_MAX_NEW_TOKENS
@@ -23,23 +23,23 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one or many were given. Raises InputError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes | bytearray) or not hasattr(prompts, "__iter__"):
-        raise InputError(f"prompts: {EXPECTED}, one or a list of them, got {prompts!r}")
-    many = list(_plain(prompts))
+    many = _listed(_plain(prompts))
+    if many is None:
+        raise InputError(f"prompts: {EXPECTED}, one or a list of them, got {repr_of(prompts)}")
     alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
-    return [many] if alone else many  # type: ignore[list-item,return-value]
+    return [many] if alone else many
 
 
 def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = False) -> list[int]:
     """A prompt's ids. Chat messages go through the tokenizer's chat template, and so does text, as
     a user message, where there is one and not `raw`. Raises InputError."""
     prompt = _plain(prompt)
-    if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__len__"):
-        raise InputError(f"{where}: {EXPECTED}, got {prompt!r}")
+    if not isinstance(prompt, str) and (not hasattr(prompt, "__len__") or _listed(prompt) is None):
+        raise InputError(f"{where}: {EXPECTED}, got {repr_of(prompt)}")
     messages = _messages(prompt, where)
     if messages is None and not isinstance(prompt, str):
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-            raise InputError(f"{where}: expected whole token ids, got {list(prompt)[:5]}")
+            raise InputError(f"{where}: expected whole token ids, got {repr_of(list(prompt)[:5])}")
         return [int(token) for token in prompt]  # type: ignore[arg-type]
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
@@ -64,6 +64,17 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
 def _plain(value: Any) -> Any:
     """Lists of numbers in place of a tensor or an array of them."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """What a list of any kind holds, None where it is none: bytes are not meant as ids, a set has
+    no order."""
+    if isinstance(value, bytes | bytearray | memoryview | set | frozenset):
+        return None
+    try:
+        return list(value)
+    except TypeError:
+        return None
 
 
 def _messages(prompt: Prompt, where: str) -> list[Message] | None:
@@ -116,7 +127,9 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
         raise InputError(f"{where} is empty: expected at least one token")
     wrong = [token for token in ids if not 0 <= token < model.vocab_size]
     if wrong:
-        raise InputError(f"{where}: ids must lie in [0, {model.vocab_size}), got {wrong[0]}")
+        raise InputError(
+            f"{where}: ids must lie in [0, {model.vocab_size}), got {repr_of(wrong[0])}"
+        )
     if model.mask_id is not None and model.mask_id in ids:
         raise InputError(
             f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "

@@ -18,6 +18,7 @@ from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.locks import locked
 from d2f.quiet import quiet
 from decode.cli.extras import require_matplotlib
+from decode.cli.places import is_there
 from decode.tuning.options import parse
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def check_folder(output: str | Path) -> Path:
     if not str(output):
         raise InputError("--output is empty: expected a folder")
     folder = Path(os.path.realpath(output))
-    if folder.exists() and not folder.is_dir():
+    if is_there(folder, "--output") and not folder.is_dir():
         raise InputError(f"--output {output}: no folder can be there: it is a file")
     if folder.exists() and not os.access(folder, os.W_OK):
         raise InputError(f"--output {output}: the folder cannot be written")

@@ -67,6 +67,9 @@ def convert_checkpoint(
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} is there already: expected a new or empty folder as --output")
+    make_folder(output.parent)
+    if mask_token is not None and not (mask_token.strip() and mask_token.isprintable()):
+        raise InputError(f"--mask-token is {mask_token!r}: expected text that can be seen")
     shape = d2f.load(name, device="meta")  # all but the weights
     _check_source(name, shape, family_name)
     tokenizer = shape.tokenizer
@@ -81,7 +84,6 @@ def convert_checkpoint(
     lines.append(_make_room(model, mask_id))
     made = convert(model, family_name)
     made.contract = dataclasses.replace(made.contract, objective="next_token")
-    make_folder(output.parent)
     with writing_folder(output) as beside:
         save_model(made, beside, dtype=dtype)
         again = d2f.load(beside, device="meta")

@@ -59,11 +59,11 @@ class RolloutFile:
             data = self.path.read_bytes() if self.path.exists() else b""
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        self._whole = data[: data.rfind(b"\n") + 1].decode()
         if data:
             there, found, self.torn = parse_rollouts(data, self.path)
             refuse_another_run(self.path, there, json.loads(json.dumps(run)))
             self.names = [rollout.unique_id for rollout in found]
+            self._whole = data[: data.rfind(b"\n") + 1].decode()
         else:
             self._whole = json_line({"rollouts": run})
 

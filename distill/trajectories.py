@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from d2f import noise
 from d2f.configuration import Section
 from d2f.errors import InputError
+from d2f.json_file import parse
 from distill.data import Sample, Stream
 from distill.data.settings import Data
 from distill.sections import WinoPlus
@@ -108,8 +109,8 @@ def parse_rollouts(data: bytes, path: str | Path) -> tuple[dict[str, Any], list[
     """
     first, *lines = data.split(b"\n")
     try:
-        run = dict(json.loads(first)["rollouts"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        run = dict(parse(first.decode())["rollouts"])
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a file of distill.rollouts: line 1 says no run") from error
     torn = bool(lines and lines.pop())
     found = []

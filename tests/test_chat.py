@@ -126,7 +126,7 @@ def test_a_template_that_refuses_or_is_broken(tokenizer, template, problem):
 
 def test_what_a_template_says_is_one_line_of_a_length_to_read(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('only users\\n\\x1b[2J' ~ 'x' * 10000) }}"
-    with pytest.raises(InputError, match="refused the messages: .*only users") as caught:
+    with pytest.raises(InputError, match=r"refused the messages: .*only users") as caught:
         chat.render(tokenizer, MESSAGES)
     assert str(caught.value).isprintable() and len(str(caught.value)) <= 1000
 

@@ -17,11 +17,7 @@ def commands(folder):
     one = ["--problems", "1"]
     config = folder / "compare.yaml"
     keys = {"output": str(folder), "tasks": ["story"], "figures": False, "entries": [ENTRY]}
-    config.write_text(
-        json.dumps(
-            {"output": str(folder), "tasks": ["story"], "figures": False, "entries": [ENTRY]}
-        )
-    )
+    config.write_text(json.dumps(keys))
     return {
         "a prompt": (pipeline.main, ["--prompts-file", str(folder / "measurements.jsonl")]),
         "an output": (pipeline.main, [*one, "--output", str(folder / "measurements.jsonl")]),

@@ -15,6 +15,9 @@ from d2f.json_file import parse
 from decode.cli.places import check_place
 from decode.cli.record import Record
 
+NOT_OURS = (ValueError, TypeError, LookupError, ArithmeticError)
+"""What a line raises, read as one of ours, that is none."""
+
 
 class Output:
     """JSONL at `path` of the run described by `run`.
@@ -46,7 +49,7 @@ class Output:
             try:
                 record = Record.from_json(parse(line, nan=True))
                 ids.remove(record.id)
-            except (ValueError, KeyError, TypeError) as error:
+            except NOT_OURS as error:
                 raise InputError(
                     f"{self.path}, line {number} is not a result of this run, or its second one"
                 ) from error
@@ -56,7 +59,7 @@ class Output:
         try:
             run = parse(line, nan=True)["run"]
             there = dict(run)
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_OURS as error:
             raise InputError(
                 f"{self.path} exists and is not an output of this command; nothing was written"
             ) from error

@@ -24,7 +24,20 @@ def check_place(path: Path, option: str) -> None:
     """Raise InputError if no file can be put at `path`."""
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
-    if path.exists() and not path.is_file():
+    if is_there(path, option) and not path.is_file():
         raise InputError(f"{option} {path} is not a file")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
+
+
+def is_there(path: Path, option: str) -> bool:
+    """Whether something is at `path`. Raises InputError where nothing can be, as with a name that
+    is too long."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{option} {path}: {reason}") from error
+    return True

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from d2f.tasks import check
 from decode.cli.jobs import Job
 from decode.result import Result
@@ -53,7 +55,10 @@ class Record:
         """The record of a line. Raises ValueError."""
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(Record)}:
             raise ValueError("not the keys of a result")
-        return Record(**values)
+        record = TypeAdapter(Record).validate_python(values, strict=True)
+        if record.forwards < 1 or not record.seconds > 0:
+            raise ValueError("nothing is decoded in no forward or no time")
+        return record
 
 
 def make_record(job: Job, result: Result, seconds: float) -> Record:

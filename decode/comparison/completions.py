@@ -56,11 +56,13 @@ def read_pieces(pieces: list[tuple[float, bytes]], answer: Answer) -> None:
         piece = _text(choice, data)
         if piece and first is None:
             first = arrived
-        texts.append(piece or "")
+        texts += [] if piece is None else [piece]
         reason = choice.get("finish_reason") or reason
         last = arrived
     if reason is None or not done:
         raise UnusableError(f"the stream was cut short after {len(pieces)} lines")
+    if not texts:
+        raise UnusableError(f"an answer without text: {quote(pieces[0][1])}")
     text = "".join(texts)
     _check_unicode(text)
     answer.text, answer.own_tokens = text, own

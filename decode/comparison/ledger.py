@@ -11,7 +11,7 @@ from typing import Any
 from d2f.errors import InputError
 from d2f.files import GrowingFile, write_beside
 from d2f.json_file import parse
-from decode.cli.output import json_line, refuse_another_run
+from decode.cli.output import NOT_OURS, json_line, refuse_another_run
 from decode.comparison.records import Key, Record, as_json, from_json
 
 
@@ -40,7 +40,7 @@ class Ledger:
         first, *lines = data.split(b"\n")
         try:
             there = dict(parse(first, nan=True)["run"])
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_OURS as error:
             raise InputError(
                 f"{self.path} exists and is not of this command; nothing was written"
             ) from error
@@ -54,7 +54,7 @@ class Ledger:
                 (record,) = from_json(values)
                 if record.key in self.done:
                     raise ValueError("measured twice")
-            except (ValueError, KeyError, TypeError) as error:
+            except NOT_OURS as error:
                 raise InputError(
                     f"{self.path}, line {number} is not a run of this comparison, or its second one"
                 ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from decode.comparison.answers import Run
 from decode.comparison.prompts import count_tokens
 from decode.comparison.workload import Workload, visible
@@ -59,6 +61,9 @@ class Record:
     @property
     def tokens(self) -> int:
         return sum(answer.tokens for answer in self.answers)
+
+
+_RECORD = TypeAdapter(Record)
 
 
 def judge(
@@ -119,14 +124,14 @@ def as_json(records: list[Record]) -> dict[str, Any]:
 
 
 def from_json(values: dict[str, Any]) -> list[Record]:
-    """The records that `as_json` wrote."""
+    """The records that `as_json` wrote. Raises ValueError, LookupError or TypeError."""
     records = []
     for run in values["runs"]:
         answers = []
         for row in run["answers"]:
             fields = dict(zip(values["columns"], row, strict=True))
-            answers.append(Judged(**fields | {"text": values["texts"][fields["text"]]}))
-        records.append(Record(**run | {"answers": answers}))
+            answers.append(fields | {"text": values["texts"][fields["text"]]})
+        records.append(_RECORD.validate_python(run | {"answers": answers}, strict=True))
     return records
 
 

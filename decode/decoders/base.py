@@ -7,13 +7,14 @@ answer. It never touches the model, so it can be tested with made-up predictions
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError
+from d2f.errors import InputError, repr_of
 from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 from decode.result import BlockView, Revealed
 from decode.sampling import Sampling, sample_seed
@@ -47,19 +48,19 @@ class Decoder(abc.ABC):
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
             whole("max_new_tokens", self.max_new_tokens)
-        if not (_is_number(self.temperature) and 0 <= self.temperature < float("inf")):
-            raise InputError(f"temperature must be 0 or more, got {self.temperature!r}")
+        if not (_is_number(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature must be 0 or more, got {repr_of(self.temperature)}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+            raise InputError(f"top_p must lie in (0, 1], got {repr_of(self.top_p)}")
         if self.top_k is not None:
             whole("top_k", self.top_k)
         seed = self.seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise InputError(f"seed must be a whole number in [-2^63, 2^64), got {seed!r}")
+            raise InputError(f"seed must be a whole number in [-2^63, 2^64), got {repr_of(seed)}")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
         if not fine:
-            raise InputError(f"stop must be non-empty strings, got {self.stop!r}")
+            raise InputError(f"stop must be non-empty strings, got {repr_of(self.stop)}")
         object.__setattr__(self, "stop", tuple(stop))
 
     def sampled(self, prompt: int, sample: int) -> Decoder:
@@ -183,33 +184,33 @@ def whole(name: str, value: object) -> None:
     """Raise InputError unless value is a whole number of at least 1, and no more than a response
     can have tokens: what counts them up would not end."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, got {value!r:.60}")
+        raise InputError(f"{name} must be a whole number of at least 1, got {repr_of(value)}")
     if value > MOST:
-        raise InputError(f"{name} must be at most {MOST}, got {value!r:.60}")
+        raise InputError(f"{name} must be at most {MOST}, got {repr_of(value)}")
 
 
 def ratio(name: str, value: object) -> None:
     """Raise InputError unless value lies in [0, 1]."""
     if not (_is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
-        raise InputError(f"{name} must lie in [0, 1], got {value!r}")
+        raise InputError(f"{name} must lie in [0, 1], got {repr_of(value)}")
 
 
 def not_negative(name: str, value: object) -> None:
     """Raise InputError unless value is a finite number of at least 0."""
-    if not (_is_number(value) and 0 <= value < float("inf")):  # type: ignore[operator]
-        raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
+    if not (_is_number(value) and value >= 0):  # type: ignore[operator]
+        raise InputError(f"{name} must be a finite number of at least 0, got {repr_of(value)}")
 
 
 def boolean(name: str, value: object) -> None:
     """Raise InputError unless value is True or False."""
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be true or false, got {value!r}")
+        raise InputError(f"{name} must be true or false, got {repr_of(value)}")
 
 
 def one_of(name: str, value: object, words: tuple[str, ...]) -> None:
     """Raise InputError unless value is one of the words."""
-    if value not in words:
-        raise InputError(f"{name} must be one of {', '.join(words)}, got {value!r}")
+    if not isinstance(value, str) or value not in words:
+        raise InputError(f"{name} must be one of {', '.join(words)}, got {repr_of(value)}")
 
 
 def greedy_only(what: str, temperature: float) -> None:
@@ -217,9 +218,15 @@ def greedy_only(what: str, temperature: float) -> None:
     if temperature:
         raise InputError(
             f"{what} needs temperature 0: what it drafts is checked against greedy decoding, got "
-            f"{temperature!r}"
+            f"{repr_of(temperature)}"
         )
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether value is a finite number, as a float says it."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

@@ -14,8 +14,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError
-from decode.decoders.base import not_negative
+from decode.decoders.base import not_negative, one_of
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
 from decode.step import Floats, Ints, Predictions, Step
 
@@ -37,10 +36,7 @@ class EntropyBounded(Blockwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_negative("gamma", self.gamma)
-        if self.proxy not in get_args(Proxy):
-            raise InputError(
-                f"proxy must be one of {', '.join(get_args(Proxy))}, got {self.proxy!r}"
-            )
+        one_of("proxy", self.proxy, get_args(Proxy))
 
     def begin(self, prompt: list[int], contract: Contract) -> EntropySession:
         return EntropySession(self, prompt, contract)

@@ -20,7 +20,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import greedy_only, whole
+from decode.decoders.base import boolean, greedy_only, one_of, whole
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.visibility import mask_kind
@@ -55,12 +55,8 @@ class FreeDave(Blockwise):
         super().__post_init__()
         greedy_only("freedave", self.temperature)
         whole("drafts", self.drafts)
-        if self.drafting not in get_args(Drafting):
-            raise InputError(
-                f"drafting must be one of {', '.join(get_args(Drafting))}, got {self.drafting!r}"
-            )
-        if not isinstance(self.eager, bool):
-            raise InputError(f"eager must be true or false, got {self.eager!r}")
+        one_of("drafting", self.drafting, get_args(Drafting))
+        boolean("eager", self.eager)
         if self.eager and self.cache != "none":
             raise InputError(
                 "eager needs cache none, which on the block-causal models that it is for leaves "

@@ -68,8 +68,8 @@ class WeDLM(Decoder):
             not_negative("entropy_threshold", self.entropy_threshold)
         not_negative("distance_penalty", self.distance_penalty)
         one_of("refill", self.refill, get_args(Refill))
-        if self.verify not in (None, "ar"):
-            raise InputError(f"verify must be ar or left out, got {self.verify!r}")
+        if self.verify is not None:
+            one_of("verify", self.verify, ("ar",))
         if self.verify and self.temperature:
             raise InputError(
                 f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "

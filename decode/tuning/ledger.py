@@ -6,14 +6,15 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from d2f.errors import InputError
 from d2f.files import GrowingFile, write_beside
 from d2f.json_file import parse
-from decode.cli.output import json_line, refuse_another_run
+from decode.cli.output import NOT_OURS, json_line, refuse_another_run
 from decode.cli.places import check_place
 from decode.tuning.evidence import Evidence
 from decode.tuning.space import Setting
@@ -59,19 +60,41 @@ class Measurement:
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Measurement:
-        """The measurement of a line. Raises ValueError, KeyError or TypeError."""
-        place = [values[name] for name in ("first", "stop", "repetition")]
-        done = job(values["task"], values["split"], values["setting"], *place)
-        evidence = Evidence(
-            np.array(values["right"], dtype=bool),
-            np.array(values["tokens"], dtype=np.int64),
-            np.array(values["forwards"], dtype=np.int64),
-            np.array(values["seconds"], dtype=np.float64),
-        )
-        lengths = {len(values[name]) for name in ("right", "tokens", "forwards", "seconds")}
-        if lengths != {done.stop - done.first}:
+        """The measurement of a line. Raises ValueError."""
+        line = _Line.model_validate(values)
+        done = job(line.task, line.split, line.setting, line.first, line.stop, line.repetition)
+        lists = line.right, line.tokens, line.forwards, line.seconds
+        if {len(values) for values in lists} != {done.stop - done.first}:
             raise ValueError("not a value a problem")
-        return Measurement(done, evidence, float(values["wall"]))
+        evidence = Evidence(
+            np.array(line.right, dtype=bool),
+            np.array(line.tokens, dtype=np.int64),
+            np.array(line.forwards, dtype=np.int64),
+            np.array(line.seconds, dtype=np.float64),
+        )
+        return Measurement(done, evidence, line.wall)
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Line(BaseModel):
+    """A measurement as `Measurement.to_json` writes it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    task: str
+    split: Literal["tuning", "heldout"]
+    setting: dict[str, int | float]
+    first: _Count
+    stop: _Count
+    repetition: _Count
+    wall: _Seconds
+    right: list[Literal[0, 1]]
+    tokens: list[_Count]
+    forwards: list[_Count]
+    seconds: list[_Seconds]
 
 
 class Ledger:
@@ -100,7 +123,7 @@ class Ledger:
         first, *lines = data.split(b"\n")
         try:
             there = dict(parse(first, nan=True)["run"])
-        except (ValueError, KeyError, TypeError) as error:
+        except NOT_OURS as error:
             raise InputError(
                 f"{self.path} exists and is not a ledger of this command; nothing was written"
             ) from error
@@ -111,7 +134,7 @@ class Ledger:
                 measurement = Measurement.from_json(parse(line, nan=True))
                 if measurement.job in self.done:
                     raise ValueError("measured twice")
-            except (ValueError, KeyError, TypeError) as error:
+            except NOT_OURS as error:
                 raise InputError(
                     f"{self.path}, line {number} is not a measurement of this run, or its second "
                     "one"

@@ -9,8 +9,6 @@ import pytest
 
 from tests.fuzz.outcome import OUTCOMES
 
-import pytest
-
 if os.environ.get("D2F_FUZZ_SEED") == "random":
     os.environ["D2F_FUZZ_SEED"] = str(secrets.randbelow(2**32))
 
