@@ -174,15 +174,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     InputError before any decoding, NonFiniteLogitsError."""
     from d2f.tasks import make_problems
     from decode.cli.model import check_options, load, outline
-    from decode.cli.output import check_place
     from decode.cli.settings import DecoderSettings
     from decode.prompts import check, encode
 
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
     settings = DecoderSettings(options.decoder, given)
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
-    if options.json is not None:
-        check_place(Path(os.path.realpath(options.json)), "--json")
     check_options(options)
     shape = outline(options.model, options.adapter)
     decoders = {task: settings.decoder(shape, RESPONSE_LENGTH[task]) for task in options.tasks}
@@ -243,7 +240,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status."""
     try:
         options = parse(arguments)
-        if options.json is not None:
+        if options.json is not None:  # a link is followed, as by --output
+            options.json = Path(os.path.realpath(options.json))
             check_place(options.json, "--json")
         with quiet(options.verbose):
             report = run(options)

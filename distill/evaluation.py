@@ -98,8 +98,11 @@ def jobs(model: DiffusionModel, config: TrainConfig) -> dict[str, tuple[list[Pro
     settings, chosen = config.evaluation, _decoder_settings(config)
     found: dict[str, tuple[list[Problem], Decoder]] = {}
     for task in settings.tasks or config.data.tasks or ():
-        decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
-        decoder.check(model.contract)
+        try:
+            decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+            decoder.check(model.contract)
+        except InputError as error:
+            raise InputError(f"evaluation.options: {error}") from error
         problems = make_problems(task, settings.split, settings.problems, config.seed)
         for i, problem in enumerate(problems):
             where = f"evaluation: {task} {i}"

@@ -47,3 +47,13 @@ def test_bad_arguments(monkeypatch, capsys, arguments, message):
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and message in captured.err
     assert captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_link_given_for_the_report_is_followed(tmp_path, monkeypatch):
+    """As by --output of decode.pipeline: known before the work, not refused after it."""
+    monkeypatch.setattr("decode.evaluate.run", lambda _: {"rows": []})
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "report.json")
+    assert main(["--json", str(link)]) == 0
+    assert json.loads((tmp_path / "report.json").read_text()) == {"rows": []}
+    assert link.is_symlink()
