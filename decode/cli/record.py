@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -55,10 +56,13 @@ class Record:
         """The record of a line. Raises ValueError."""
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(Record)}:
             raise ValueError("not the keys of a result")
-        record = TypeAdapter(Record).validate_python(values, strict=True)
+        record = _RECORD.validate_json(json.dumps(values), strict=True)
         if record.forwards < 1 or not record.seconds > 0:
             raise ValueError("nothing is decoded in no forward or no time")
         return record
+
+
+_RECORD = TypeAdapter(Record)
 
 
 def make_record(job: Job, result: Result, seconds: float) -> Record:

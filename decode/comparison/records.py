@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,7 +132,7 @@ def from_json(values: dict[str, Any]) -> list[Record]:
         for row in run["answers"]:
             fields = dict(zip(values["columns"], row, strict=True))
             answers.append(fields | {"text": values["texts"][fields["text"]]})
-        records.append(_RECORD.validate_python(run | {"answers": answers}, strict=True))
+        records.append(_RECORD.validate_json(json.dumps(run | {"answers": answers}), strict=True))
     return records
 
 

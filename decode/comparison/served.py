@@ -103,7 +103,8 @@ class Client:
             except TimeoutError:
                 answer.error = f"no answer within {self.limits.request:g} s"
             except httpx.TransportError as error:
-                answer.error = printable(f"{type(error).__name__}: {error}".rstrip(": "))
+                said = f"{type(error).__name__}: {error}".rstrip(": ")
+                answer.error = printable(said[:QUOTED])
             except UnusableError as error:
                 answer.error = str(error)
                 if isinstance(error, _RefusedError):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode.comparison.answers import Answer
@@ -136,8 +136,12 @@ def ask(url: str, stream: bool) -> Any:
     return client.run([[0], [1], [2]], 1, max_new_tokens=MOST, stop=())
 
 
+NO_HTTP = {"status": 100, "headers": {}, "pieces": [b"x" * 20_000 + b"\n"] * 3, "pause": 0.0}
+
+
 @budget(0.6)
 @given(reply=replies(), stream=st.booleans())
+@example(reply=NO_HTTP, stream=False)
 def test_an_odd_answer_costs_its_own_request_alone(server, reply, stream):
     server.odd = reply
     began = time.monotonic()
