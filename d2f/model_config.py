@@ -25,8 +25,10 @@ MODEL_CLASSES: dict[str, Any] = {
 # longrope's frequencies depend on the longest row of the batch, and so would a request's tokens.
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
-# How transformers is to be called, not what the model is: this project says that itself.
+# How transformers is to be called, not what the model is: this project says that itself; and the
+# classes of a classifier, of which transformers makes a list as long as it is told.
 _CALLS = ("output_attentions", "output_hidden_states", "return_dict")
+_LABELS = ("num_labels", "id2label", "label2id")
 
 
 def _is_number(value: Any) -> bool:
@@ -57,7 +59,7 @@ def model_config(place: str, family: Family, raw: Mapping[str, Any]) -> Pretrain
     """The configuration of the family's model from a config.json. Raises CheckpointError for what
     cannot be built, or would be built and run as something else."""
     try:
-        config = family.make_config({k: v for k, v in raw.items() if k not in _CALLS})
+        config = family.make_config({k: v for k, v in raw.items() if k not in (*_CALLS, *_LABELS)})
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from error
     except Exception as error:  # transformers raises whatever comes of values of the wrong type

@@ -86,7 +86,9 @@ def _messages(prompt: Prompt, where: str) -> list[Message] | None:
         return None
     for part in prompt:
         if not isinstance(part, Mapping):
-            raise InputError(f"{where}: expected chat messages alone, got {part!r} among them")
+            raise InputError(
+                f"{where}: expected chat messages alone, got {repr_of(part)} among them"
+            )
     return list(prompt)  # type: ignore[arg-type]
 
 

@@ -317,6 +317,11 @@ def test_a_bad_prompt_is_refused_before_any_forward(model, prompt, message):
         decode.generate(model, prompt, PIPELINE)
 
 
+def test_a_mixed_prompt_may_hold_what_cannot_be_printed(model):
+    with pytest.raises(InputError, match="expected chat messages alone, got int"):
+        decode.generate(model, [[{"role": "user", "content": "x"}, 10**5000]], PIPELINE)
+
+
 def test_text_needs_a_tokenizer(llada):
     with pytest.raises(InputError, match="needs a tokenizer"):
         decode.generate(llada, "hello", PIPELINE)

@@ -176,6 +176,16 @@ def test_a_contract_that_its_family_contradicts(tmp_path, changes, text):
         load(folder, device="cpu")
 
 
+def test_no_labels_are_made_of_a_number_in_the_configuration(tmp_path):
+    """A number of 10^9 would take minutes and all memory."""
+    from d2f.models import HERE
+
+    folder = shutil.copytree(HERE / "tiny-teacher", tmp_path / "model")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_labels": 5000}))
+    assert len(load(folder, device="meta").backbone.config.id2label) < 5000
+
+
 @pytest.mark.parametrize(
     "changes",
     [
