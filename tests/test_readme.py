@@ -22,6 +22,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 SMALLER = {
     "accelerate launch": "--steps 1 --data.rows 2 --tracker none --output {tmp}/run",
     "d2f decode": "--problems 1",
+    "python -m decode.pipeline": "--problems 1",
     "d2f evaluate": "--problems 2 --tasks sudoku",
     "d2f tune": "--problems 2 --heldout 1 --tau-conf 0.9 --repetitions 1 --no-figures",
 }
