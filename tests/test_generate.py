@@ -282,6 +282,14 @@ def test_any_seed_that_torch_takes_is_taken(model, seed):
     assert len({result.seed for result in results}) == 4
 
 
+def test_a_temperature_may_be_a_whole_number_of_any_size(model):
+    """Beyond int64, too; what is drawn is then any token alike."""
+    hot = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2**64)
+    same = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2.0**64)
+    first, second = (decode.generate(model, "Use 3", d)[0].raw_tokens for d in (hot, same))
+    assert first == second and len(first) == 4
+
+
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
     found = predict(logits, [Wanted(Sampler(Sampling(1.0), None), 20000)], 1)[0]

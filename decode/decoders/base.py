@@ -84,7 +84,7 @@ class Decoder(abc.ABC):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_p, self.top_k, self.seed)
+        return Sampling(float(self.temperature), self.top_p, self.top_k, self.seed)
 
     def check(self, contract: Contract) -> None:
         """Raise InputError if this decoder cannot decode a model of that contract."""

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError, quoted
+from d2f.errors import InputError, repr_of
 from decode.decoders.base import Decoder, MaskedSession, not_negative, one_of, whole
 from decode.decoders.visibility import mask_kind
 from decode.result import BlockView
@@ -69,7 +69,7 @@ class WeDLM(Decoder):
         not_negative("distance_penalty", self.distance_penalty)
         one_of("refill", self.refill, get_args(Refill))
         if self.verify is not None and not (isinstance(self.verify, str) and self.verify == "ar"):
-            raise InputError(f"verify must be ar or left out, got {quoted(self.verify)}")
+            raise InputError(f"verify must be ar or left out, got {repr_of(self.verify)}")
         if self.verify and self.temperature:
             raise InputError(
                 f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "
