@@ -40,6 +40,8 @@ def tokenizer():
 
 
 def theirs(tokenizer, messages):
+    """As transformers 5.23 writes them; earlier ones hand keys without a value to the template."""
+    messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
