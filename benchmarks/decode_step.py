@@ -39,9 +39,9 @@ from d2f.attention import SpanPlan
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
-from decode.rows import FlatRows
-from decode.sampling import greedy_table
-from decode.static_rows import StaticRows
+from decode.engine.batch import FlatRows
+from decode.engine.cuda_graphs import StaticRows
+from decode.engine.sampling import greedy_table
 from triton_kernels.choice import VARIABLE
 
 Forward = Callable[[], object]

@@ -33,17 +33,17 @@ import transformers
 
 import d2f
 import decode
-import decode.engine
+import decode.engine.engine
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.decoders import Decoder
-from decode.engine import Engine, Flight
-from decode.prompts import encode
-from decode.request import Request
-from decode.rows import FlatRows
-from decode.static_rows import StaticRows
+from decode.engine.batch import FlatRows
+from decode.engine.cuda_graphs import StaticRows
+from decode.engine.engine import Engine, Flight
+from decode.engine.prompts import encode
+from decode.engine.request import Request
 
 PARTS = ("build", "model", "predict", "wait", "accept", "event")
 
@@ -86,12 +86,12 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
         return timed_run
 
     places: list[tuple[str, Any, str]] = [
-        ("build", decode.engine, "join"),
+        ("build", decode.engine.engine, "join"),
         ("build", FlatRows, "on"),
         ("model", model, "decode_rows"),
         ("model", StaticRows, "start"),
-        ("predict", decode.engine, "table_of"),
-        ("predict", decode.engine, "split"),
+        ("predict", decode.engine.engine, "table_of"),
+        ("predict", decode.engine.engine, "split"),
         ("wait", Flight, "table"),
         ("accept", Request, "accept"),
         ("event", Request, "event"),

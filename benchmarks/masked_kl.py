@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.apart import apart
+from benchmarks.fresh_process import apart
 from benchmarks.timing import about, milliseconds
 from d2f.files import write_beside
-from decode.comparison.memory import peak_bytes, reset_peak
+from decode.comparison.process_memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
 # Rows, vocabularies and width that are measured by default: on a GPU, on a CPU.

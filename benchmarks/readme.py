@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.files import write_beside
-from decode.comparison.report import Report
+from decode.comparison.comparison_report import Report
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "compare-tiny"

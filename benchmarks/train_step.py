@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.apart import apart
 from benchmarks.decode_step import seconds
+from benchmarks.fresh_process import apart
 from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits
 from benchmarks.timing import about
 from d2f import noise
@@ -36,10 +36,10 @@ from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
-from decode.comparison.memory import peak_bytes, reset_peak
+from decode.comparison.process_memory import peak_bytes, reset_peak
 from distill.config import TrainConfig
-from distill.data.settings import Data
-from distill.objectives import D2F, Batch
+from distill.data.data_config import Data
+from distill.objectives.base import D2F, Batch
 
 BLOCK_SIZE = 32
 

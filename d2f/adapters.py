@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from d2f.adapter_base import check_base
 from d2f.adapter_config import read_adapter_config
-from d2f.base import check_base
 from d2f.checkpoint import check_ids, folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
@@ -47,7 +47,8 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
     trainable: its weights are to be trained on.
 
     Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
-    another base; warns with UnverifiedBaseWarning where the base cannot be told (`d2f.base`).
+    another base; warns with UnverifiedBaseWarning where the base cannot be told
+    (`d2f.adapter_base`).
     """
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 

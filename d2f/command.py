@@ -27,7 +27,7 @@ COMMANDS = {
     "train": ("distill.train", "train or distil a model"),
     "convert": ("distill.convert", "bring a model into another form"),
     "data": ("distill.data.__main__", "show what a training run will see"),
-    "rollouts": ("distill.rollouts", "collect a decoder's right answers to train on"),
+    "rollouts": ("distill.rollouts.__main__", "collect a decoder's right answers to train on"),
     "configs": ("d2f.shipped", "list the configurations that --config takes by name"),
 }
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from d2f.adapter_base import base_name, fingerprint
 from d2f.adapters import save_adapter
-from d2f.base import base_name, fingerprint
 from d2f.contract import FILE_NAME
 from d2f.errors import InputError
 from d2f.export import save_model

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         WeDLM,
         Wino,
     )
-    from decode.result import Event, Result
+    from decode.engine.result import Event, Result
 
 __all__ = [
     "D2F",
@@ -67,8 +67,8 @@ _HOMES = {
     "Block": "decode.decoders",
     "WeDLM": "decode.decoders",
     "Wino": "decode.decoders",
-    "Event": "decode.result",
-    "Result": "decode.result",
+    "Event": "decode.engine.result",
+    "Result": "decode.engine.result",
 }
 
 

@@ -10,11 +10,11 @@ from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
 from decode.decoders import DECODERS, Decoder
 from decode.decoders.base import boolean, one_of, whole
-from decode.engine import Engine
+from decode.engine.engine import Engine
+from decode.engine.prompts import Prompt, as_many, check, encode, fitted
+from decode.engine.request import Request
+from decode.engine.result import Event, Result
 from decode.notices import foreign_mask
-from decode.prompts import Prompt, as_many, check, encode, fitted
-from decode.request import Request
-from decode.result import Event, Result
 
 DEFAULT_BATCH_SIZE = 16
 OnError = Literal["raise", "return"]
@@ -37,9 +37,9 @@ def generate(
     for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults. n: samples of
     each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed,
     the number of the sample and, where the decoder is one for all, that of the prompt
-    (`decode.sampling.sample_seed`): equal prompts give different answers, the same call the same
-    ones. The first sample of the first prompt, or of a prompt with a decoder of its own, has
-    the decoder's seed as it is; `Result.seed` says which one it was.
+    (`decode.engine.sampling.sample_seed`): equal prompts give different answers, the same call
+    the same ones. The first sample of the first prompt, or of a prompt with a decoder of its own,
+    has the decoder's seed as it is; `Result.seed` says which one it was.
     batch_size: most requests in a forward; the tokens do not depend on it. on_error: ``raise``
     raises InputError before any work for a prompt or option that cannot be decoded, and
     RequestError (NonFiniteLogitsError for NaN) where a request fails in decoding; ``return`` lets

@@ -21,11 +21,11 @@ from d2f.command import CommandParser, program
 from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
-from decode.cli.options import add_verbose
+from decode.commands.pipeline_flags import add_verbose
 
 if TYPE_CHECKING:
-    from decode.comparison.config import CompareConfig
-    from decode.comparison.report import Report
+    from decode.comparison.comparison_config import CompareConfig
+    from decode.comparison.comparison_report import Report
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _EPILOG = """\
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
     try:
-        from decode.comparison.config import read_config
+        from decode.comparison.comparison_config import read_config
 
         config = read_config(options.config, overrides)
         with _interruptible(), quiet(options.verbose):
@@ -85,18 +85,18 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
 
 
 def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Report:
-    from decode.cli.extras import require_matplotlib
-    from decode.comparison.config import Endpoint
+    from decode.comparison.comparison_config import Endpoint
+    from decode.comparison.comparison_display import Display
+    from decode.comparison.comparison_report import Report
     from decode.comparison.contestants import Contestant, check_entries, make_ready
-    from decode.comparison.display import Display
+    from decode.comparison.entry_prompts import tokenizer_of
     from decode.comparison.identity import identity
-    from decode.comparison.ledger import Ledger
     from decode.comparison.measure import measure, plan
-    from decode.comparison.prompts import tokenizer_of
-    from decode.comparison.report import Report
+    from decode.comparison.runs_ledger import Ledger
     from decode.comparison.server import VllmServer
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
+    from decode.reporting.extras import require_matplotlib
 
     path = folder / "measurements.jsonl"  # goes when all of it is in a report
     if (folder / "report.json").exists() and not path.exists():
@@ -138,7 +138,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Re
         if ledger.records:
             report.save(folder)
             if config.figures:
-                from decode.comparison.figures import draw
+                from decode.comparison.comparison_figures import draw
 
                 draw(report, folder)
     ledger.path.unlink()

@@ -23,16 +23,16 @@ from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 from d2f.files import write_beside
 from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
-from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS
-from decode.cli.options import Parser, add_verbose
-from decode.cli.places import check_place
-from decode.intervals import wilson
+from decode.commands.decoder_flags import DECODER_NAMES, DECODER_OPTIONS
+from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.reporting.intervals import wilson
+from decode.reporting.places import check_place
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from d2f.tasks import Problem
     from decode.decoders import Decoder
-    from decode.result import Result
+    from decode.engine.result import Result
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 OPTIONS = [option for option in DECODER_OPTIONS if option.name != "max_new_tokens"]
@@ -173,9 +173,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """The report that the command line asks for: settings, environment and a row a task. Raises
     InputError before any decoding, NonFiniteLogitsError."""
     from d2f.tasks import make_problems
-    from decode.cli.model import check_options, load, outline
-    from decode.cli.settings import DecoderSettings
-    from decode.prompts import check, encode
+    from decode.commands.decoder_settings import DecoderSettings
+    from decode.commands.load_model import check_options, load, outline
+    from decode.engine.prompts import check, encode
 
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
     settings = DecoderSettings(options.decoder, given)

@@ -1,7 +1,7 @@
 """python -m decode.pipeline --tau-add 0.1
 
 Decodes held-out problems or prompts with a D2F model, shows the pipeline live, and says how right
-and how fast it was. `--help` lists the options; the parts are in decode/cli.
+and how fast it was. `--help` lists the options; the parts are in decode/commands.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.quiet import quiet
-from decode.cli.options import parse
-from decode.cli.places import hold_output
+from decode.commands.pipeline_flags import parse
+from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from d2f.model import DiffusionModel
-    from decode.cli.display import Silent
-    from decode.cli.jobs import Job
-    from decode.cli.output import Output
-    from decode.cli.record import Record
+    from decode.commands.live_display import Silent
+    from decode.commands.prompt_jobs import Job
+    from decode.reporting.output_file import Output
+    from decode.reporting.record import Record
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -60,12 +60,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 
 def _run(options: argparse.Namespace, console: Console) -> None:
     with _waiting(options, console):
-        from decode.cli.jobs import known_lengths, make_jobs, read_sources
-        from decode.cli.loop import decode
-        from decode.cli.model import check_options, load, outline
-        from decode.cli.output import Output
-        from decode.cli.settings import read_settings
-        from decode.cli.trace import Trace
+        from decode.commands.decoder_settings import read_settings
+        from decode.commands.load_model import check_options, load, outline
+        from decode.commands.prompt_jobs import known_lengths, make_jobs, read_sources
+        from decode.commands.timed_loop import decode
+        from decode.commands.trace_file import Trace
+        from decode.reporting.output_file import Output
 
         settings = read_settings(options)
         sources = read_sources(options)
@@ -104,7 +104,7 @@ def describe(
     """What decides a run's results: the resolved settings, and the hashes of weights and prompts.
     max_new_tokens of the decoder is null where it differs between prompts."""
     from d2f import __version__
-    from decode.cli.jobs import prompts_hash
+    from decode.commands.prompt_jobs import prompts_hash
 
     decoder = asdict(jobs[0].decoder)
     if len({job.decoder.max_new_tokens for job in jobs}) > 1:
@@ -157,8 +157,8 @@ def _report(
     seconds: the records of this run, not of the one that it goes on from, and its decoding."""
     import torch
 
-    from decode.cli.loop import WARM_UP_FORWARDS
-    from decode.cli.record import shown_text, totals
+    from decode.commands.timed_loop import WARM_UP_FORWARDS
+    from decode.reporting.record import shown_text, totals
 
     if options.prompt is not None and options.quiet:
         for record in records:
@@ -183,7 +183,7 @@ def _report(
 def _display(
     options: argparse.Namespace, console: Console, model: DiffusionModel, total: int
 ) -> Silent:
-    from decode.cli.display import LiveDisplay, Plain, Silent
+    from decode.commands.live_display import LiveDisplay, Plain, Silent
 
     if options.quiet:
         return Silent()

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.locks import locked
 from d2f.quiet import quiet
-from decode.cli.extras import require_matplotlib
-from decode.cli.places import is_there
-from decode.tuning.options import parse
+from decode.reporting.extras import require_matplotlib
+from decode.reporting.places import is_there
+from decode.tuning.tuning_flags import parse
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from d2f.model import DiffusionModel
     from decode.tuning.bench import Bench, Problems
-    from decode.tuning.display import Silent
-    from decode.tuning.evidence import Evidence
+    from decode.tuning.measurements import Measurements
     from decode.tuning.outcome import Final, Outcome
-    from decode.tuning.report import Report
-    from decode.tuning.settings import Tuning
     from decode.tuning.space import Setting, Space
+    from decode.tuning.tuning_display import Silent
+    from decode.tuning.tuning_report import Report
+    from decode.tuning.tuning_run import Tuning
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -68,12 +68,12 @@ def _tune(
     figures: bool,
     display: Silent | None,
 ) -> Report:
-    from decode.cli.model import weights_hash
+    from decode.commands.load_model import weights_hash
     from decode.evaluate import environment
     from decode.tuning.bench import Bench, check_prompts
-    from decode.tuning.display import Silent
-    from decode.tuning.ledger import Ledger
-    from decode.tuning.report import Report
+    from decode.tuning.measurements_ledger import Ledger
+    from decode.tuning.tuning_display import Silent
+    from decode.tuning.tuning_report import Report
 
     if figures:
         require_matplotlib("--no-figures")
@@ -122,7 +122,7 @@ def all_problems(tuning: Tuning) -> Problems:
 def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outcome:
     """One task: the search on its tuning problems, the choice, the final measurement."""
     from decode.tuning.choose import choose
-    from decode.tuning.ledger import job
+    from decode.tuning.measurements_ledger import job
     from decode.tuning.outcome import Outcome
     from decode.tuning.search import make_plan, run_search
 
@@ -132,7 +132,7 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outco
     def seconds_left() -> float:
         return tuning.budget_per_task - sum(used)
 
-    def measure(setting: Setting, first: int, stop: int) -> Evidence | None:
+    def measure(setting: Setting, first: int, stop: int) -> Measurements | None:
         wanted = job(task, "tuning", setting, first, stop)
         spent = bench.ledger.spent(task) >= tuning.budget_per_task
         if spent and wanted not in bench.ledger.done and stop > plan.look:
@@ -179,18 +179,18 @@ def measure_heldout(
     display: Silent,
 ) -> list[Final]:
     """The chosen, the most accurate and the default setting on the held-out problems, in turn."""
-    from decode.tuning.evidence import joined
-    from decode.tuning.ledger import job
+    from decode.tuning.measurements import joined
+    from decode.tuning.measurements_ledger import job
     from decode.tuning.outcome import Final
-    from decode.tuning.report import finals_of
     from decode.tuning.search import passes, smallest_pass
+    from decode.tuning.tuning_report import finals_of
 
     defaults = bench.space.defaults(bench.model.contract)
     wanted = finals_of(chosen, reference, defaults)
     parts = passes(0, tuning.heldout, smallest_pass(tuning.batch_size))
     total = len(wanted) * tuning.repetitions * tuning.heldout
     display.begin(f"{task}, {len(wanted)} settings on held-out problems", total)
-    measured: dict[tuple[int, int], list[Evidence]] = {}
+    measured: dict[tuple[int, int], list[Measurements]] = {}
     for repetition in range(tuning.repetitions):
         for first, stop in parts:
             for i, (_, setting) in enumerate(wanted):
@@ -241,12 +241,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from rich.console import Console
 
-    from decode.cli.model import check_options, load, outline
+    from decode.commands.load_model import check_options, load, outline
     from decode.tuning.bench import check_prompts
     from decode.tuning.choose import Goal
-    from decode.tuning.display import Live, Plain
-    from decode.tuning.settings import Tuning
     from decode.tuning.summary import show
+    from decode.tuning.tuning_display import Live, Plain
+    from decode.tuning.tuning_run import Tuning
 
     console = console or Console(force_terminal=sys.stdout.isatty(), highlight=False)
     names = ("tasks", "decoder", "lists", "search", "problems", "eta", "budget", "batch_size")

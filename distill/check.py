@@ -12,14 +12,14 @@ from d2f.quantize import require_bitsandbytes
 from distill.config import TrainConfig
 from distill.data import fill_rows
 from distill.data import plan as plan_of
-from distill.evaluation import jobs
-from distill.export import as_trained
 from distill.memory import Memory, estimate
-from distill.objectives import OBJECTIVES
-from distill.run_folder import RunFolder
-from distill.start import prepare_model
-from distill.step import rows_at_once
-from distill.teacher import teacher_warning
+from distill.objectives.base import OBJECTIVES
+from distill.objectives.teacher import teacher_warning
+from distill.prepare_model import prepare_model
+from distill.run.evaluation import jobs
+from distill.run.export import as_trained
+from distill.run.run_folder import RunFolder
+from distill.run.training_step import rows_at_once
 
 _GENERATED_STEPS = 4  # looked at, of data without an end
 _MOST_STEPS = 1000  # of data with one

@@ -17,9 +17,9 @@ from d2f.files import write_beside
 from d2f.quantities import Positive, Seed, Share, Text, Tokens
 from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
-from distill.data.settings import Data
-from distill.sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
-from distill.unread import refuse_unread
+from distill.config_sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
+from distill.data.data_config import Data
+from distill.unread_keys import refuse_unread
 
 # One size, several with equal shares, or sizes with their shares of the samples.
 BlockSizes = (
@@ -113,7 +113,9 @@ class TrainConfig(Section):
         if self.objective == "wino_plus" and len(self.block_shares) > 1:
             raise ValueError("objective wino_plus takes one block_size, that of its rollouts")
         if self.objective == "wino_plus" and self.data.file is None:
-            raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
+            raise ValueError(
+                "objective wino_plus needs data.file: a file of distill.rollouts.__main__"
+            )
         if not self.trains_adapter and (self.quantize, self.base_dtype) != ("none", "float32"):
             raise ValueError(
                 f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "

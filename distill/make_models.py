@@ -23,8 +23,8 @@ from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, shipped
-from distill.card import data_name
 from distill.config import TrainConfig, read_config
+from distill.run.card import data_name
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "d2f" / "models"
@@ -34,7 +34,7 @@ NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
 )  # fmt: skip
 ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f")  # shipped without the base they are for
-# What makes the data.file of a configuration: arguments of distill.rollouts.
+# What makes the data.file of a configuration: arguments of distill.rollouts.__main__.
 ROLLOUTS = {
     "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "
     "--temperatures 0,0.2,0.4",
@@ -73,7 +73,7 @@ def train(name: str) -> None:
         train(start.parts[1])
     file = values["data"].get("file")
     if file is not None:  # a call that has nothing left to do is short
-        collect = ["-m", "distill.rollouts", *ROLLOUTS[name].split(), "--output", file]
+        collect = ["-m", "distill.rollouts.__main__", *ROLLOUTS[name].split(), "--output", file]
         subprocess.run([sys.executable, *collect], check=True)
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
     module = ["-m", "distill.train", "--config", str(config), "--tracker", "none"]
@@ -83,7 +83,7 @@ def train(name: str) -> None:
 def ship(name: str) -> Path:
     """Copy a finished run's model (and adapter), or its adapter alone, to the package; the
     folder."""
-    from distill.export import replacing
+    from distill.run.export import replacing
 
     run, place = Path("runs") / name, MODELS / name
     trained = run / ("adapter" if name in ADAPTERS else "model")

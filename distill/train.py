@@ -1,7 +1,7 @@
 """accelerate launch -m distill.train [--config NAME] [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
-student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
+student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts.__main__, or WeDLM from an
 autoregressive model. A killed run goes on where its newest checkpoint is, to the same weights to
 the bit; a finished one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the
 step. The result (adapter, merged model, contract, card, configuration, log) lies in the
@@ -26,7 +26,7 @@ from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
-from decode.cli.options import add_verbose
+from decode.commands.pipeline_flags import add_verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -84,9 +84,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
-    from distill.progress import result_text
-    from distill.run_folder import RunFolder, flat
-    from distill.teacher import teacher_warning
+    from distill.objectives.teacher import teacher_warning
+    from distill.run.progress import result_text
+    from distill.run.run_folder import RunFolder, flat
 
     folder = RunFolder(config)
     if folder.is_finished:
@@ -100,17 +100,17 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     from accelerate import Accelerator
 
-    from distill import checkpoints, sharded
-    from distill.attention import check_attention
     from distill.data import fill_rows
-    from distill.evaluation import Evaluator
-    from distill.export import export_run
-    from distill.log import Log
-    from distill.objectives import OBJECTIVES
-    from distill.progress import Progress
-    from distill.start import prepare_model
-    from distill.step import Stepper, rows_at_once
-    from distill.watch import FiniteWatch, StopRequest
+    from distill.objectives.base import OBJECTIVES
+    from distill.prepare_model import prepare_model
+    from distill.run import checkpoint, sharding
+    from distill.run.attention_choice import check_attention
+    from distill.run.evaluation import Evaluator
+    from distill.run.export import export_run
+    from distill.run.log import Log
+    from distill.run.progress import Progress
+    from distill.run.training_step import Stepper, rows_at_once
+    from distill.run.watch import FiniteWatch, StopRequest
 
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
@@ -131,10 +131,10 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     trainable, optimizer = stepper.trainable, stepper.optimizer
 
     done, sample = 0, 0
-    saved = checkpoints.newest(folder.checkpoints)
+    saved = checkpoint.newest(folder.checkpoints)
     if saved is not None:
         done, sample = saved["step"], saved["sample"]
-        sharded.write_state(accelerator, trainable, optimizer, saved)
+        sharding.write_state(accelerator, trainable, optimizer, saved)
     if is_main:
         for said in (stream.report() and f"data: {stream.report()}", folder.begin(done)):
             if said:
@@ -180,10 +180,10 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             if done % config.save_every == 0 or done == last or stopped:
                 watch.check()
                 watch.check_state(done, trainable, optimizer)
-                state = sharded.read_state(accelerator, trainable, optimizer, done)
+                state = sharding.read_state(accelerator, trainable, optimizer, done)
                 if is_main:
                     whole = {"step": done, "sample": sample, **state}
-                    checkpoints.save(folder.checkpoints, done, whole, config.keep)
+                    checkpoint.save(folder.checkpoints, done, whole, config.keep)
     progress.close()
     if log is not None:
         log.close()

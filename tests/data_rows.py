@@ -10,7 +10,7 @@ from tiny import tokenizer
 
 from distill.config import TrainConfig, parse_config
 from distill.data import Sample, Stream
-from distill.data.settings import Data
+from distill.data.data_config import Data
 
 END, MASK = 0, 1  # of the tiny tokenizer
 

@@ -16,7 +16,7 @@ from d2f.contract import Contract
 from d2f.export import build
 from d2f.model import DiffusionModel
 from decode.decoders import Session
-from decode.step import Predictions, Step
+from decode.engine.step import Predictions, Step
 
 MASK, END = 1, 0
 CONTRACT = Contract(

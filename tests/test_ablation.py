@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from benchmarks.ablation.__main__ import main
-from benchmarks.ablation.config import read_ablation
-from benchmarks.ablation.report import mean_interval, render
+from benchmarks.ablation.ablation_config import read_ablation
+from benchmarks.ablation.ablation_report import mean_interval, render
 from d2f.errors import InputError
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from safetensors.torch import load_file, save_file
 
-from d2f.base import base_name, fingerprint
+from d2f.adapter_base import base_name, fingerprint
 from d2f.checkpoint import load
 from d2f.errors import CheckpointError, UnverifiedBaseWarning
 from d2f.models import HERE

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from d2f import spans as sp
+from d2f.adapter_base import fingerprint
 from d2f.adapters import ATTENTION, attach, new_lora, save_adapter
-from d2f.base import fingerprint
 from d2f.checkpoint import load
 from d2f.errors import CheckpointError
 

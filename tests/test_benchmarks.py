@@ -123,7 +123,7 @@ def test_gpu_measurements_say_that_there_is_no_gpu(tmp_path, capsys):
 @pytest.mark.parametrize("python", [None, "py"])
 def test_the_comparison_on_a_gpu_is_a_valid_configuration(monkeypatch, python):
     """Without vLLM its entries are left out; what is left is still read."""
-    from decode.comparison.config import read_config
+    from decode.comparison.comparison_config import read_config
 
     seen = []
 

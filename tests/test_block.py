@@ -19,12 +19,12 @@ import d2f
 import decode
 from d2f.contract import Contract
 from d2f.errors import CheckpointError, InputError
-from decode.engine import Engine
-from decode.reference import predict_positions
-from decode.references.block import decode_block
-from decode.request import Request
-from decode.sampling import Sampler
-from decode.step import Predictions, Step
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from decode.engine.sampling import Sampler
+from decode.engine.step import Predictions, Step
+from tests.references.block import decode_block
+from tests.references.d2f import predict_positions
 from triton_kernels.span_attention import span_mask
 
 sizes = st.sampled_from([1, 3, 4, 7])

@@ -17,17 +17,17 @@ from tiny import fresh_model, random_model, tokenizer
 import decode
 from d2f.model import DiffusionModel
 from decode.decoders.visibility import visible_ends
-from decode.engine import Engine
-from decode.references.blockwise import (
+from decode.engine.batch import join
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from decode.engine.result import Revealed
+from decode.engine.step import Predictions
+from tests.references.blockwise import (
     allowed_pairs,
     cached_forward,
     decode_blockwise,
     whole_forward,
 )
-from decode.request import Request
-from decode.result import Revealed
-from decode.rows import join
-from decode.step import Predictions
 
 CACHES = ("none", "prefix", "dual")
 FAMILIES = ("llada", "dream")

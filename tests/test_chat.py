@@ -11,7 +11,7 @@ from d2f import chat
 from d2f.checkpoint import load_tokenizer
 from d2f.errors import InputError
 from d2f.models import HERE, names
-from decode.prompts import encode
+from decode.engine.prompts import encode
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

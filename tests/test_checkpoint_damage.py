@@ -11,7 +11,7 @@ from golden_facts import difference, run
 from safetensors.torch import load_file, save_file
 
 import d2f.attention
-from d2f.base import fingerprint
+from d2f.adapter_base import fingerprint
 from d2f.checkpoint import load
 from d2f.errors import CheckpointError, InputError
 

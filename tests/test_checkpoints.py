@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from d2f.errors import CheckpointError
-from distill import checkpoints
+from distill.run import checkpoint
 
 
 def state(step: int) -> dict:
@@ -20,17 +20,17 @@ def state(step: int) -> dict:
 
 def saved(folder: Path, *steps: int, keep: int = 3) -> Path:
     for step in steps:
-        checkpoints.save(folder, step, state(step), keep)
+        checkpoint.save(folder, step, state(step), keep)
     return folder
 
 
 def cut(place: Path) -> None:
-    file = place / checkpoints.STATE
+    file = place / checkpoint.STATE
     file.write_bytes(file.read_bytes()[:-7])
 
 
 def flip(place: Path) -> None:
-    file = place / checkpoints.STATE
+    file = place / checkpoint.STATE
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -39,10 +39,10 @@ def flip(place: Path) -> None:
 DAMAGES = {
     "cut short": cut,
     "one bit": flip,
-    "no state": lambda place: (place / checkpoints.STATE).unlink(),
-    "no checksum": lambda place: (place / checkpoints.CHECKSUM).unlink(),
-    "a checksum cut short": lambda place: (place / checkpoints.CHECKSUM).write_text('{"sha2'),
-    "another's checksum": lambda place: (place / checkpoints.CHECKSUM).write_text(
+    "no state": lambda place: (place / checkpoint.STATE).unlink(),
+    "no checksum": lambda place: (place / checkpoint.CHECKSUM).unlink(),
+    "a checksum cut short": lambda place: (place / checkpoint.CHECKSUM).write_text('{"sha2'),
+    "another's checksum": lambda place: (place / checkpoint.CHECKSUM).write_text(
         json.dumps({"sha256": "0" * 64})
     ),
 }
@@ -50,13 +50,13 @@ DAMAGES = {
 
 def test_the_newest_comes_back_as_it_was_and_only_keep_stay(tmp_path):
     saved(tmp_path, 2, 4, 6, 8, keep=2)
-    assert checkpoints.steps(tmp_path) == [6, 8]
+    assert checkpoint.steps(tmp_path) == [6, 8]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        came = checkpoints.newest(tmp_path)
+        came = checkpoint.newest(tmp_path)
     assert (came["step"], came["sample"]) == (8, 24)
     assert torch.equal(came["weights"]["w"], state(8)["weights"]["w"])
-    assert checkpoints.newest(tmp_path / "none") is None
+    assert checkpoint.newest(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -64,7 +64,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_used(tmp_path, damage):
     saved(tmp_path, 2, 4)
     DAMAGES[damage](tmp_path / "step-0000004")
     with pytest.warns(UserWarning, match="damaged checkpoint passed over: .*step-0000004"):
-        assert checkpoints.newest(tmp_path)["step"] == 2
+        assert checkpoint.newest(tmp_path)["step"] == 2
 
 
 def test_where_all_are_damaged_the_run_does_not_begin_again_unasked(tmp_path):
@@ -72,7 +72,7 @@ def test_where_all_are_damaged_the_run_does_not_begin_again_unasked(tmp_path):
     for place in list(tmp_path.iterdir()):
         flip(place)
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no whole checkpoint"):
-        checkpoints.newest(tmp_path)
+        checkpoint.newest(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -81,15 +81,15 @@ def test_a_damaged_one_of_a_later_step_is_not_kept_in_place_of_a_whole_one(tmp_p
     saved(tmp_path, 2, 4)
     cut(tmp_path / "step-0000004")
     saved(tmp_path, 3, keep=keep)
-    assert checkpoints.steps(tmp_path) == [2, 3][-keep:]
-    assert checkpoints.newest(tmp_path)["step"] == 3
+    assert checkpoint.steps(tmp_path) == [2, 3][-keep:]
+    assert checkpoint.newest(tmp_path)["step"] == 3
 
 
 def test_the_damaged_step_is_replaced_when_it_comes_again(tmp_path):
     saved(tmp_path, 2, 4)
     cut(tmp_path / "step-0000004")
     saved(tmp_path, 4)
-    assert checkpoints.newest(tmp_path)["step"] == 4
+    assert checkpoint.newest(tmp_path)["step"] == 4
 
 
 class FullDisk:
@@ -126,11 +126,11 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
         with pytest.raises(CheckpointError, match=r"step 4 could not be written.*step 2 is kept"):
-            checkpoints.save(tmp_path, 4, state(4), 1)
+            checkpoint.save(tmp_path, 4, state(4), 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000002"]
-    assert checkpoints.newest(tmp_path)["step"] == 2
+    assert checkpoint.newest(tmp_path)["step"] == 2
     saved(tmp_path, 4)
-    assert checkpoints.newest(tmp_path)["step"] == 4
+    assert checkpoint.newest(tmp_path)["step"] == 4
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "rmtree"])
@@ -138,7 +138,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path, monkey
 def test_a_kill_at_any_moment_of_saving_leaves_a_whole_one(tmp_path, monkeypatch, call, nth):
     """Killed before each thing that saving does to the disk: the newest is the old or the new."""
     saved(tmp_path, 2)
-    owner = {"fsync": checkpoints.os, "rename": Path, "rmtree": checkpoints.shutil}[call]
+    owner = {"fsync": checkpoint.os, "rename": Path, "rmtree": checkpoint.shutil}[call]
     plain, left = getattr(owner, call), [nth]
 
     def kill(*arguments, **more):
@@ -151,9 +151,9 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_one(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, kill)
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(tmp_path, 4, state(4), 1)
+            checkpoint.save(tmp_path, 4, state(4), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert checkpoints.newest(tmp_path)["step"] in (2, 4)
+        assert checkpoint.newest(tmp_path)["step"] in (2, 4)
     saved(tmp_path, 4, 5, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000005"]

@@ -52,7 +52,7 @@ def test_the_readme_names_every_command():
 def test_a_commands_help_shows_the_name_it_was_called_by(name):
     """And comes without torch, however it was called."""
     module = COMMANDS[name][0]
-    usual = USUAL.get(module, f"python -m {module}")
+    usual = USUAL.get(module, f"python -m {module.removesuffix('.__main__')}")
     for called, other, words in (
         (f"d2f {name}", usual, [name, "--help"]),
         (usual, f"d2f {name}", ["--help"]),

@@ -17,7 +17,7 @@ from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
-from decode.comparison.config import Ours
+from decode.comparison.comparison_config import Ours
 from decode.comparison.ours import OursRunner
 from decode.comparison.workload import Item, Workload
 from decode.pipeline import main

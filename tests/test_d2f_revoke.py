@@ -28,7 +28,7 @@ from tiny import random_model
 import decode
 from d2f import spans as sp
 from d2f.errors import InputError
-from decode.references.d2f_revoke import decode_d2f_revoking
+from tests.references.d2f_revoke import decode_d2f_revoking
 
 MODES = ["always", "commit"]
 pipelines = drawn_pipelines(

@@ -10,7 +10,7 @@ from data_rows import pairs, settings, stream, texts, write
 
 from d2f.errors import InputError
 from distill.data.columns import read_pair
-from distill.data.settings import COLUMNS
+from distill.data.data_config import COLUMNS
 
 PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]
 AS_TEXT = {

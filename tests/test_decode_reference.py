@@ -12,10 +12,10 @@ from tiny import random_model, tokenizer
 
 import decode
 from d2f.model import DiffusionModel
-from decode import reference
 from decode.decoders import Decoder
-from decode.engine import Engine
-from decode.request import Request
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from tests.references import d2f as reference
 
 REFERENCES = {
     "d2f": reference.decode_d2f,

@@ -15,7 +15,7 @@ from d2f.errors import InputError
 from decode.decoders import DECODERS
 from decode.decoders.base import MOST
 from decode.decoders.static import reveal_count
-from decode.step import Predictions, Step
+from decode.engine.step import Predictions, Step
 
 MASK, END = 1, 0
 CONTRACT = Contract(
@@ -247,8 +247,8 @@ def test_options_come_in_the_published_order():
 
 
 def test_every_option_of_every_decoder_is_on_the_command_line():
-    from decode.cli.decoder_options import DECODER_NAMES, DECODER_OPTIONS, SAMPLING_OPTIONS
-    from decode.cli.settings import option_names
+    from decode.commands.decoder_flags import DECODER_NAMES, DECODER_OPTIONS, SAMPLING_OPTIONS
+    from decode.commands.decoder_settings import option_names
     from decode.decoders import DECODERS
 
     offered = {option.name for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS)} | {"stop"}

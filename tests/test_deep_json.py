@@ -6,8 +6,8 @@ import pytest
 
 from d2f.json_file import parse
 from decode import compare, pipeline, tune
-from distill.checkpoints import CHECKSUM, damage
-from distill.log import keep_lines
+from distill.run.checkpoint import CHECKSUM, damage
+from distill.run.log import keep_lines
 
 DEEP = "[" * 100_000
 ENTRY = {"name": "D2F", "kind": "ours", "model": "tiny-d2f"}

@@ -6,7 +6,7 @@ import torch
 import d2f
 from d2f.device import parse_device
 from d2f.errors import InputError
-from decode.comparison.config import Transformers
+from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner
 
 BAD = ["foo", "cuda:99", "cpu:x", "", "cuda:-1", "meta:x"]

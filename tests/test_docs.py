@@ -9,7 +9,7 @@ import pytest
 from documents import ROOT, in_small, run
 
 import d2f
-from decode.comparison.report import Report
+from decode.comparison.comparison_report import Report
 
 WAYS = ("plain", "ours")
 # Rows of the tables in decoders.md, and the entries of the reports that they are.

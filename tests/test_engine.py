@@ -14,12 +14,12 @@ from tiny import random_model, tokenizer
 import decode
 import triton_kernels.span_attention
 from d2f.attention import Segment
-from decode import static_rows
-from decode.engine import Engine
-from decode.request import Request
-from decode.rows import FlatRows, join
-from decode.sampling import Sampler, Sampling, Wanted, predict, split
-from decode.step import Step
+from decode.engine import cuda_graphs
+from decode.engine.batch import FlatRows, join
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from decode.engine.sampling import PredictionRequest, Sampler, Sampling, predict, split
+from decode.engine.step import Step
 from triton_kernels.span_attention import span_mask
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_a_segment_is_called_whole_exactly_where_its_mask_would_hide_nothing(
 def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatch):
     """Attention and confidence by Triton, as on a GPU, here in its interpreter."""
     import d2f.attention
-    import decode.sampling
+    import decode.engine.sampling
 
     model, prompts = random_model(family), [[5, 6, 7, 8], [9]]
     decoder = decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=9)
@@ -104,7 +104,7 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
         used.append(x.shape)
         return True
 
-    for module in (d2f.attention, decode.sampling):
+    for module in (d2f.attention, decode.engine.sampling):
         monkeypatch.setattr(module, "use_kernel", chosen)
     for module in (d2f.attention, triton_kernels.span_attention):
         monkeypatch.setattr(module, "HEAD_DIMS", (8,))
@@ -128,7 +128,7 @@ def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_siz
     requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
     engine = Engine(model, batch_size=batch_size, slots=150, static=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_rows, "SIZES", (5, 8, 16, 24))
+        patch.setattr(cuda_graphs, "SIZES", (5, 8, 16, 24))
         for request in requests:
             engine.submit(request)
         list(engine.run())
@@ -147,14 +147,14 @@ def test_static_forwards_give_named_probabilities_and_scores():
     )  # fmt: skip
     rows = join([(request(0), asked)])
     sampler = Sampler(Sampling(), model.mask_id)
-    groups = [Wanted(sampler, 2, ids, True)]
+    groups = [PredictionRequest(sampler, 2, ids, True)]
     cache = model.new_cache(9)
     cache.slots = rows.on(CPU).slots
     on = rows.on(CPU)
     with torch.inference_mode():
         logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
         want = predict(logits, groups, 1)[0]
-    table = static_rows.StaticRows(model, model.new_cache(9)).start(rows, ids)()
+    table = cuda_graphs.StaticRows(model, model.new_cache(9)).start(rows, ids)()
     got = split(table, groups)[0]
     assert got.token.tolist() == want.token.tolist()
     for name in ("confidence", "named", "entropy", "margin"):

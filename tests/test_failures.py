@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
 import decode
-import decode.engine
+import decode.engine.engine
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
-from decode.engine import Engine
-from decode.request import Request
+from decode.engine.engine import Engine
+from decode.engine.request import Request
 
 POISON = 7  # a token whose embedding is NaN, and which is never chosen
 SLOTS = 70
@@ -172,7 +172,7 @@ def test_the_others_give_what_they_give_alone(poisoned, plans, batch_size, stati
 @given(st.lists(plans, min_size=2, max_size=4), st.lists(st.booleans(), min_size=60, max_size=60))
 def test_what_a_forward_spoilt_is_done_again_alone_with_the_same_draws(plans, spoilt):
     """As where a kernel's tile holds the rows of two requests: both look as if they had failed."""
-    model, real = random_model("llada"), decode.engine.split
+    model, real = random_model("llada"), decode.engine.engine.split
     left = iter(spoilt)
 
     def split(table, groups):
@@ -183,7 +183,7 @@ def test_what_a_forward_spoilt_is_done_again_alone_with_the_same_draws(plans, sp
     engine = Engine(model, batch_size=4, slots=4 * SLOTS)
     requests = [Request(i, p.prompt, p.decoder, model.contract, None) for i, p in enumerate(plans)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.engine, "split", split)
+        patch.setattr(decode.engine.engine, "split", split)
         for request in requests:
             engine.submit(request)
         list(engine.run())

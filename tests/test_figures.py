@@ -2,7 +2,7 @@
 
 from matplotlib.text import Annotation
 
-from decode.figures import Panel, Point, Series, frontier, save
+from decode.reporting.plots import Panel, Point, Series, frontier, save
 
 
 def panels():

@@ -17,10 +17,10 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.spans import candidate_branches
 from decode.decoders.freedave import FreeDaveSession
-from decode.engine import Engine
-from decode.references.freedave import decode_freedave
-from decode.request import Request
-from decode.step import Predictions, Step
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from decode.engine.step import Predictions, Step
+from tests.references.freedave import decode_freedave
 from triton_kernels.span_attention import span_mask
 
 BLOCK_CAUSAL = [

@@ -93,7 +93,7 @@ def test_a_place_where_no_file_can_be_is_known_before_the_evaluation(monkeypatch
 
 
 def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
-    from distill.rollouts import main
+    from distill.rollouts.__main__ import main
 
     out = tmp_path / "out"
     arguments = ["--model", "tiny-teacher", "--tasks", "sudoku", "--problems", "4", "--device",
@@ -114,8 +114,8 @@ def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
 def test_a_figure_and_the_states_stay_as_they_were(tmp_path, disk):
     from matplotlib.figure import Figure
 
-    from d2f.states import PipelineStates
-    from decode.figures import save
+    from d2f.pipeline_states import PipelineStates
+    from decode.reporting.plots import save
 
     for name in ("fig.png", "states"):
         (tmp_path / name).write_text("before")
@@ -147,7 +147,7 @@ def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, d
     """Full at once, at its second run, and at each of the two reports. A run is a write and a
     sync, and asks for three answers, one of them to warm up."""
     from decode.compare import main
-    from decode.comparison.report import Report
+    from decode.comparison.comparison_report import Report
 
     with endpoint(answering()) as server:
         path = compare_config(tmp_path, server.url)

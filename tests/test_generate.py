@@ -17,8 +17,8 @@ import d2f
 import decode
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
-from decode.prompts import fitted
-from decode.sampling import Sampler, Sampling, Wanted, keep_top, predict
+from decode.engine.prompts import fitted
+from decode.engine.sampling import PredictionRequest, Sampler, Sampling, keep_top, predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -202,7 +202,7 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
     logits = torch.randn(40, 12) * 2
     logits[:, 5] = 50.0  # the mask would be certain
     sampler = Sampler(Sampling(1.0, top_p, top_k, seed), mask_id=5)
-    found = predict(logits, [Wanted(sampler, 40)], 1)[0]
+    found = predict(logits, [PredictionRequest(sampler, 40)], 1)[0]
     assert 5 not in found.token
     allowed = logits.clone()
     allowed[:, 5] = -torch.inf
@@ -221,7 +221,7 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
 def test_confidence_is_the_probability_under_the_full_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
     greedy = Sampler(Sampling(), mask_id=3)
-    found = predict(logits, [Wanted(greedy, 1)], 1)[0]
+    found = predict(logits, [PredictionRequest(greedy, 1)], 1)[0]
     assert found.token.tolist() == [0]
     assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
 
@@ -233,9 +233,9 @@ def test_each_request_gets_the_scores_that_its_step_asked_for():
     plain, named, scored = predict(
         logits,
         [
-            Wanted(sampler, 1),
-            Wanted(sampler, 1, named=np.array([2])),
-            Wanted(sampler, 1, uncertainty=True),
+            PredictionRequest(sampler, 1),
+            PredictionRequest(sampler, 1, named=np.array([2])),
+            PredictionRequest(sampler, 1, uncertainty=True),
         ],
         1,
     )
@@ -251,9 +251,9 @@ def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
     logits = torch.zeros(3, 5)
     logits[:, 0], logits[1, 4] = 9.0, bad
     with pytest.raises(NonFiniteLogitsError, match="forward 7"):
-        predict(logits, [Wanted(Sampler(Sampling(), mask_id=4), 3)], 7)
+        predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=4), 3)], 7)
     logits[1, 4] = -torch.inf  # a token that the model rules out is no fault
-    found = predict(logits, [Wanted(Sampler(Sampling(), mask_id=3), 3)], 7)[0]
+    found = predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=3), 3)], 7)[0]
     assert found.token.tolist() == [0] * 3
 
 
@@ -262,7 +262,7 @@ def test_a_temperature_near_0_is_greedy(model, temperature):
     """Also where fp32 cannot hold it, or a logit divided by it."""
     logits = torch.tensor([[3.0, -1e4, 9.0, 8.99999], [1e4, 2e4, 0.0, -5.0]])
     sampler = Sampler(Sampling(temperature, 0.9, 3), mask_id=None)
-    assert predict(logits, [Wanted(sampler, 2)], 1)[0].token.tolist() == [2, 1]
+    assert predict(logits, [PredictionRequest(sampler, 2)], 1)[0].token.tolist() == [2, 1]
     cold = replace(PIPELINE, temperature=temperature)
     results = [decode.generate(model, "Use 3", d)[0].tokens for d in (cold, PIPELINE)]
     assert results[0] == results[1]
@@ -271,7 +271,7 @@ def test_a_temperature_near_0_is_greedy(model, temperature):
 @pytest.mark.parametrize("top_p", [1e-30, 1e-45, 1e-46, 5e-324])
 def test_the_smallest_top_p_keeps_the_likeliest_token_alone(top_p):
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]]).expand(50, 4)
-    found = predict(logits, [Wanted(Sampler(Sampling(1.0, top_p), None), 50)], 1)[0]
+    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0, top_p), None), 50)], 1)[0]
     assert set(found.token.tolist()) == {2}
 
 
@@ -292,7 +292,7 @@ def test_a_temperature_may_be_a_whole_number_of_any_size(model):
 
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
-    found = predict(logits, [Wanted(Sampler(Sampling(1.0), None), 20000)], 1)[0]
+    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0), None), 20000)], 1)[0]
     shares = np.bincount(found.token, minlength=3) / 20000
     assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distill.config import TrainConfig, parse_config
-from distill.step import learning_rate
+from distill.run.training_step import learning_rate
 from distill.train import train
 
 

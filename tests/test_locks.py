@@ -114,19 +114,19 @@ def no_work(*args, **more):
 def run_pipeline(out, monkeypatch):
     from decode.pipeline import main
 
-    monkeypatch.setattr("decode.cli.model.load", no_work)
+    monkeypatch.setattr("decode.commands.load_model.load", no_work)
     return main(["--prompt", "Hi", "--output", str(out)])
 
 
 def run_rollouts(out, monkeypatch):
-    from distill.rollouts import main
+    from distill.rollouts.__main__ import main
 
-    monkeypatch.setattr("decode.cli.model.load", no_work)
+    monkeypatch.setattr("decode.commands.load_model.load", no_work)
     return main(["--model", "tiny-teacher", "--output", str(out)])
 
 
 def run_states(out, monkeypatch):
-    from decode.states import main
+    from decode.record_states import main
 
     monkeypatch.setattr("d2f.load", no_work, raising=False)
     return main(["--model", "tiny-d2f", "--output", str(out)])
@@ -135,7 +135,7 @@ def run_states(out, monkeypatch):
 def run_tune(out, monkeypatch):
     from decode.tune import main
 
-    monkeypatch.setattr("decode.cli.model.load", no_work)
+    monkeypatch.setattr("decode.commands.load_model.load", no_work)
     return main(["--task", "story", "--no-figures", "--output", str(out)])
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation.config import read_ablation
+from benchmarks.ablation.ablation_config import read_ablation
 from d2f.errors import InputError
-from decode.comparison.config import read_config as read_comparison
+from decode.comparison.comparison_config import read_config as read_comparison
 from decode.decoders import Block, Static
 from distill.config import read_config
 

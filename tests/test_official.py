@@ -17,8 +17,8 @@ from d2f.errors import CheckpointError
 from d2f.export import save_model
 from d2f.official import official_name, save_official
 from d2f.spans import bidirectional
-from distill.card import curve
 from distill.config import parse_config
+from distill.run.card import curve
 from distill.train import train
 
 IDS = torch.tensor([[5, 9, 4, 31, 7, 2, 2, 18, 30, 6, 11]])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from d2f.configuration import read_mapping
-from decode.cli.settings import split
+from decode.commands.decoder_settings import split
 from decode.decoders import DECODERS
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -12,8 +12,8 @@ from tiny import random_model
 import d2f
 from d2f.export import save_model
 from distill.data import fill_rows
-from distill.objectives import OBJECTIVES
-from distill.start import prepare_model
+from distill.objectives.base import OBJECTIVES
+from distill.prepare_model import prepare_model
 from distill.train import train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -70,7 +70,7 @@ def test_the_table_is_what_was_measured():
 
 def test_the_comparison_is_what_the_report_says():
     from benchmarks.readme import RESULT, with_table
-    from decode.comparison.report import Report
+    from decode.comparison.comparison_report import Report
 
     assert with_table(README, Report.load(RESULT / "report.json")) == README
 

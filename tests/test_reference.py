@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation.config import Ablation
-from benchmarks.reference import reference
-from decode.cli.decoder_options import DECODER_OPTIONS, SAMPLING_OPTIONS
-from decode.comparison.config import CompareConfig
+from benchmarks.ablation.ablation_config import Ablation
+from benchmarks.reference_page import reference
+from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS
+from decode.comparison.comparison_config import CompareConfig
 from decode.decoders import DECODERS
 from distill.config import TrainConfig
 
@@ -19,7 +19,7 @@ KINDS = [TrainConfig, CompareConfig, Ablation]
 
 
 def test_the_page_is_what_the_command_prints():
-    text = "run `python -m benchmarks.reference > docs/reference.md`"
+    text = "run `python -m benchmarks.reference_page > docs/reference.md`"
     assert PAGE.read_text(encoding="utf-8") == reference(), text
 
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from d2f.checkpoint import load, load_tokenizer
 from d2f.errors import CheckpointError, InputError
 from d2f.models import HERE
-from decode.comparison.config import Transformers
+from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner
 from distill.config import parse_config
-from distill.start import prepare_model
+from distill.prepare_model import prepare_model
 
 ROOT = Path(__file__).parents[1]
 

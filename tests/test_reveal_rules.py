@@ -16,7 +16,7 @@ from d2f.errors import InputError
 from decode.decoders.entropy import bounded
 from decode.decoders.factor import sure_together
 from decode.decoders.threshold import sure
-from decode.step import Predictions
+from decode.engine.step import Predictions
 
 CONTRACT = Contract(
     family="llada",

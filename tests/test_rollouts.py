@@ -15,10 +15,10 @@ import decode
 from d2f.errors import InputError
 from d2f.export import save_model
 from d2f.tasks import check, make_problems
-from decode.cli.settings import DecoderSettings
-from distill import rollouts
-from distill.collect import Job, Trajectory, collect, make_jobs
-from distill.trajectories import Rollout, read_rollouts
+from decode.commands.decoder_settings import DecoderSettings
+from distill.rollouts import __main__ as rollouts
+from distill.rollouts.collect import Job, Trajectory, collect, make_jobs
+from distill.rollouts.trajectories import Rollout, read_rollouts
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}
 D2F = {"block_size": 4, "tau_conf": 0.1}
@@ -34,7 +34,7 @@ def jobs_of(family: str, name: str, given: dict, count: int = 6) -> list[Job]:
 @pytest.fixture
 def lenient(monkeypatch):
     """Random models solve nothing: about half of their responses count as right."""
-    monkeypatch.setattr("distill.collect.check_answer", accepted)
+    monkeypatch.setattr("distill.rollouts.collect.check_answer", accepted)
 
 
 def accepted(problem, text: str) -> bool:
@@ -43,7 +43,7 @@ def accepted(problem, text: str) -> bool:
 
 @pytest.fixture
 def trusting(monkeypatch):
-    monkeypatch.setattr("distill.collect.check_answer", lambda problem, text: True)
+    monkeypatch.setattr("distill.rollouts.collect.check_answer", lambda problem, text: True)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -173,7 +173,7 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
     lines = data.splitlines(keepends=True)
     swapped = b"".join([lines[0], lines[2], lines[1], *lines[3:]])
     for content, message in [
-        (b"some notes\n", "is not a file of distill.rollouts"),
+        (b"some notes\n", "is not a file of distill.rollouts.__main__"),
         (swapped, "are not problems of this run in their order"),
         (data.replace(b'"decoding_steps":', b'"steps":', 1), "line 2: decoding_steps"),
     ]:

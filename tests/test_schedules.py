@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tiny import random_model
 
 import decode
-import decode.states
+import decode.record_states
 from d2f import noise
 from d2f.errors import InputError
 from d2f.export import save_model
+from d2f.pipeline_states import PipelineStates, read_states
 from d2f.spans import block_causal
-from d2f.states import PipelineStates, read_states
 from decode.decoders.d2f import D2FSession
 from distill.config import parse_config
 from distill.data import Sample
-from distill.objectives import OBJECTIVES
+from distill.objectives.base import OBJECTIVES
 from distill.train import train
 
 
@@ -167,13 +167,13 @@ def test_recorded_states_are_what_each_forward_feeds(monkeypatch):
     prompts = [[5, 9, 20, 31], [7, 30]]
     decoder = decode.D2F(tau_conf=0.3, max_new_tokens=18)
     results = decode.generate(model, prompts, decoder)
-    states = decode.states.record(model, prompts, decoder, batch_size=2)
+    states = decode.record_states.record(model, prompts, decoder, batch_size=2)
     assert len(states) == sum(result.forwards for result in results)
     assert states.count((1.0,)) >= 2
     assert any(0 < ratio < 1 for state in states for ratio in state)
     assert any(len(state) > 1 for state in states)
     assert all(any(state) for state in states)
-    alone = [decode.states.record(model, [p], decoder, batch_size=1) for p in prompts]
+    alone = [decode.record_states.record(model, [p], decoder, batch_size=1) for p in prompts]
     assert sorted(states) == sorted(alone[0] + alone[1])
     read, step = [], D2FSession.step
 
@@ -183,18 +183,19 @@ def test_recorded_states_are_what_each_forward_feeds(monkeypatch):
         return made
 
     monkeypatch.setattr(D2FSession, "step", watched)
-    states = decode.states.record(model, prompts[:1], decoder, batch_size=1)
+    states = decode.record_states.record(model, prompts[:1], decoder, batch_size=1)
     masks = [sum(r * min(4, 18 - 4 * i) for i, r in enumerate(state)) for state in states]
     assert [*masks, 0] == pytest.approx(read)
 
 
 def test_the_command_records_a_file_that_training_takes(tmp_path, capsys):
-    """python -m decode.states --model FOLDER --tasks countdown --output FILE, then training."""
+    """python -m decode.record_states --model FOLDER --tasks countdown --output FILE, and then
+    training."""
     folder, path = tmp_path / "model", tmp_path / "made" / "states.json"
     save_model(random_model("llada"), folder, dtype=torch.float32)
     arguments = ["--model", str(folder), "--tasks", "countdown", "--problems", "2"]
     arguments += ["--block-sizes", "4,8", "--tau-conf", "0.4", "--device", "cpu"]
-    assert decode.states.main([*arguments, "--output", str(path)]) == 0
+    assert decode.record_states.main([*arguments, "--output", str(path)]) == 0
     assert "block size 8:" in capsys.readouterr().out
     assert json.loads(path.read_text())["about"]["tau_conf"] == 0.4
     assert list(read_states(path).by_size) == [4, 8]
@@ -219,7 +220,7 @@ def test_a_bad_option_of_the_command_is_named(tmp_path, capsys, arguments, messa
     output = ["--output", str(tmp_path / "out.json")]
     folder = tmp_path / "model"
     save_model(random_model("llada"), folder, dtype=torch.float32)
-    assert decode.states.main(["--model", str(folder), *arguments, *output]) == 2
+    assert decode.record_states.main(["--model", str(folder), *arguments, *output]) == 2
     assert message in capsys.readouterr().err
 
 

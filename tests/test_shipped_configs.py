@@ -9,15 +9,15 @@ import pytest
 import torch
 import yaml
 
-from benchmarks.ablation.config import read_ablation
+from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
 from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import ABLATIONS, COMPARISON, DECODING, TRAINING, find_config
-from decode.cli.options import parse
-from decode.cli.settings import read_settings
-from decode.comparison.config import options_file
-from decode.comparison.config import read_config as read_comparison
+from decode.commands.decoder_settings import read_settings
+from decode.commands.pipeline_flags import parse
+from decode.comparison.comparison_config import options_file
+from decode.comparison.comparison_config import read_config as read_comparison
 from distill.config import read_config
 
 ROOT = Path(__file__).parent.parent
@@ -138,7 +138,7 @@ def test_a_run_starts_from_a_bundled_adapter_by_its_name():
     """tiny-wino-plus-d2f goes on training the adapter of tiny-d2f, wherever it is called."""
     from safetensors.torch import load_file
 
-    from distill.start import prepare_model
+    from distill.prepare_model import prepare_model
 
     model = prepare_model(read_config("tiny-wino-plus-d2f"))
     stored = load_file(

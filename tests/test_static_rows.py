@@ -10,9 +10,9 @@ import pytest
 from tiny import random_model
 
 import decode
-from decode import static_rows
-from decode.engine import Engine
-from decode.request import Request
+from decode.engine import cuda_graphs
+from decode.engine.engine import Engine
+from decode.engine.request import Request
 
 SIZES = (16, 40, 96)
 
@@ -29,18 +29,18 @@ SIZES = (16, 40, 96)
 )
 @pytest.mark.parametrize("together", [1, 3])
 def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, together, monkeypatch):
-    monkeypatch.setattr(static_rows, "SIZES", SIZES)
+    monkeypatch.setattr(cuda_graphs, "SIZES", SIZES)
     model, prompts = random_model(family), [[5, 6, 7], [8], [9, 10, 11, 12, 13]][:together]
     plain = decode.generate(model, prompts, decoder)
     requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
     padded = []
-    real = static_rows.StaticForward.start
+    real = cuda_graphs.StaticForward.start
 
     def counted(self, rows, named):
         padded.append(self.host.shape[1] - len(rows.tokens))
         return real(self, rows, named)
 
-    monkeypatch.setattr(static_rows.StaticForward, "start", counted)
+    monkeypatch.setattr(cuda_graphs.StaticForward, "start", counted)
     slots = sum(request.session.slots for request in requests)  # not one more
     engine = Engine(model, batch_size=together, slots=slots, static=True)
     for request in requests:

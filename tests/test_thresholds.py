@@ -14,12 +14,12 @@ from tiny import random_model
 import decode
 from d2f.contract import Contract
 from decode.decoders.entropy import bounded
-from decode.reference import decode_d2f
-from decode.references.block import decode_block
-from decode.references.blockwise import Guess, _entropy
-from decode.references.d2f_revoke import decode_d2f_revoking
-from decode.references.wino import decode_wino
-from decode.step import Predictions, Step
+from decode.engine.step import Predictions, Step
+from tests.references.block import decode_block
+from tests.references.blockwise import Guess, _entropy
+from tests.references.d2f import decode_d2f
+from tests.references.d2f_revoke import decode_d2f_revoking
+from tests.references.wino import decode_wino
 
 CONTRACT = Contract(
     family="llada",

@@ -16,12 +16,12 @@ from tiny import fresh_model, random_model
 import d2f
 from d2f.errors import CheckpointError, InputError
 from d2f.export import save_model
-from distill import checkpoints
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
-from distill.objectives import OBJECTIVES
+from distill.objectives.base import OBJECTIVES
+from distill.run import checkpoint
+from distill.run.watch import NonFiniteLossError, ranges
 from distill.train import train
-from distill.watch import NonFiniteLossError, ranges
 
 ROOT = Path(__file__).parent.parent
 NOISE = {"masked_diffusion": {"uniform_share": 0.5}, "d2f": {"monotone_share": 0.5}}
@@ -351,8 +351,8 @@ def test_a_loss_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch
     spoil(monkeypatch, 3, change)
     with pytest.raises(NonFiniteLossError, match=r"at step 3 \(samples") as caught:
         train(config)
-    assert checkpoints.steps(tmp_path / "checkpoints") == [2]
-    before = checkpoints.newest(tmp_path / "checkpoints")["sample"]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2]
+    before = checkpoint.newest(tmp_path / "checkpoints")["sample"]
     indexes = re.search(r"samples (\d+)(?:-(\d+))?\)", str(caught.value))
     assert indexes is not None and int(indexes[1]) == before
     assert not (tmp_path / "model").exists()
@@ -380,7 +380,7 @@ def test_gradient_checkpointing_and_parts_change_nothing(tmp_path, teacher):
 def test_a_bf16_base_trains_its_adapter_in_fp32_and_exports_from_the_whole_base(tmp_path, teacher):
     config = settings(tmp_path, "d2f", init=str(teacher), base_dtype="bfloat16")
     train(config)
-    saved = checkpoints.newest(tmp_path / "checkpoints")
+    saved = checkpoint.newest(tmp_path / "checkpoints")
     assert {value.dtype for value in saved["weights"].values()} == {torch.float32}
     assert all("lora_" in name for name in saved["weights"])
     merged, base = weights(tmp_path), load_file(teacher / "model.safetensors")

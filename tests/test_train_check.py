@@ -21,8 +21,8 @@ from distill.check import check
 from distill.config import Lora, read_config
 from distill.data import Stream, fill_rows
 from distill.memory import layer_bytes
-from distill.objectives import OBJECTIVES
-from distill.start import prepare_model
+from distill.objectives.base import OBJECTIVES
+from distill.prepare_model import prepare_model
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from test_train import settings, weights
 
 from d2f.errors import InputError
-from distill import checkpoints
-from distill.progress import Progress, duration, result_text
-from distill.run_folder import RunFolder
-from distill.step import learning_rate
+from distill.run import checkpoint
+from distill.run.progress import Progress, duration, result_text
+from distill.run.run_folder import RunFolder
+from distill.run.training_step import learning_rate
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with monkeypatch.context() as patch:
-        patch.setattr("distill.start.prepare_model", None)
+        patch.setattr("distill.prepare_model.prepare_model", None)
         train(config)
     said = capsys.readouterr().out
     assert said.startswith(f"nothing is left to do: finished after 6 steps: {tmp_path}/model")
@@ -156,7 +156,7 @@ def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
              "link.jsonl", "moved/d.jsonl"]  # fmt: skip
     for done, path in enumerate(paths, 1):
         train(run(path), stop_after=1)
-        assert checkpoints.steps(tmp_path / "run" / "checkpoints")[-1] == done
+        assert checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] == done
     train(run("data/d.jsonl", "whole"))
     ours, whole = (load_file(tmp_path / o / "model/model.safetensors") for o in ("run", "whole"))
     assert all(torch.equal(ours[name], whole[name]) for name in whole)

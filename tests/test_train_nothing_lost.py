@@ -18,15 +18,16 @@ from tiny import fresh_model, random_model
 from d2f import files
 from d2f.errors import CheckpointError, InputError
 from d2f.export import save_model
-from d2f.states import PipelineStates
-from decode import states as states_command
-from distill import checkpoints, export, make_models
+from d2f.pipeline_states import PipelineStates
+from decode import record_states as states_command
+from distill import make_models
 from distill.data.sources import JsonLines
-from distill.log import Log, keep_lines
-from distill.rollouts import RolloutFile
+from distill.rollouts.__main__ import RolloutFile
+from distill.rollouts.trajectories import Rollout
+from distill.run import checkpoint, export
+from distill.run.log import Log, keep_lines
+from distill.run.watch import FiniteWatch, NonFiniteLossError
 from distill.train import train
-from distill.trajectories import Rollout
-from distill.watch import FiniteWatch, NonFiniteLossError
 
 ROWS = '{"prompt": "2+3?", "response": "5"}\n' * 20
 
@@ -81,7 +82,7 @@ def test_a_resume_refuses_an_input_that_changed(tmp_path, inputs, key):
     with pytest.raises(InputError, match=rf"\({key} had SHA-256 {there[key][:16]}\.\.\., has (?!"
                        rf"{there[key][:16]})[0-9a-f]{{16}}\.\.\. now\)"):  # fmt: skip
         train(config)
-    assert checkpoints.steps(tmp_path / "run" / "checkpoints") == [1]
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
     if key == "init":  # of which the adapter is no longer one
         return
     (tmp_path / "run" / "run.json").unlink()
@@ -111,7 +112,7 @@ def overflowing(monkeypatch):
 
     def begin(first: int) -> None:
         rate = lambda _, step: 1e39 if step >= first else 1e-3  # noqa: E731
-        monkeypatch.setattr("distill.step.learning_rate", rate)
+        monkeypatch.setattr("distill.run.training_step.learning_rate", rate)
 
     return begin
 
@@ -121,7 +122,7 @@ def test_the_last_step_is_checked_too(tmp_path, overflowing):
     overflowing(0)
     with pytest.raises(NonFiniteLossError, match=r"\(weight\) is not finite after step 1"):
         train(settings(tmp_path, steps=1))
-    assert checkpoints.steps(tmp_path / "checkpoints") == []
+    assert checkpoint.steps(tmp_path / "checkpoints") == []
     assert not (tmp_path / "model").exists()
 
 
@@ -129,11 +130,11 @@ def test_they_are_neither_decoded_with_nor_saved_over_what_was_good(tmp_path, ov
     """The rate is too high from step 3 on, where it is evaluated as well."""
     overflowing(2)
     train(settings(tmp_path, steps=2))
-    saved = checkpoints.newest(tmp_path / "checkpoints")
+    saved = checkpoint.newest(tmp_path / "checkpoints")
     before = load_file(tmp_path / "model" / "model.safetensors")
     with pytest.raises(NonFiniteLossError, match="after step 3"):
         train(settings(tmp_path, steps=3))
-    now = checkpoints.newest(tmp_path / "checkpoints")
+    now = checkpoint.newest(tmp_path / "checkpoints")
     assert now["step"] == saved["step"] == 2
     assert all(torch.equal(weights(tmp_path)[name], value) for name, value in before.items())
     overflowing(0)
@@ -189,7 +190,7 @@ def test_strays_among_the_checkpoints_are_left_alone(tmp_path):
         (folder / name).mkdir()
     (folder / "step-0000009").write_text("a file")
     train(settings(tmp_path))
-    assert checkpoints.steps(folder) == [4, 6]
+    assert checkpoint.steps(folder) == [4, 6]
     assert all((folder / name).is_dir() for name in strays)
 
 
@@ -227,7 +228,7 @@ def full(*_: object, **__: object) -> int:
 
 def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("distill.start.prepare_model", None)
+    monkeypatch.setattr("distill.prepare_model.prepare_model", None)
     with pytest.raises(InputError, match=r"expected a folder, .*/file is a file"):
         train(settings(tmp_path / "file" / "run"))
     monkeypatch.setattr("os.access", lambda *_: False)

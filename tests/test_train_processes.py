@@ -22,7 +22,7 @@ from tiny import random_model
 
 from d2f.errors import InputError
 from d2f.export import save_model
-from distill import checkpoints
+from distill.run import checkpoint
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def test_a_loss_that_is_nan_in_one_process_stops_all_and_saves_nothing(trained, 
     messages = [(trained / f"nan-{kind}.{rank}.error").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1]
     assert messages[0].startswith("NonFiniteLossError") and "at step 3 (samples" in messages[0]
-    assert checkpoints.steps(trained / f"nan-{kind}" / "checkpoints") == [2]
+    assert checkpoint.steps(trained / f"nan-{kind}" / "checkpoints") == [2]
 
 
 def wait_for(log: Path, lines: int, running: list[subprocess.Popen]) -> None:
@@ -175,7 +175,7 @@ def test_kill_9_resumes_bit_for_bit(tmp_path):
     wait_for(tmp_path / "run" / "log.jsonl", 4, running)
     running[0].kill()
     running[0].communicate()
-    assert 3 <= checkpoints.steps(tmp_path / "run" / "checkpoints")[-1] < 40
+    assert 3 <= checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] < 40
     train(settings(tmp_path / "run", **changes))
     train(settings(tmp_path / "whole", **changes | {"save_every": 40}))
     ours, theirs = exported(tmp_path / "run"), exported(tmp_path / "whole")
@@ -189,9 +189,9 @@ def test_sigterm_to_one_process_saves_and_ends_all_with_0(tmp_path):
     wait_for(log, 3, running)
     running[1].send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM after step" in finish(running)
-    (step,) = checkpoints.steps(tmp_path / "run" / "checkpoints")
+    (step,) = checkpoint.steps(tmp_path / "run" / "checkpoints")
     assert step == len(curve(tmp_path / "run")) < 2000
-    assert checkpoints.newest(tmp_path / "run" / "checkpoints")["step"] == step
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints")["step"] == step
     assert not (tmp_path / "run" / "model").exists()
 
 

@@ -19,7 +19,7 @@ from d2f.contract import FILE_NAME, Contract
 from d2f.export import save_model
 from distill.check import check
 from distill.config import TrainConfig
-from distill.teacher import teacher_warning
+from distill.objectives.teacher import teacher_warning
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent

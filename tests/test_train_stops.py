@@ -10,10 +10,10 @@ import torch
 from test_train import settings, weights
 from test_train_processes import begin, wait_for
 
-from distill import checkpoints
-from distill.objectives import OBJECTIVES
+from distill.objectives.base import OBJECTIVES
+from distill.run import checkpoint
+from distill.run.watch import StopRequest
 from distill.train import train
-from distill.watch import StopRequest
 
 
 def interrupt(monkeypatch, call: int, times: int = 1) -> None:
@@ -37,7 +37,7 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, monkeypatc
         interrupt(patch, 3)
         with pytest.raises(KeyboardInterrupt):
             train(settings(tmp_path / "run", save_every=6))
-    assert checkpoints.steps(tmp_path / "run" / "checkpoints") == [3]
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [3]
     said = capfd.readouterr()
     assert "stopping after this step, which is saved" in said.err
     assert "stopped by SIGINT after step 3, which is saved: the same command goes on" in said.out
@@ -52,7 +52,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):
     interrupt(monkeypatch, 3, times=2)
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path, save_every=2))
-    assert checkpoints.steps(tmp_path / "checkpoints") == [2]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2]
 
 
 def test_what_a_launcher_passes_on_is_the_same_ctrl_c(capfd):
@@ -83,5 +83,5 @@ def test_the_command_ends_with_130_and_no_traceback(tmp_path, processes):
     said = [process.communicate(timeout=100)[0] for process in running]
     assert [process.returncode for process in running] == [130] * processes, said
     assert "stopped by SIGINT after step" in said[0] and "Traceback" not in "".join(said)
-    (step,) = checkpoints.steps(tmp_path / "run" / "checkpoints")
+    (step,) = checkpoint.steps(tmp_path / "run" / "checkpoints")
     assert step == (tmp_path / "run" / "log.jsonl").read_text().count("\n") < 2000

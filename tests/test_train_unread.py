@@ -10,8 +10,8 @@ from tiny import tokenizer
 
 from d2f.errors import InputError
 from distill.config import TrainConfig, parse_config, read_config
-from distill.start import prepare_model
-from distill.unread import unread, value_of
+from distill.prepare_model import prepare_model
+from distill.unread_keys import unread, value_of
 
 ROOT = Path(__file__).parent.parent
 INIT = {"init": "unused"}

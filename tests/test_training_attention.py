@@ -12,8 +12,8 @@ from tiny import random_model
 from d2f.attention import SpanPlan
 from d2f.errors import InputError
 from d2f.spans import block_causal
-from distill import attention
-from distill.attention import choose_attention, measure_attention
+from distill.run import attention_choice as attention
+from distill.run.attention_choice import choose_attention, measure_attention
 from distill.train import train
 
 SPANS = torch.stack([block_causal(24, 5, 4), block_causal(24, 9, 8)])

@@ -13,10 +13,10 @@ from tiny import fresh_model, random_model
 import d2f
 from d2f.errors import InputError
 from d2f.export import save_model
-from distill import evaluation
 from distill.check import check as look
 from distill.config import TrainConfig, parse_config
-from distill.evaluation import Evaluator, undisturbed
+from distill.run import evaluation
+from distill.run.evaluation import Evaluator, undisturbed
 from distill.train import train
 
 EVALUATION = {"problems": 2, "tasks": ["countdown"], "options": {"tau_conf": 0.5}}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation.config import read_ablation
+from benchmarks.ablation.ablation_config import read_ablation
 from d2f.configuration import read_mapping
 from d2f.errors import InputError
-from decode.cli.settings import DecoderSettings, split
-from decode.comparison.config import read_config as read_comparison
+from decode.commands.decoder_settings import DecoderSettings, split
+from decode.comparison.comparison_config import read_config as read_comparison
 from distill.config import read_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -20,11 +20,11 @@ import decode
 from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.errors import InputError
-from decode.engine import Engine
-from decode.reference import DensePlan, decode_autoregressive
-from decode.references.wedlm import decode_wedlm, streaming_mask
-from decode.request import Request
-from decode.step import Predictions, Step
+from decode.engine.engine import Engine
+from decode.engine.request import Request
+from decode.engine.step import Predictions, Step
+from tests.references.d2f import DensePlan, decode_autoregressive
+from tests.references.wedlm import decode_wedlm, streaming_mask
 
 GOLDEN = Path(__file__).parent / "golden" / "dream-tiny"
 models = st.builds(wedlm, st.booleans(), st.integers(0, 2))

@@ -20,14 +20,14 @@ import decode
 from d2f import noise
 from d2f.errors import CheckpointError, InputError
 from d2f.export import convert, save_model
-from decode.cli.settings import DecoderSettings
-from decode.reference import DensePlan
-from decode.references.wedlm import streaming_mask
+from decode.commands.decoder_settings import DecoderSettings
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Placed, Sample
-from distill.objectives import Objective
+from distill.objectives.base import Objective
+from distill.objectives.wedlm import WeDLM
 from distill.train import train
-from distill.wedlm import WeDLM
+from tests.references.d2f import DensePlan
+from tests.references.wedlm import streaming_mask
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {

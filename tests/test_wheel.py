@@ -189,7 +189,7 @@ def test_types_are_exported(installed):
     returned = [text.rpartition(" -> ")[2] for text in revealed]
     assert returned == [
         "d2f.model.DiffusionModel",
-        "list[decode.result.Result]",
+        "list[decode.engine.result.Result]",
         "tuple[distill.config.TrainConfig, argparse.Namespace]",
         "bool",
     ]

@@ -34,7 +34,7 @@ import decode
 from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.errors import InputError
-from decode.references.wino import decode_wino
+from tests.references.wino import decode_wino
 
 GOLDEN = Path(__file__).parent / "golden"
 thresholds = st.sampled_from([(0.05, 0.3), (0.1, 0.9), (0.1, 0.3), (0.0, 1.0), (0.2, 0.0)])

@@ -16,10 +16,10 @@ from tiny import random_model
 from wino_plus_runs import settings
 
 import d2f
+from distill.config_sections import WinoPlus
 from distill.data.__main__ import main as inspect
-from distill.objectives import OBJECTIVES
-from distill.sections import WinoPlus
-from distill.trajectories import (
+from distill.objectives.base import OBJECTIVES
+from distill.rollouts.trajectories import (
     Rollout,
     StateStream,
     answer_length,

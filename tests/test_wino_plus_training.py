@@ -18,11 +18,11 @@ import d2f
 from d2f import spans
 from d2f.adapters import new_lora
 from d2f.errors import InputError
-from decode.cli.settings import DecoderSettings
-from distill import wino_plus
+from decode.commands.decoder_settings import DecoderSettings
 from distill.config import read_config
 from distill.data import Placed, fill_rows
-from distill.objectives import OBJECTIVES
+from distill.objectives import wino_plus
+from distill.objectives.base import OBJECTIVES
 from distill.train import train
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
@@ -281,7 +281,10 @@ def test_an_adapter_is_trained_on(tmp_path, files, base):
         ({"wino_plus": {"scope": "row"}}, "wino_plus.scope"),
         ({"wino_plus": {"sharpen_weight": -0.1}}, "wino_plus.sharpen_weight"),
         ({"wino_plus": {"lambda": 0.1}}, "wino_plus.lambda"),
-        ({"data": {"tasks": {"story": 1.0}}}, "needs data.file: a file of distill.rollouts"),
+        (
+            {"data": {"tasks": {"story": 1.0}}},
+            "needs data.file: a file of distill.rollouts.__main__",
+        ),
         ({"init": None, "family": "llada", "model": {}}, "wino_plus needs init"),
         ({"objective": "masked_diffusion", "init_adapter": "x"}, "leave out init_adapter"),
     ],

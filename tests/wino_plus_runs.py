@@ -10,8 +10,8 @@ import torch
 from tiny import random_model
 
 from d2f.export import save_model
-from distill import rollouts
 from distill.config import TrainConfig, parse_config
+from distill.rollouts import __main__ as rollouts
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {
@@ -35,7 +35,7 @@ def files(tmp_path_factory, base) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("rollouts")
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.collect.check_answer", lambda problem, text: True)
+        patch.setattr("distill.rollouts.collect.check_answer", lambda problem, text: True)
         for family, decoder in product(base, OPTIONS):
             path = made[family, decoder] = folder / f"{family}-{decoder}.jsonl"
             what = ["--model", str(base[family]), "--tasks", "sudoku", "--problems", "3"]

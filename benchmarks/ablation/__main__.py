@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ablation.config import Ablation, read_ablation
-from benchmarks.ablation.report import render
+from benchmarks.ablation.ablation_config import Ablation, read_ablation
+from benchmarks.ablation.ablation_report import render
 from benchmarks.ablation.runs import measure_untrained, train_and_measure
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside

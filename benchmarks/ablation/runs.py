@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ablation.config import Ablation, Decoding, Untrained, Variant
+from benchmarks.ablation.ablation_config import Ablation, Decoding, Untrained, Variant
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.locks import locked
@@ -24,7 +24,7 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
     """A variant's run: its last logged loss, seconds and measured rows. Raises InputError where
     its folder has a run of another configuration, or where it was stopped."""
     from distill.make_models import hours
-    from distill.run_folder import RunFolder
+    from distill.run.run_folder import RunFolder
     from distill.train import train
 
     with locked(Path(config.output)):
@@ -61,8 +61,8 @@ def measure(
 
     import d2f
     from d2f.tasks.registry import RESPONSE_LENGTH
-    from decode.cli.model import weights_hash
-    from decode.cli.settings import DecoderSettings
+    from decode.commands.decoder_settings import DecoderSettings
+    from decode.commands.load_model import weights_hash
     from decode.evaluate import environment, evaluate
 
     path = folder / MEASURED

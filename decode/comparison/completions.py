@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from decode.cli.record import visible as printable
 from decode.comparison.answers import Answer
 from decode.comparison.http import UnusableError
+from decode.reporting.record import visible as printable
 
 QUOTED = 300  # characters of an answer that cannot be used
 ALLOWED_BYTES = 2**16  # of an answer, and for each token asked for:

@@ -9,13 +9,20 @@ from typing import Any, Protocol
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.cli.model import outline
-from decode.comparison import memory
+from decode.commands.load_model import outline
+from decode.comparison import process_memory
 from decode.comparison.answers import Run
+from decode.comparison.comparison_config import (
+    AnyEntry,
+    CompareConfig,
+    Endpoint,
+    Ours,
+    Transformers,
+    Vllm,
+)
 from decode.comparison.completions import ignored_limit
-from decode.comparison.config import AnyEntry, CompareConfig, Endpoint, Ours, Transformers, Vllm
+from decode.comparison.entry_prompts import count_tokens, encode_all, tokenizer_of
 from decode.comparison.ours import prepare
-from decode.comparison.prompts import count_tokens, encode_all, tokenizer_of
 from decode.comparison.served import Client, check_endpoint
 from decode.comparison.server import VllmServer, check_python
 from decode.comparison.worker import Worker, WorkerContestant
@@ -70,8 +77,8 @@ class ServedContestant:
             }
 
     def run(self, workload: Workload, count: int, concurrency: int) -> Run:
-        pids = memory.tree(self.server.pid) if self.server is not None else []
-        memory.reset_peak(pids)
+        pids = process_memory.tree(self.server.pid) if self.server is not None else []
+        process_memory.reset_peak(pids)
         run = self.client.run(
             self.prompts[workload.name][:count],
             concurrency,
@@ -85,7 +92,7 @@ class ServedContestant:
         if self.server is not None:
             failed = any(answer.error for answer in run.answers)
             self.server.check(DEATH_SECONDS if failed else 0.0)
-            run.peak_bytes = memory.peak_bytes(pids)
+            run.peak_bytes = process_memory.peak_bytes(pids)
             if not any("specul" in argument for argument in self.server.command):
                 self._count_forwards(run, self.lengths[workload.name])
         return run

@@ -12,8 +12,8 @@ from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.weight_files import stored, weight_files
 from decode.comparison.answers import Answer, Run
-from decode.comparison.config import Transformers
-from decode.comparison.prompts import encode_all
+from decode.comparison.comparison_config import Transformers
+from decode.comparison.entry_prompts import encode_all
 from decode.comparison.workload import Workload
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.models import resolve
-from decode.comparison.config import CompareConfig, Endpoint, Ours, options_file
+from decode.comparison.comparison_config import CompareConfig, Endpoint, Ours, options_file
 from decode.comparison.workload import Workload
 
 _FREE = {"output", "figures", "entries"}  # of the configuration; entries are told one by one

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from d2f.errors import InputError
-from decode.comparison.config import CompareConfig
+from decode.comparison.comparison_config import CompareConfig
 from decode.comparison.contestants import Contestant
-from decode.comparison.ledger import Ledger
 from decode.comparison.records import Key, Record, judge
+from decode.comparison.runs_ledger import Ledger
 from decode.comparison.workload import Workload
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import d2f
 from d2f.model import DiffusionModel
-from decode.cli.settings import DecoderSettings
+from decode.commands.decoder_settings import DecoderSettings
 from decode.comparison.answers import Answer, Run
-from decode.comparison.config import Ours, decoder_settings
+from decode.comparison.comparison_config import Ours, decoder_settings
 from decode.comparison.workload import Workload
 from decode.decoders import Decoder
-from decode.engine import Engine
-from decode.prompts import check, encode
-from decode.request import Request
+from decode.engine.engine import Engine
+from decode.engine.prompts import check, encode
+from decode.engine.request import Request
 
 
 class OursRunner:

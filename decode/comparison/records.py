@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from decode.comparison.answers import Run
-from decode.comparison.prompts import count_tokens
+from decode.comparison.entry_prompts import count_tokens
 from decode.comparison.workload import Workload, visible
 
 COLUMNS = (

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from d2f.errors import InputError
-from decode.cli.record import visible as printable
 from decode.comparison.answers import Answer, Run
+from decode.comparison.comparison_config import Limits, Served
 from decode.comparison.completions import (
     QUOTED,
     allowed_bytes,
@@ -23,8 +23,8 @@ from decode.comparison.completions import (
     read_pieces,
     read_whole,
 )
-from decode.comparison.config import Limits, Served
 from decode.comparison.http import PLAIN, UnusableError, beginning, body, chunks, fetch
+from decode.reporting.record import visible as printable
 
 BACKOFF_SECONDS = 0.2  # before the first retry, doubled for each further one
 

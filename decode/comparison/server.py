@@ -18,7 +18,7 @@ from d2f.errors import InputError
 from d2f.files import new_file
 from d2f.models import resolve
 from decode.comparison import guard
-from decode.comparison.config import Vllm
+from decode.comparison.comparison_config import Vllm
 from decode.comparison.http import UnusableError, fetch
 
 LOG_LINES_QUOTED = 30

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from decode.comparison.records import Judged, Record
-from decode.intervals import paired, wilson
+from decode.reporting.intervals import paired, wilson
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Row:
 @dataclass(frozen=True)
 class Accuracy:
     """How right an entry is on a workload; low, high: 95 % (Wilson). difference, its low and high:
-    against the baseline on the same problems, in points (paired: `decode.intervals.paired`). same:
-    answers that are the baseline's, word for word."""
+    against the baseline on the same problems, in points (paired:
+    `decode.reporting.intervals.paired`). same: answers that are the baseline's, word for word."""
 
     entry: str
     workload: str

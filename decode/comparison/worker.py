@@ -15,9 +15,9 @@ from typing import Any
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.comparison import memory
+from decode.comparison import process_memory
 from decode.comparison.answers import Run
-from decode.comparison.config import Ours, Transformers
+from decode.comparison.comparison_config import Ours, Transformers
 from decode.comparison.workload import Workload
 
 STOP_SECONDS = 10.0
@@ -136,10 +136,12 @@ def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Wo
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             else:
-                memory.reset_peak([os.getpid()])
+                process_memory.reset_peak([os.getpid()])
             run = runner.run(name, count, concurrency)
             run.peak_bytes = (
-                torch.cuda.max_memory_allocated() if cuda else memory.peak_bytes([os.getpid()])
+                torch.cuda.max_memory_allocated()
+                if cuda
+                else process_memory.peak_bytes([os.getpid()])
             )
             connection.send(("done", run))
     except InputError as error:

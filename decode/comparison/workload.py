@@ -9,11 +9,11 @@ from d2f.errors import InputError
 from d2f.tasks import Problem, make_problems
 from d2f.tasks import check as judge
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.comparison.config import CompareConfig
+from decode.comparison.comparison_config import CompareConfig
 from decode.defaults import DEFAULT_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
-    from decode.prompts import Prompt
+    from decode.engine.prompts import Prompt
 
 OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
 
@@ -23,7 +23,7 @@ class Item:
     """One prompt. problem: None where nothing can judge the answer."""
 
     id: str
-    prompt: Any  # decode.prompts.Prompt
+    prompt: Any  # decode.engine.prompts.Prompt
     problem: Problem | None = None
 
     def right(self, text: str) -> bool | None:
@@ -70,7 +70,7 @@ def make_workloads(config: CompareConfig) -> list[Workload]:
 
 
 def _read(path: str) -> list[Item]:
-    from decode.cli.jobs import read_prompts
+    from decode.commands.prompt_jobs import read_prompts
 
     items = []
     for source in read_prompts(path):

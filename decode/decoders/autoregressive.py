@@ -10,8 +10,8 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import Decoder, Session
-from decode.result import BlockView
-from decode.step import Predictions, Step, feed
+from decode.engine.result import BlockView
+from decode.engine.step import Predictions, Step, feed
 
 
 @dataclass(frozen=True)

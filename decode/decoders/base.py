@@ -16,9 +16,9 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
 from decode.defaults import DEFAULT_MAX_NEW_TOKENS
-from decode.result import BlockView, Revealed
-from decode.sampling import Sampling, sample_seed
-from decode.step import Ints, Predictions, Step
+from decode.engine.result import BlockView, Revealed
+from decode.engine.sampling import Sampling, sample_seed
+from decode.engine.step import Ints, Predictions, Step
 
 MOST = 2**20  # tokens, forwards or states
 
@@ -65,8 +65,8 @@ class Decoder(abc.ABC):
 
     def sampled(self, prompt: int, sample: int) -> Decoder:
         """This decoder for one sample of one of several prompts that share it: with a seed of its
-        own (`decode.sampling.sample_seed`). A greedy one has no use for a seed and stays as it is.
-        """
+        own (`decode.engine.sampling.sample_seed`). A greedy one has no use for a seed and stays as
+        it is."""
         if self.sampling.greedy:
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
@@ -79,7 +79,7 @@ class Decoder(abc.ABC):
     @property
     def length(self) -> int:
         """The longest response, in tokens: max_new_tokens, by default `DEFAULT_MAX_NEW_TOKENS`
-        (`decode.prompts.fitted` takes less where the model's context leaves less)."""
+        (`decode.engine.prompts.fitted` takes less where the model's context leaves less)."""
         return self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     @property

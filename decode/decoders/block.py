@@ -20,8 +20,8 @@ from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, ratio,
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.decoders.static import reveal_count
 from decode.decoders.visibility import SDAR_BLOCK_SIZE, mask_kind
-from decode.result import BlockState, BlockView
-from decode.step import Floats, Ints, Predictions, Step, feed
+from decode.engine.result import BlockState, BlockView
+from decode.engine.step import Floats, Ints, Predictions, Step, feed
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]

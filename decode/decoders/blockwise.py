@@ -25,8 +25,8 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, whole
 from decode.decoders.visibility import mask_kind, visible_ends
-from decode.result import BlockState, BlockView
-from decode.step import Ints, Predictions, Step
+from decode.engine.result import BlockState, BlockView
+from decode.engine.step import Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
 

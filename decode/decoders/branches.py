@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decode.step import Ints, Predictions, Step
+from decode.engine.step import Ints, Predictions, Step
 
 
 @dataclass(frozen=True)

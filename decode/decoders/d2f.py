@@ -16,8 +16,8 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import Decoder, MaskedSession, boolean, greedy_only, one_of, ratio, whole
-from decode.result import BlockState, BlockView
-from decode.step import Ints, Predictions, Step, feed
+from decode.engine.result import BlockState, BlockView
+from decode.engine.step import Ints, Predictions, Step, feed
 
 DEFAULT_BLOCK_SIZE = 32
 Revoke = Literal["always", "commit"]

@@ -20,7 +20,7 @@ import numpy as np
 from d2f.contract import Contract
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.d2f import D2F, D2FSession
-from decode.step import Predictions, Step
+from decode.engine.step import Predictions, Step
 
 
 class LosslessSession(D2FSession):

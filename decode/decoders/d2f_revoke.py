@@ -19,7 +19,7 @@ from d2f.contract import Contract
 from decode.decoders.d2f import D2F, Block, D2FSession
 from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
-from decode.step import Floats, Ints, Predictions, Step
+from decode.engine.step import Floats, Ints, Predictions, Step
 
 Checked = list[tuple[Block, Ints, Floats]]  # a block, its positions, their shadow's probabilities
 

@@ -16,7 +16,7 @@ import numpy as np
 from d2f.contract import Contract
 from decode.decoders.base import not_negative
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
-from decode.step import Floats, Ints, Predictions
+from decode.engine.step import Floats, Ints, Predictions
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from decode.decoders.base import boolean, greedy_only, one_of, whole
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.visibility import mask_kind
-from decode.step import Floats, Ints, Predictions, Step
+from decode.engine.step import Floats, Ints, Predictions, Step
 
 Drafting = Literal["tree", "batch"]
 

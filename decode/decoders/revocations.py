@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decode.decoders.base import MaskedSession
-from decode.step import Ints
+from decode.engine.step import Ints
 
 
 class Revocations:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from d2f.contract import Contract
-from decode.step import Floats, Ints, Step
+from decode.engine.step import Floats, Ints, Step
 
 
 def shadow_slots(positions: int, contract: Contract) -> int:

@@ -15,7 +15,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import whole
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
-from decode.step import Ints, Predictions
+from decode.engine.step import Ints, Predictions
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.spans import block_ends
-from decode.step import Ints
+from decode.engine.step import Ints
 
 MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]
 

@@ -33,8 +33,8 @@ from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
 from decode.decoders.base import Decoder, MaskedSession, not_negative, one_of, whole
 from decode.decoders.visibility import mask_kind
-from decode.result import BlockView
-from decode.step import Floats, Ints, Predictions, Step
+from decode.engine.result import BlockView
+from decode.engine.step import Floats, Ints, Predictions, Step
 
 Refill = Literal["paper", "repository"]
 

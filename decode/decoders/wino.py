@@ -20,7 +20,7 @@ from decode.decoders.base import boolean, ratio
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
 from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
-from decode.step import Ints, Predictions, Step
+from decode.engine.step import Ints, Predictions, Step
 
 FIRST_BOUND = 30  # of revocations, at a block's start
 

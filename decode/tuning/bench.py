@@ -10,10 +10,10 @@ import numpy as np
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
+from decode.engine.prompts import check, encode
 from decode.evaluate import Judged, decode_and_judge
-from decode.prompts import check, encode
-from decode.tuning.evidence import Evidence
-from decode.tuning.ledger import Job, Ledger, Measurement
+from decode.tuning.measurements import Measurements
+from decode.tuning.measurements_ledger import Job, Ledger, Measurement
 from decode.tuning.space import Space
 
 Problems = dict[tuple[str, str], list[Problem]]
@@ -42,7 +42,7 @@ class Bench:
         self.on_done = on_done
         self.warm: set[tuple[object, ...]] = set()
 
-    def evidence(self, job: Job) -> Evidence:
+    def evidence(self, job: Job) -> Measurements:
         """What the job gives. Raises NonFiniteLogitsError."""
         if job not in self.ledger.done:
             measurement = self._measure(job)
@@ -61,11 +61,11 @@ class Bench:
         return Measurement(job, to_evidence(judged), time.perf_counter() - began)
 
 
-def to_evidence(judged: Judged) -> Evidence:
+def to_evidence(judged: Judged) -> Measurements:
     """Judged problems by themselves; each has the share of the seconds that its own time has."""
     results = judged.results
     own = np.array([result.seconds for result in results])
-    return Evidence(
+    return Measurements(
         np.array(judged.right, dtype=bool),
         np.array([len(result.tokens) for result in results], dtype=np.int64),
         np.array([result.forwards for result in results], dtype=np.int64),

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from d2f.errors import InputError
-from decode.intervals import paired
-from decode.tuning.evidence import Evidence
+from decode.reporting.intervals import paired
+from decode.tuning.measurements import Measurements
 
 TOUCH = 1e-9  # accuracies are shares of small counts: what is closer than this is equal
 
@@ -54,7 +54,7 @@ class Choice:
     reached: bool
 
 
-def most_accurate(evidence: Sequence[Evidence]) -> int:
+def most_accurate(evidence: Sequence[Measurements]) -> int:
     """The place of the most accurate setting, of equally accurate ones the slowest: the careful
     one, and so the better reference where problems are few."""
     return max(
@@ -62,7 +62,7 @@ def most_accurate(evidence: Sequence[Evidence]) -> int:
     )
 
 
-def choose(goal: Goal, evidence: Sequence[Evidence]) -> Choice:
+def choose(goal: Goal, evidence: Sequence[Measurements]) -> Choice:
     """The choice among settings measured on the same problems. evidence: at least one."""
     reference = most_accurate(evidence)
     bound = goal.bound(evidence[reference].accuracy)
@@ -107,7 +107,7 @@ class Verdict:
         return self.low >= 0 or self.high < 0
 
 
-def verdict(goal: Goal, chosen: Evidence, reference: Evidence) -> Verdict:
+def verdict(goal: Goal, chosen: Measurements, reference: Measurements) -> Verdict:
     """The chosen setting against the goal, both measured on the same problems. With a bound below
     the reference the interval is that of the paired difference."""
     if goal.min_accuracy is not None:
@@ -119,6 +119,6 @@ def verdict(goal: Goal, chosen: Evidence, reference: Evidence) -> Verdict:
     return Verdict(chosen.accuracy - reference.accuracy + points, low + points, high + points)
 
 
-def paired_interval(a: Evidence, b: Evidence) -> tuple[float, float]:
+def paired_interval(a: Measurements, b: Measurements) -> tuple[float, float]:
     """95 % interval of the accuracy of a minus that of b, on the same problems."""
     return paired(int((a.right & ~b.right).sum()), int((~a.right & b.right).sum()), a.problems)

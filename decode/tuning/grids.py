@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from decode.cli.decoder_options import DECODER_OPTIONS
+from decode.commands.decoder_flags import DECODER_OPTIONS
 
 OPTIONS = tuple(
     option.name

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from decode.tuning.choose import Choice, Goal, Verdict, frontier, paired_interval, verdict
-from decode.tuning.evidence import Evidence
+from decode.tuning.measurements import Measurements
 from decode.tuning.search import SMALLEST_PASS, Found
 from decode.tuning.space import Setting, named
 
@@ -22,10 +22,10 @@ class Final:
 
     roles: list[str]
     setting: Setting
-    repetitions: list[Evidence]
+    repetitions: list[Measurements]
 
     @property
-    def evidence(self) -> Evidence:
+    def evidence(self) -> Measurements:
         return self.repetitions[0]
 
     @property
@@ -172,7 +172,7 @@ class Outcome:
         }
 
 
-def numbers(evidence: Evidence) -> dict[str, Any]:
+def numbers(evidence: Measurements) -> dict[str, Any]:
     """Sums and rates of what was measured."""
     low, high = evidence.interval
     return {

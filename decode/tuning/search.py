@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from decode.tuning.choose import Goal
-from decode.tuning.evidence import Evidence, joined
-from decode.tuning.keep import affordable, keep
+from decode.tuning.measurements import Measurements, joined
+from decode.tuning.racing import affordable, keep
 from decode.tuning.space import Setting
 
 LOOK = 4  # problems that every setting decodes first
 SMALLEST_PASS = 20  # problems
 SEARCHES = ("halving", "grid")
 
-Measure = Callable[[Setting, int, int], Evidence | None]
+Measure = Callable[[Setting, int, int], Measurements | None]
 """(setting, first, stop): problems ``[first, stop)``, or None once the budget is spent."""
 
 
@@ -61,13 +61,13 @@ class Found:
     ones, which all of them decoded. spent: whether the budget ended the search.
     """
 
-    evidence: list[Evidence | None]
+    evidence: list[Measurements | None]
     compared: list[int]
     problems: int
     cuts: list[Cut]
     spent: bool
 
-    def comparable(self) -> list[Evidence]:
+    def comparable(self) -> list[Measurements]:
         """The evidence of the compared settings on the common problems."""
         found = [self.evidence[i] for i in self.compared]
         return [e.first(self.problems) for e in found if e is not None]
@@ -122,7 +122,7 @@ def run_search(
     give: with the same answers it comes out the same. seed: of the draws that decide who goes on.
     seconds_left: for measuring; what is left is shared evenly by the rungs to come. on_rung: told
     before each rung how many settings decode problems ``[first, stop)``."""
-    parts: list[list[Evidence]] = [[] for _ in settings]
+    parts: list[list[Measurements]] = [[] for _ in settings]
     alive, reached = list(range(len(settings))), 0
     cuts: list[Cut] = []
 

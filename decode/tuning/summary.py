@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.tuning.outcome import FINAL_COLUMNS, final_row
-from decode.tuning.report import Report
 from decode.tuning.space import named
+from decode.tuning.tuning_report import Report
 
 PLAIN_WIDTH = 160  # columns, where the output is not a terminal
 

@@ -44,8 +44,8 @@ def inspect(
 
     from distill.config import read_config
     from distill.data.inspection import show
-    from distill.objectives import OBJECTIVES
-    from distill.start import prepare_model
+    from distill.objectives.base import OBJECTIVES
+    from distill.prepare_model import prepare_model
 
     if options.samples < 1:
         raise InputError(f"--samples must be at least 1, got {options.samples}")

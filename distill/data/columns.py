@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distill.data.settings import Columns
+from distill.data.data_config import Columns
 
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from d2f import chat
 from d2f.errors import InputError
 from distill.data.columns import BadRow, Pair
-from distill.data.settings import Data
+from distill.data.data_config import Data
 
 
 @dataclass(frozen=True)

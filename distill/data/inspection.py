@@ -15,7 +15,7 @@ from distill.data.samples import Sample
 from distill.data.stream import Stream
 
 if TYPE_CHECKING:
-    from distill.objectives import Objective
+    from distill.objectives.base import Objective
 
 # What a token is to the model: its style on a terminal, and the marks around it elsewhere.
 PROMPT, VISIBLE, MASKED, TAIL, MASKED_TAIL = "prompt", "visible", "masked", "tail", "masked tail"

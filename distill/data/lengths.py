@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from d2f.errors import OutputError
 from d2f.files import make_folder, writing
+from distill.data.data_config import Data
 from distill.data.encode import Encoder
-from distill.data.settings import Data
 
 BROKEN = -1  # in place of a broken row's lengths
 SMALL = 1000  # a set of fewer rows is counted faster than a file is worth

@@ -12,8 +12,8 @@ from tqdm import tqdm
 from d2f.errors import InputError
 from distill.data import lengths
 from distill.data.columns import BadRow, Pair, read_pair
+from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
-from distill.data.settings import Data
 from distill.data.sources import Source
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from d2f.errors import InputError
 from distill.data.columns import BadRow, needed
-from distill.data.settings import Columns, Data
+from distill.data.data_config import Columns, Data
 
 _CHUNK = 1000
 _USUAL = ("prompt", "response", "messages")

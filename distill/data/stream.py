@@ -13,10 +13,10 @@ from d2f.errors import InputError
 from d2f.tasks import make_problem
 from d2f.tasks.registry import RESPONSE_LENGTH
 from distill.data.columns import BadRow, Pair
+from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
 from distill.data.samples import Sample
 from distill.data.screen import Screen
-from distill.data.settings import Data
 from distill.data.sources import open_source
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import decode
 from d2f.errors import InputError
 from d2f.tasks import make_problems
 from decode.compare import main
-from decode.comparison.config import read_config
-from decode.comparison.report import Report
+from decode.comparison.comparison_config import read_config
+from decode.comparison.comparison_report import Report
 from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from d2f.errors import InputError
 from decode.compare import main
 from decode.comparison.answers import Answer
+from decode.comparison.comparison_report import Report
 from decode.comparison.completions import ignored_limit
-from decode.comparison.report import Report
 from decode.comparison.served import check_endpoint
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_served import QUICK, ask

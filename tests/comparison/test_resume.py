@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from d2f.errors import InputError
 from decode.compare import main
-from decode.comparison.ledger import Ledger
+from decode.comparison.comparison_report import Report
 from decode.comparison.measure import plan
 from decode.comparison.records import Judged, Record
-from decode.comparison.report import Report
+from decode.comparison.runs_ledger import Ledger
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
 
@@ -167,7 +167,7 @@ def test_a_run_measured_twice_is_refused(tmp_path):
 
 
 def test_settings_machine_prompts_and_models_decide(tmp_path):
-    from decode.comparison.config import read_config
+    from decode.comparison.comparison_config import read_config
     from decode.comparison.identity import identity
 
     model = tmp_path / "model"

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from d2f.errors import InputError
-from decode.comparison.config import Endpoint, Limits
+from decode.comparison.comparison_config import Endpoint, Limits
 from decode.comparison.served import Client, check_endpoint
 from tests.comparison.endpoint import answering, endpoint
 

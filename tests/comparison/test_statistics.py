@@ -11,7 +11,7 @@ from decode.comparison.answers import Answer, Run
 from decode.comparison.records import Judged, Record, as_json, from_json, judge
 from decode.comparison.statistics import accuracies, faster_at, rows
 from decode.comparison.workload import Item, Workload, visible
-from decode.intervals import paired
+from decode.reporting.intervals import paired
 
 
 def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="x", **more):

@@ -9,8 +9,8 @@ import yaml
 
 from d2f.errors import InputError
 from decode.compare import main
-from decode.comparison.config import read_config
-from decode.comparison.report import Report
+from decode.comparison.comparison_config import read_config
+from decode.comparison.comparison_report import Report
 
 SWEPT = {
     "name": "threshold", "kind": "ours", "model": "tiny-teacher", "decoder": "threshold",

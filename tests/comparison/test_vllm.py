@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decode.comparison.report import Report
+from decode.comparison.comparison_report import Report
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"

@@ -14,10 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import d2f.command
-from decode import compare, evaluate, pipeline, states, tune
-from decode.cli.model import outline
-from distill import convert, rollouts, train
+from decode import compare, evaluate, pipeline, record_states, tune
+from decode.commands.load_model import outline
+from distill import convert, train
 from distill.data import __main__ as data
+from distill.rollouts import __main__ as rollouts
 from tests.fuzz.commands import flags_of, reached, run_command
 from tests.fuzz.odd import NUMBERS, TEXT, VALUES
 from tests.fuzz.outcome import attempt, budget
@@ -27,7 +28,7 @@ MAINS = {
     "evaluate": evaluate.main,
     "compare": compare.main,
     "tune": tune.main,
-    "states": states.main,
+    "states": record_states.main,
     "rollouts": rollouts.main,
     "train": train.main,
     "convert": convert.main,
@@ -98,8 +99,8 @@ def without_the_expensive_part(monkeypatch, tmp_path):
     (place / "odd.jsonl").write_text('{"prompt": 3}\n')
     monkeypatch.chdir(place)
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
-    monkeypatch.setattr("decode.cli.model.outline", functools.cache(outline))
-    monkeypatch.setattr("decode.cli.model.load", reached)
+    monkeypatch.setattr("decode.commands.load_model.outline", functools.cache(outline))
+    monkeypatch.setattr("decode.commands.load_model.load", reached)
     monkeypatch.setattr("decode.compare._run", reached)
     monkeypatch.setattr("distill.convert._make_room", reached)
     monkeypatch.setattr("distill.check.check", reached)

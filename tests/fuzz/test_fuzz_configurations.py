@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ablation.config import read_ablation
+from benchmarks.ablation.ablation_config import read_ablation
 from d2f.configuration import read_mapping
 from d2f.yaml_core import dump
-from decode.cli.settings import split
-from decode.comparison.config import read_config as read_comparison
+from decode.commands.decoder_settings import split
+from decode.comparison.comparison_config import read_config as read_comparison
 from distill.config import read_config
 from tests.fuzz.odd import LEAVES, TEXT, VALUES, damaged
 from tests.fuzz.outcome import attempt, budget

@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode.comparison.answers import Answer
+from decode.comparison.comparison_config import Endpoint, Limits
 from decode.comparison.completions import ignored_limit
-from decode.comparison.config import Endpoint, Limits
-from decode.comparison.prompts import count_tokens
+from decode.comparison.entry_prompts import count_tokens
 from decode.comparison.records import judge
 from decode.comparison.served import Client, check_endpoint
 from tests.comparison.endpoint import answering, endpoint

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from d2f.checkpoint import load
 from d2f.errors import CheckpointError, InputError
 from decode import pipeline, tune
-from decode.comparison.ledger import Ledger
-from distill import rollouts
+from decode.comparison.runs_ledger import Ledger
+from distill.rollouts import __main__ as rollouts
 from distill.train import train
 from tests.comparison.test_resume import record
 from tests.fuzz.commands import run_command

@@ -6,11 +6,11 @@ import shutil
 import pytest
 from files import TAU
 
-import decode.cli.model
+import decode.commands.load_model
 from d2f.errors import InputError
-from decode.cli.model import outline
-from decode.cli.settings import DecoderSettings
-from decode.comparison.config import read_config
+from decode.commands.decoder_settings import DecoderSettings
+from decode.commands.load_model import outline
+from decode.comparison.comparison_config import read_config
 from decode.comparison.contestants import check_entries
 from decode.comparison.workload import make_workloads
 from decode.decoders import DECODERS
@@ -42,7 +42,7 @@ def test_a_value_that_another_decoder_refuses(wino_plus, capsys):
     ],
 )
 def test_before_the_weights_are_read(student, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(decode.cli.model, "load", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(decode.commands.load_model, "load", lambda options: pytest.fail("loaded"))
     assert main(["--model", student, *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -14,10 +14,10 @@ import d2f
 import decode
 from d2f.tasks import TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.cli.decoder_options import DECODER_OPTIONS, SAMPLING_OPTIONS
-from decode.cli.display import LiveDisplay
-from decode.cli.options import parse
-from decode.cli.panels import Running
+from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS
+from decode.commands.live_display import LiveDisplay
+from decode.commands.panels import Running
+from decode.commands.pipeline_flags import parse
 from decode.decoders import DECODERS
 from decode.pipeline import main
 
@@ -68,15 +68,15 @@ def test_live_display(student, decoder, batch_size):
 
 
 def test_live_display_states_and_marks(tokenizer):
-    view, end = decode.result.BlockView, tokenizer.eos_token_id
+    view, end = decode.engine.result.BlockView, tokenizer.eos_token_id
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
     display = LiveDisplay(console, tokenizer, (end,), total=1, pause=0.0)
     newline = tokenizer("\n")["input_ids"][0]
     states = ["cached", "to cache", "fully active", "semi-active"]
     blocks = [view(2 * i, 2 * i + 2, state, (newline, None)) for i, state in enumerate(states)]
     blocks.append(view(8, 10, "semi-active", (end, None)))
-    source = decode.cli.jobs.Source("a", "[bold]a", "b")
-    job = decode.cli.jobs.Job(source, [1], decode.D2F())
+    source = decode.commands.prompt_jobs.Source("a", "[bold]a", "b")
+    job = decode.commands.prompt_jobs.Job(source, [1], decode.D2F())
     with console.capture() as capture:
         console.print(Running([display._panel(job, decode.Event(0, 1, blocks))]))
     out = capture.get()

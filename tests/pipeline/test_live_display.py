@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from decode.cli import display
-from decode.cli.display import LiveDisplay
-from decode.cli.panels import RequestPanel, Row, Running, shares, window
+from decode.commands import live_display as display
+from decode.commands.live_display import LiveDisplay
+from decode.commands.panels import RequestPanel, Row, Running, shares, window
 from decode.pipeline import main
 
 

@@ -6,7 +6,7 @@ from files import TAU, lines_of, prompts_file, untimed
 
 import d2f
 from d2f.export import save_model
-from decode.cli.display import Plain
+from decode.commands.live_display import Plain
 from decode.decoders import DECODERS
 from decode.pipeline import main
 

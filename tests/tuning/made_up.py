@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from decode.engine.result import Result
 from decode.evaluate import Judged
-from decode.result import Result
-from decode.tuning.evidence import Evidence
+from decode.tuning.measurements import Measurements
 
 TOKENS = 10  # a problem
 
 
-def evidence(right, speed: float) -> Evidence:
+def evidence(right, speed: float) -> Measurements:
     """Problems right or not, each of `TOKENS` tokens, at so many tokens per second."""
     count = len(right)
-    return Evidence(
+    return Measurements(
         np.array(right, dtype=bool),
         np.full(count, TOKENS),
         np.full(count, 2),
@@ -22,7 +22,7 @@ def evidence(right, speed: float) -> Evidence:
     )
 
 
-def counted(right: int, problems: int, speed: float) -> Evidence:
+def counted(right: int, problems: int, speed: float) -> Measurements:
     """The first `right` of the problems right."""
     return evidence(np.arange(problems) < right, speed)
 

@@ -9,7 +9,7 @@ import pytest
 from made_up import counted
 
 from d2f.errors import InputError, OutputError
-from decode.tuning.ledger import Ledger, Measurement, job
+from decode.tuning.measurements_ledger import Ledger, Measurement, job
 
 RUN = {"weights": "aa", "seed": 0, "grid": {"tau_conf": [0.9, 1.0]}}
 

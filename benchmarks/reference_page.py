@@ -1,0 +1,179 @@
+"""python -m benchmarks.reference_page > docs/reference.md
+
+Prints the reference of all configuration keys, from the models that check them and from the table
+of the decoders' options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from benchmarks.ablation.ablation_config import Ablation
+from d2f.configuration import Section
+from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS, Option
+from decode.comparison.comparison_config import CompareConfig
+from decode.decoders import DECODERS
+from distill.config import TrainConfig
+
+_HEAD = """\
+# Reference of all configuration keys
+
+Written by `python -m benchmarks.reference_page > docs/reference.md` from the code that checks them;
+a test keeps the two equal. Every key can be given in the file or on the command line, as
+`--section.key value`. YAML is read by the core schema of YAML 1.2: `1e-4` is a number, `no` is text
+unless the key is a truth value. An unknown key is an error.
+"""
+_KINDS: tuple[tuple[str, str, type[Section]], ...] = (
+    ("Training", "`accelerate launch distill/train.py --config FILE`", TrainConfig),
+    ("Comparison", "`python -m decode.compare --config FILE`", CompareConfig),
+    ("Ablation", "`python -m benchmarks.ablation --config FILE`", Ablation),
+)
+_WORDS = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
+
+
+def reference() -> str:
+    """The whole page, Markdown."""
+    lines = [_HEAD]
+    for title, command, kind in _KINDS:
+        schema = kind.model_json_schema()
+        lines += [f"## {title}", "", f"Read by {command}.", ""]
+        for place, section in _sections(schema, schema.get("$defs", {})):
+            lines += [f"### {place}", ""] if place else []
+            about = " ".join(section.get("description", "").split())
+            lines += [about, ""] if place and about else []
+            lines += [*_table(section, schema.get("$defs", {})), ""]
+    lines += ["## Decoders", "", *_decoders()]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def phrase(schema: dict[str, Any], sections: dict[str, Any]) -> str:
+    """The type of a value and its bounds in words."""
+    if "$ref" in schema:
+        return "section"
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{word}`" for word in schema.get("enum", [schema.get("const")]))
+    several = schema.get("anyOf") or schema.get("oneOf")
+    if several:
+        forms = dict.fromkeys(phrase(one, sections) for one in several)
+        return " or ".join(forms)
+    if "allOf" in schema:
+        return phrase(schema["allOf"][0], sections)
+    kind = schema.get("type")
+    if kind == "array":
+        fixed = schema.get("prefixItems")
+        inner = phrase(fixed[0] if fixed else schema.get("items", {}), sections)
+        count = f"{len(fixed)} of: " if fixed else ""
+        filled = ", not empty" if schema.get("minItems") and not fixed else ""
+        return f"list of {count}{inner}{filled}"
+    if kind == "object":
+        patterned = list(schema.get("patternProperties", {}).values())
+        values = patterned[0] if patterned else schema.get("additionalProperties")
+        inner = phrase(values, sections) if isinstance(values, dict) else "anything"
+        return f"mapping to {inner}" + (", not empty" if schema.get("minProperties") else "")
+    if kind is None:
+        return "anything"
+    return _WORDS[kind] + _bounds(schema)
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    """Bounds of a number, or the pattern of a text; empty where there are none."""
+    if schema.get("type") == "string":
+        return f" like `{schema['pattern']}`".replace("|", "\\|") if "pattern" in schema else ""
+    words = {
+        "minimum": "from", "exclusiveMinimum": "above",
+        "maximum": "to", "exclusiveMaximum": "below",
+    }  # fmt: skip
+    parts = [f"{word} {_plain(schema[name])}" for name, word in words.items() if name in schema]
+    return f" {' '.join(parts)}" if parts else ""
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else str(number)
+
+
+def _sections(
+    schema: dict[str, Any], known: dict[str, Any], place: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The section itself and those within it, each with its dotted place."""
+    yield place, schema
+    for name, value in schema["properties"].items():
+        listed, targets = _targets(value)
+        for target in targets:
+            section = known[target]
+            inner = f"{place}.{name}" if place else name
+            inner += ".N" if listed else ""
+            kind = section["properties"].get("kind", {}).get("const")
+            yield from _sections(section, known, f"{inner} (kind {kind})" if kind else inner)
+
+
+def _targets(schema: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Whether a value is a list of sections, and the sections that it may be."""
+    if schema.get("type") == "array" and "items" in schema:
+        return True, _targets(schema["items"])[1]
+    several = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    return False, [one["$ref"].rsplit("/", 1)[1] for one in several if "$ref" in one]
+
+
+def _table(section: dict[str, Any], known: dict[str, Any]) -> Iterator[str]:
+    yield "| key | what it takes | default | |"
+    yield "|---|---|---|---|"
+    required = section.get("required", [])
+    for name, value in section["properties"].items():
+        default = "required" if name in required else _default(value)
+        within = known[value["$ref"].rsplit("/", 1)[1]] if "$ref" in value else {}
+        about = " ".join((value | {"description": ""} | within | value)["description"].split())
+        yield f"| `{name}` | {phrase(value, known)} | {default} | {about} |"
+
+
+def _default(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    if isinstance(default, dict) or "default" not in schema:
+        return ""  # a section's own table says its defaults; what is made anew is empty
+    words: dict[Any, str] = {None: "null", True: "true", False: "false"}
+    if default is None or isinstance(default, bool):
+        return f"`{words[default]}`"
+    return f"`{default}`".replace("'", "") if default != [] else "empty"
+
+
+def _decoders() -> Iterator[str]:
+    yield (
+        "In a file for `python -m decode.pipeline --config`, in `evaluation.options`, in `options` "
+        "of a comparison's or an ablation's entries, or as flags with hyphens. `decoder` names one "
+        f"of {', '.join(f'`{name}`' for name in DECODERS)}."
+    )
+    yield ""
+    yield "| key | what it takes | decoders | |"
+    yield "|---|---|---|---|"
+    for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS):
+        having = [n for n, d in DECODERS.items() if option.name in {f.name for f in fields(d)}]
+        named = "all" if len(having) == len(DECODERS) else ", ".join(having)
+        yield f"| `{option.name}` | {_option(option)} | {named} | {option.help} |"
+
+
+def _option(option: Option) -> str:
+    if isinstance(option.kind, tuple):
+        return ", ".join(f"`{word}`" for word in option.kind)
+    return {int: "whole number", float: "number", bool: "true or false"}[option.kind]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reference_page",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
+    print(reference(), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The parts of the command `python -m decode.pipeline`."""

@@ -1,0 +1,1 @@
+"""The parts of the commands that decode: flags, prompts, the loop that is timed, what is shown."""

@@ -1,0 +1,230 @@
+"""The command line of `python -m decode.pipeline`; parsing it does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from d2f.command import CommandParser
+from d2f.errors import InputError
+from d2f.models import names
+from d2f.shipped import DECODING, find_config
+from d2f.tasks.registry import TASKS
+from decode.commands.decoder_flags import (
+    DECODER_HELP,
+    DECODER_NAMES,
+    DECODER_OPTIONS,
+    SAMPLING_OPTIONS,
+)
+
+DEFAULT_MODEL = "tiny-d2f"
+DEFAULT_PROBLEMS = 2
+
+_DESCRIPTION = """\
+python -m decode.pipeline --tau-add 0.1
+
+Decodes a few held-out problems with the bundled D2F model and shows the pipeline live in a
+terminal: the state of each block, its tokens as they appear. For each problem it then says whether
+the answer is right, visible tokens per second, forwards (calls of the model) and tokens per
+forward. Where standard output is not a terminal it prints plain lines.
+"""
+_EPILOG = """\
+exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any work,
+with nothing written; 130 interrupted, the output lines written so far stay.
+"""
+
+
+class Parser(CommandParser):
+    """Reports a bad command line as an InputError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the options)")
+
+
+def add_verbose(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add -v, which every command has: `d2f.quiet.quiet` takes it."""
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="show the notices, warnings and progress bars of the libraries underneath, too",
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as a namespace; a decoder option that was not given is not in it.
+
+    Raises InputError for a bad command line, SystemExit after --help.
+    """
+    options = _parser().parse_args(arguments)
+    prompts = options.prompt is not None or options.prompts_file is not None
+    for name in ("tasks", "problems"):
+        if prompts and getattr(options, name) is not None:
+            raise InputError(f"--{name} is for held-out problems, not for prompts of your own")
+    if options.raw and not prompts:
+        raise InputError("--raw needs --prompt or --prompts-file")
+    if not options.merge and options.adapter is None:
+        raise InputError("--no-merge needs --adapter")
+    if options.compile and not options.merge:
+        raise InputError("--compile needs a merged adapter, not --no-merge")
+    if options.n < 1:
+        raise InputError(f"--n must be at least 1, got {options.n}")
+    if options.batch_size < 1:
+        raise InputError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if options.pause is not None and not 0 <= options.pause <= 60:
+        raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
+    if options.config is not None:
+        options.config = str(find_config(options.config, *DECODING))
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        "python -m decode.pipeline",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage=argparse.SUPPRESS,  # the description opens with it
+        allow_abbrev=False,
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_prompts(parser.add_argument_group("what to decode (default: held-out problems)"))
+    _add_decoder(
+        parser.add_argument_group(
+            "decoder", "An option that the chosen decoder does not have is an error."
+        )
+    )
+    _add_sampling(parser.add_argument_group("choice of tokens (all decoders; default: greedy)"))
+    _add_running(parser.add_argument_group("running and output"))
+    return parser
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="NAME",
+        help=f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}; "
+        f"default {DEFAULT_MODEL})",
+    )
+    group.add_argument("--adapter", metavar="NAME", help="LoRA adapter: folder or hub name")
+    group.add_argument(
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="fold the adapter into the weights (default), or keep it beside them",
+    )
+    group.add_argument(
+        "--family",
+        metavar="NAME",
+        help="llada, dream, sdar, wedlm or causal (default: what the checkpoint says)",
+    )
+    group.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)",
+    )
+    group.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)"
+    )
+
+    group.add_argument(
+        "--compile",
+        action="store_true",
+        help="run the model through torch.compile: takes some seconds at the start and a C++ "
+        "compiler on a CPU, then each forward costs less; not with --no-merge",
+    )
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    one = group.add_mutually_exclusive_group()
+    one.add_argument(
+        "--prompt", metavar="TEXT", help="one user message, through the tokenizer's chat template"
+    )
+    one.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="JSONL, - for standard input: a line has one of prompt (text), messages (role and "
+        "content) or ids (token ids), and may have an id (default: its line number)",
+    )
+    group.add_argument(
+        "--raw",
+        action="store_true",
+        help="take text prompts as they are, without the chat template",
+    )
+    group.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help=f"tasks of the held-out problems (default {','.join(TASKS)})",
+    )
+    group.add_argument(
+        "--problems",
+        type=int,
+        metavar="N",
+        help=f"held-out problems a task, at least 1 (default {DEFAULT_PROBLEMS})",
+    )
+
+
+def _add_decoder(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--decoder", choices=DECODER_NAMES, metavar="NAME", help=DECODER_HELP)
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that "
+        "`d2f configs` lists under published or tuned; the command line overrides it",
+    )
+    for option in DECODER_OPTIONS:
+        option.add_to(group)
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    for option in SAMPLING_OPTIONS:
+        option.add_to(group)
+    group.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, "
+        "... (default 1)",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end the response before this text; may be given several times",
+    )
+
+
+def _add_running(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="prompts decoded together, at least 1; the tokens do not depend on it (default 1)",
+    )
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="JSONL: the run's settings, then a line a result as it comes; the same command again "
+        "goes on where it stopped",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="JSON of every forward: rows fed, block states, tokens, confidences",
+    )
+    group.add_argument(
+        "--pause",
+        type=float,
+        metavar="SECONDS",
+        help="how long each forward stays on the screen, in a terminal and one prompt at a time; "
+        "not counted in any time (default: 0.05 at first, then less and less, 3 seconds over the "
+        "whole run)",
+    )
+    group.add_argument(
+        "--quiet", action="store_true", help="only the totals; with --prompt only the response"
+    )
+    add_verbose(group)

@@ -1,0 +1,209 @@
+"""What is to be decoded: held-out problems or prompts, checked and with their decoders."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from d2f.errors import InputError
+from d2f.json_file import parse
+from d2f.model import DiffusionModel
+from d2f.tasks import TASKS, Problem, make_problems
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.commands.decoder_settings import DecoderSettings
+from decode.commands.pipeline_flags import DEFAULT_PROBLEMS
+from decode.decoders import Decoder
+from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.engine.prompts import check, default_length, encode
+
+_KINDS = ("prompt", "messages", "ids")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A prompt as it was given. id: its name in the output; where: its name in messages."""
+
+    id: int | str
+    where: str
+    prompt: str | list[int] | list[dict[str, str]]
+    problem: Problem | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompt as text, message by message; empty where it was given as ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [message["content"] for message in self.prompt if not isinstance(message, int)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prompt ready to decode."""
+
+    source: Source
+    ids: list[int]
+    decoder: Decoder
+
+
+def read_sources(options: argparse.Namespace) -> list[Source]:
+    """The prompts or held-out problems of a command line. Raises InputError."""
+    if options.prompt is not None:
+        if not options.prompt:
+            raise InputError("--prompt is empty: expected at least one token")
+        source = Source("prompt", "--prompt", options.prompt)
+        _check_text(source)
+        return [source]
+    if options.prompts_file is not None:
+        return read_prompts(options.prompts_file)
+    tasks = options.tasks.split(",") if options.tasks is not None else list(TASKS)
+    unknown = [task for task in tasks if task not in TASKS]
+    if unknown or len(set(tasks)) < len(tasks):
+        raise InputError(
+            f"--tasks must be some of {','.join(TASKS)}, each once, got {options.tasks!r}"
+        )
+    count = DEFAULT_PROBLEMS if options.problems is None else options.problems
+    if count < 1:
+        raise InputError(f"--problems must be at least 1, got {count}")
+    return [source for task in tasks for source in _held_out(task, count)]
+
+
+def _held_out(task: str, count: int) -> list[Source]:
+    try:
+        problems = make_problems(task, "heldout", count)
+    except ValueError as error:
+        raise InputError(f"--problems {count}: {error}") from error
+    return [
+        Source(f"{task}-{number}", f"{task} {number}", problem.question, problem)
+        for number, problem in enumerate(problems, 1)
+    ]
+
+
+def read_prompts(path: str) -> list[Source]:
+    """The prompts of a JSONL file, - for standard input. Raises InputError naming the line."""
+    name = "standard input" if path == "-" else path
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8: {error}") from error
+    sources: dict[int | str, Source] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        source = _read_line(line, number, f"{name}, line {number}")
+        if source.id in sources:
+            raise InputError(
+                f"{source.where}: the id {source.id!r} is that of {sources[source.id].where}"
+            )
+        sources[source.id] = source
+    if not sources:
+        raise InputError(f"{name}: expected at least one line, got none")
+    return list(sources.values())
+
+
+def _read_line(line: str, number: int, where: str) -> Source:
+    try:
+        values = parse(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}") from error
+    if not isinstance(values, dict) or sum(kind in values for kind in _KINDS) != 1:
+        raise InputError(
+            f"{where}: expected an object with one of {', '.join(_KINDS)}, got {line[:60]!r}"
+        )
+    unknown = sorted(set(values) - {*_KINDS, "id"})
+    if unknown:
+        raise InputError(f"{where}: unknown key {unknown[0]!r}; expected id, {', '.join(_KINDS)}")
+    name = values.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, int | str):
+        raise InputError(f"{where}: id must be text or a whole number, got {name!r}")
+    kind = next(kind for kind in _KINDS if kind in values)
+    if not _is_prompt(kind, values[kind]):
+        expected = {
+            "prompt": "text",
+            "messages": "a list of objects with role and content, both text",
+            "ids": "a list of whole numbers",
+        }
+        raise InputError(f"{where}: {kind} must be {expected[kind]}, got {line[:60]!r}")
+    if not values[kind]:
+        raise InputError(f"{where}: {kind} is empty: expected at least one token")
+    source = Source(name, where, values[kind])
+    _check_text(source)
+    return source
+
+
+def _check_text(source: Source) -> None:
+    """Raise InputError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        "".join(source.texts).encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{source.where} is not Unicode text: {error}") from error
+
+
+def _is_prompt(kind: str, value: Any) -> bool:
+    if kind == "prompt":
+        return isinstance(value, str)
+    if not isinstance(value, list):
+        return False
+    if kind == "ids":
+        return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in value
+    )
+
+
+def known_lengths(sources: list[Source], settings: DecoderSettings) -> list[Any]:
+    """The response lengths that the run asks for, as far as they are known without a model."""
+    if "max_new_tokens" in settings.given:
+        return [settings.given["max_new_tokens"]]
+    lengths = {
+        RESPONSE_LENGTH[s.problem.task] if s.problem else DEFAULT_MAX_NEW_TOKENS for s in sources
+    }
+    return sorted(lengths)
+
+
+def make_jobs(
+    model: DiffusionModel, sources: list[Source], settings: DecoderSettings, *, raw: bool, n: int
+) -> list[Job]:
+    """Each prompt's ids and decoder, n times, with the seeds of `decode.generate`. raw: text is
+    taken without the chat template.
+
+    Raises InputError for the first prompt that cannot be decoded.
+    """
+    jobs = []
+    for place, source in enumerate(sources):
+        ids = encode(model, source.prompt, source.where, raw=raw)
+        length = settings.given.get("max_new_tokens") or _default_length(model, source, ids)
+        decoder = settings.decoder(model, length)
+        decoder.check(model.contract)
+        check(model, ids, decoder, source.where)
+        for sample in range(n):
+            own = source if n == 1 else replace(source, id=f"{source.id}#{sample + 1}")
+            jobs.append(Job(own, ids, decoder.sampled(place, sample)))
+    names = Counter(job.source.id for job in jobs)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise InputError(f"--n {n}: two samples would have the id {twice[0]!r}; give other ids")
+    return jobs
+
+
+def _default_length(model: DiffusionModel, source: Source, ids: list[int]) -> int:
+    if source.problem is not None:
+        return RESPONSE_LENGTH[source.problem.task]
+    return default_length(model, ids, source.where)
+
+
+def prompts_hash(jobs: list[Job]) -> str:
+    """Identity of the prompts, their order and their response lengths."""
+    content = [[job.source.id, job.ids, job.decoder.max_new_tokens] for job in jobs]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

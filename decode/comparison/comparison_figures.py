@@ -1,0 +1,157 @@
+"""The figures of a comparison: throughput against concurrency, accuracy against throughput."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from decode.comparison.comparison_report import Report
+from decode.comparison.statistics import Row
+from decode.reporting.plots import COLORS, DPI, MARKERS, Panel, Point, Series, frontier, save
+
+
+def draw(report: Report, folder: Path) -> None:
+    """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
+    judged, frontier and, where an option was swept, forwards; each as PNG and SVG. Of what is
+    ranked: an entry with failed requests is not drawn."""
+    caption = f"{_caption(report)}; 95 % intervals"
+    if not report.ranked:  # nothing that could be compared
+        return
+    models = _swept_models(report)
+    if not models or len({row.concurrency for row in report.ranked}) > 1:
+        save(throughput(report), folder / "throughput")
+    if models:
+        for name, forwards in (("frontier", False), ("forwards", True)):
+            panels = [
+                _sweep_panel(report, workload, model, forwards=forwards)
+                for workload in _workloads(report)
+                for model in models
+            ]
+            if all(panel.series for panel in panels):
+                save(frontier(panels, caption, columns=len(models)), folder / name)
+        return
+    every = [_panel(report, workload) for workload in _workloads(report)]
+    panels = [panel for panel in every if panel.series]
+    if panels:
+        save(frontier(panels, caption), folder / "frontier")
+
+
+def throughput(report: Report) -> Figure:
+    """A panel a workload: visible tokens a second over the requests in flight, a line an entry,
+    its band from the slowest to the fastest repetition."""
+    workloads = _workloads(report)
+    figure = Figure(figsize=(5.6 * len(workloads), 4.6), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
+    ticks = sorted({row.concurrency for row in report.ranked})
+    for axes, workload in zip(panels, workloads, strict=True):
+        for i, (entry, own) in enumerate(_lines(report, workload)):
+            x = [row.concurrency for row in own]
+            color = COLORS[i % len(COLORS)]
+            marker = MARKERS[i % len(MARKERS)]
+            axes.plot(
+                x,
+                [r.throughput for r in own],
+                label=entry,
+                color=color,
+                marker=marker,
+                markersize=5,
+            )
+            low, high = [r.throughput_low for r in own], [r.throughput_high for r in own]
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_ylim(bottom=0)
+        axes.set_title(workload, fontsize=11)
+        axes.set_xlabel("requests in flight")
+        axes.grid(color="#e6e6e6", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("speed, visible tokens per second")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    figure.supxlabel(_caption(report), fontsize=8, color="#444444")
+    return figure
+
+
+def _panel(report: Report, workload: str) -> Panel:
+    """A line an entry through its points, which are labelled with the requests in flight."""
+    series = []
+    for entry, own in _lines(report, workload):
+        found = report.accuracy(entry, workload)
+        if found is not None:
+            share = found.right / found.problems
+            points = [
+                Point(
+                    x=row.throughput,
+                    accuracy=share,
+                    low=found.low,
+                    high=found.high,
+                    label=str(row.concurrency) if row in (own[0], own[-1]) else "",
+                    slowest=row.throughput_low,
+                    fastest=row.throughput_high,
+                )
+                for row in own
+            ]
+            series.append(Series(entry, points, line=True))
+    return Panel(f"{workload}, labels: requests in flight", series)
+
+
+def _swept_models(report: Report) -> list[str]:
+    """The models of which an option was swept, in the order of the entries."""
+    entries = report.about["config"]["entries"]
+    return list(dict.fromkeys(entry["model"] for entry in entries if entry.get("series")))
+
+
+def _sweep_panel(report: Report, workload: str, model: str, *, forwards: bool) -> Panel:
+    """A line a sweep of that model, its points in the order of its values, at the lowest
+    concurrency; other entries of the model, and of models without sweeps, are points. forwards:
+    over the tokens of a forward, not of a second."""
+    lowest = min(row.concurrency for row in report.ranked)
+    others = set(_swept_models(report)) - {model}
+    models = {entry["name"]: entry["model"] for entry in report.about["config"]["entries"]}
+    points: dict[str, list[Point]] = {}
+    for row in report.ranked:
+        found = report.accuracy(row.entry, workload)
+        x = row.tokens_per_forward if forwards else row.throughput
+        here = (row.workload, row.concurrency) == (workload, lowest)
+        if not here or models[row.entry] in others or found is None or x is None:
+            continue
+        name = row.series or row.entry
+        points.setdefault(name, []).append(
+            Point(
+                x=x,
+                accuracy=found.right / found.problems,
+                low=found.low,
+                high=found.high,
+                label=row.entry.split()[-1] if row.series else "",
+                slowest=None if forwards else row.throughput_low,
+                fastest=None if forwards else row.throughput_high,
+            )
+        )
+    series = [Series(name, _ends_labelled(own), line=len(own) > 1) for name, own in points.items()]
+    across = "visible tokens a forward" if forwards else "speed, visible tokens per second"
+    return Panel(f"{workload}, {model}, {lowest} in flight", series, across=across)
+
+
+def _ends_labelled(points: list[Point]) -> list[Point]:
+    """Only the first and the last value are written, the others lie between."""
+    last = len(points) - 1
+    return [p if i in (0, last) else replace(p, label="") for i, p in enumerate(points)]
+
+
+def _workloads(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.workload for row in report.ranked))
+
+
+def _lines(report: Report, workload: str) -> list[tuple[str, list[Row]]]:
+    """Each entry with its rows, in the configuration's order, so that colours stay its own."""
+    return [
+        (entry, [r for r in report.ranked if (r.workload, r.entry) == (workload, entry)])
+        for entry in report.about["entries"]
+        if any(r.entry == entry for r in report.ranked)
+    ]
+
+
+def _caption(report: Report) -> str:
+    return f"{report.about['device']}, {report.about['date']}"

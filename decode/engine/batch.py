@@ -1,0 +1,78 @@
+"""Many requests' steps as one flat batch, on the host and then on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d2f.attention import Segment, SpanPlan
+from decode.engine.request import Request
+from decode.engine.step import Ints, Step
+
+
+@dataclass(frozen=True)
+class FlatRows:
+    """A flat batch on the host: tokens, positions and slots ``[T]``, spans ``[T, K, 2]``, read
+    ``[N]``. segments: which rows and slots are each request's."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    spans: Ints
+    read: Ints
+    segments: list[Segment]
+
+    def on(self, device: torch.device) -> Rows:
+        """The batch on a device, in one copy."""
+        parts = (self.tokens, self.positions, self.slots, self.spans.ravel(), self.read)
+        host = torch.from_numpy(np.concatenate(parts))
+        tokens, positions, slots, ranges, read = host.to(device).split([len(p) for p in parts])
+        spans = ranges.view(len(tokens), -1, 2).to(torch.int32)
+        return Rows(tokens, positions, slots, SpanPlan(spans, self.segments), read)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A flat batch on the device: tokens, positions and slots int64 ``[T]``, its attention, and
+    which rows are read, int64 ``[N]``."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    plan: SpanPlan
+    read: Tensor
+
+
+def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
+    """The steps of all requests one after the other, slots counted from each request's base."""
+    width = max(step.spans.shape[1] for _, step in fed)
+    columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
+    segments, first = [], 0
+    for request, step in fed:
+        own = slice(first, first + len(step.tokens))
+        spans = widened(step.spans, width) + request.base
+        parts = (step.tokens, step.positions, step.slots + request.base, spans)
+        for column, part in zip(columns, (*parts, step.read + first), strict=True):
+            column.append(part)
+        segments.append(_segment(own, step, request.base))
+        first = own.stop
+    tokens, positions, slots, ranges, read = (np.concatenate(column) for column in columns)
+    return FlatRows(tokens, positions, slots, ranges, read, segments)
+
+
+def widened(spans: Ints, width: int) -> Ints:
+    """Spans ``[T, K, 2]`` as ``[T, width, 2]``, the ranges that were lacking empty."""
+    lacking = width - spans.shape[1]
+    return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
+
+
+def _segment(rows: slice, step: Step, base: int) -> Segment:
+    """The slots that the rows of one request see: from its first to the last that one sees."""
+    starts, ends = step.spans[..., 0], step.spans[..., 1]  # [T, K]
+    last = int(ends.max())
+    whole = not starts.any() and int(ends.min()) == last  # an empty range ends where it starts
+    return Segment(rows, slice(base, base + last), whole)

@@ -1,0 +1,140 @@
+"""Forwards of a few fixed sizes: rows padded to the next one, buffers that stay in place and, on a
+GPU, a CUDA graph a size, replayed with one copy in and one small copy out.
+
+A row that pads has an empty span and writes to the cache's last slot, which belongs to no request:
+the other rows compute what they would without it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from d2f.attention import SpanPlan
+from d2f.cache import SlotCache
+from d2f.model import DiffusionModel
+from decode.engine.batch import FlatRows, widened
+from decode.engine.sampling import greedy_table
+from decode.engine.step import Ints
+from triton_kernels.span_attention import MAX_SPANS
+
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+VARIABLE = "D2F_GRAPHS"
+
+_TOKENS, _POSITIONS, _SLOTS, _SPANS = 0, 1, 2, 3
+_READ = _SPANS + 2 * MAX_SPANS
+_NAMED = _READ + 1
+
+Wait = Callable[[], NDArray[np.float64]]
+
+
+def graphs_wanted(device: torch.device) -> bool:
+    """Whether an engine on this device pads and captures: on CUDA, unless ``D2F_GRAPHS=0``."""
+    return device.type == "cuda" and os.environ.get(VARIABLE) != "0"
+
+
+class StaticRows:
+    """The forwards of one model and one cache, by size; the cache's last slot is theirs."""
+
+    def __init__(self, model: DiffusionModel, cache: SlotCache):
+        self.model, self.cache = model, cache
+        cuda = model.device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if cuda else None  # memory that graphs share
+        self._forwards: dict[tuple[int, bool], StaticForward] = {}
+
+    def start(self, rows: FlatRows, named: Ints | None) -> Wait | None:
+        """Start the forward of greedy rows; what it returns waits for the table of
+        `decode.engine.sampling.greedy_table`, longer by the rows that pad. None where no size is
+        large enough."""
+        count = max(len(rows.tokens), len(rows.read))
+        size = next((size for size in SIZES if size >= count), None)
+        if size is None:
+            return None
+        key = (size, named is not None)
+        if key not in self._forwards:
+            self._forwards[key] = StaticForward(
+                self.model, self.cache, size, named is not None, self.pool
+            )
+        return self._forwards[key].start(rows, named)
+
+
+class StaticForward:
+    """One size. scores: whether its table has the rows of named tokens, entropy and margin. pool:
+    of CUDA graphs, which run one after the other and so may share their memory."""
+
+    def __init__(self, model: DiffusionModel, cache: SlotCache, size: int, scores: bool, pool: Any):
+        self.pool = pool
+        self.model, self.cache, self.scores = model, cache, scores
+        self.trash = cache.layers[0][0].shape[2] - 1
+        self.cuda = model.device.type == "cuda"
+        self.host = torch.zeros(_NAMED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
+        self.inputs = torch.zeros_like(self.host, device=model.device)
+        shape = (5 if scores else 2, size)
+        self.table = torch.zeros(shape, dtype=torch.float64, device=model.device)
+        self.found = torch.zeros(shape, dtype=torch.float64, pin_memory=self.cuda)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.tried = not self.cuda  # to capture it
+
+    def start(self, rows: FlatRows, named: Ints | None) -> Wait:
+        """As in `StaticRows`; the one before must have been waited for."""
+        self._fill(rows, named)
+        with torch.inference_mode():
+            self.inputs.copy_(self.host, non_blocking=True)
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._compute()
+                if not self.tried:
+                    self._capture()
+            self.found.copy_(self.table, non_blocking=True)
+        if not self.cuda:
+            return self.found.numpy
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> NDArray[np.float64]:
+            done.synchronize()
+            return self.found.numpy()
+
+        return wait
+
+    def _fill(self, rows: FlatRows, named: Ints | None) -> None:
+        host, count = self.host.numpy(), len(rows.tokens)
+        host[:] = 0
+        host[_SLOTS, count:] = self.trash
+        host[_TOKENS, :count], host[_POSITIONS, :count] = rows.tokens, rows.positions
+        host[_SLOTS, :count] = rows.slots
+        host[_SPANS:_READ, :count] = widened(rows.spans, MAX_SPANS).reshape(count, -1).T
+        host[_READ, : len(rows.read)] = rows.read
+        if named is not None:
+            host[_NAMED, : len(named)] = named
+
+    def _compute(self) -> None:
+        """From the inputs to the table, without a look at any value on the host."""
+        x = self.inputs
+        spans = x[_SPANS:_READ].T.reshape(-1, MAX_SPANS, 2).to(torch.int32)
+        self.cache.slots = x[_SLOTS]
+        logits = self.model.decode_rows(
+            x[_TOKENS], x[_POSITIONS], SpanPlan(spans), self.cache, x[_READ]
+        )
+        named = x[_NAMED] if self.scores else None
+        self.table.copy_(greedy_table(logits, self.model.mask_id, named))
+
+    def _capture(self) -> None:
+        """Record `_compute` as a graph; it has run once, so all that it needs is compiled."""
+        self.tried = True
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._compute()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"no CUDA graph of the forward: {reason}", RuntimeWarning, stacklevel=2)
+            return
+        self.graph = graph

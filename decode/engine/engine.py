@@ -1,0 +1,198 @@
+"""The engine: many requests' steps become one forward, its logits become their predictions.
+
+It knows no algorithm. Requests of different lengths run together; a finished one leaves and a
+waiting one enters between forwards. Each request owns a contiguous run of slots in one flat cache,
+so a row of a batch computes what it would compute alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from d2f.cache import SlotCache, SlotPool
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from decode.engine.batch import FlatRows, join
+from decode.engine.cuda_graphs import StaticRows, Wait, graphs_wanted
+from decode.engine.request import Request
+from decode.engine.result import Event
+from decode.engine.sampling import PredictionRequest, named_ids, split, table_of
+from decode.engine.step import Predictions, Step
+
+
+class Engine:
+    """Runs requests on one model; used from one thread.
+
+    A request fails alone: what its session raises, logits of its own that are not finite, or a size
+    beyond the cache end it with an event whose `error` says so, and the others go on as if it had
+    never been there. What the model itself raises concerns all of them: `advance` raises it, and
+    does the forward again when it is called again.
+
+    batch_size: most requests in one forward. slots: size of the cache; it must hold the largest
+    request, and a request waits while it does not fit. static: whether forwards are padded to a few
+    fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`); None: there alone.
+    """
+
+    def __init__(
+        self, model: DiffusionModel, *, batch_size: int, slots: int, static: bool | None = None
+    ):
+        self.model = model
+        self.device = model.device
+        self.batch_size = batch_size
+        if static is None:
+            static = graphs_wanted(self.device)
+        self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
+        self.static = StaticRows(model, self.cache) if static else None
+        self.pool = SlotPool(slots)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.forwards = 0
+        self._failed: list[Event] = []  # of requests that failed before a forward
+        self.early = self.device.type == "cuda"  # start the next forward before events are taken
+        self._flight: Flight | None = None
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it enters when there is room. Allowed while the engine runs."""
+        self.waiting.append(request)
+
+    def run(self) -> Iterator[Event]:
+        """Decode until nothing runs or waits; an event for each request after each forward."""
+        while self.waiting or self.running or self._failed:
+            yield from self.advance()
+
+    def cancel(self, request: Request) -> bool:
+        """Take a request out, whether it waits, runs or is in a forward that was started early: no
+        event of it follows and its slots are free. False where it was not there (any more)."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self._release(request)
+        else:
+            return False
+        return True
+
+    def advance(self) -> list[Event]:
+        """Do one forward; the events of the requests that were in it. On a GPU the next one is
+        started before they are handed over, so that it runs beside what the caller does with
+        them."""
+        if self._flight is None:
+            self._start()
+        events = self._land()
+        if self.early:
+            self._start()
+        failed, self._failed = self._failed, []
+        return events + failed
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.batch_size:
+            request, now = self.waiting[0], time.perf_counter()
+            try:
+                base = self._place(request)
+            except Exception as error:
+                self._failed.append(self.waiting.popleft().fail(error, now))
+                continue
+            if base is None:
+                return
+            self.waiting.popleft()
+            request.start(base, now)
+            self.running.append(request)
+
+    def _place(self, request: Request) -> int | None:
+        """Where the slots of a request begin, None where there is no room now."""
+        slots = request.session.slots
+        if slots > self.pool.slots:
+            raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
+        return self.pool.allocate(slots)
+
+    def _release(self, request: Request, *, clear: bool = True) -> None:
+        """Take a running request out. clear: what it wrote may be anything."""
+        self.running.remove(request)
+        if clear:
+            self.cache.clear(request.base, self.pool.end(request.base))
+        self.pool.free(request.base)
+
+    def _start(self) -> None:
+        """Admit what fits and start the forward of all requests that run."""
+        self._admit()
+        steps = [(request, request.next_step) for request in self.running]
+        fed = [(request, step) for request, step in steps if step is not None]
+        if not fed:
+            return
+        self.forwards += 1
+        groups = [
+            PredictionRequest(request.sampler, len(step.read), step.named, step.uncertainty)
+            for request, step in fed
+        ]
+        rows, wait = join(fed), None
+        if self.static is not None and all(group.greedy for group in groups):
+            scored = any(group.scored for group in groups)
+            wait = self.static.start(rows, named_ids(groups) if scored else None)
+        self._flight = Flight(fed, groups, wait or self._compute(rows, groups))
+
+    def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> Wait:
+        """The forward of any number of rows; what it returns waits for the table."""
+        with torch.inference_mode():
+            rows = flat.on(self.device)
+            self.cache.slots = rows.slots
+            logits = self.model.decode_rows(
+                rows.tokens, rows.positions, rows.plan, self.cache, rows.read
+            )
+            table = table_of(logits, groups)
+        return lambda: table.cpu().numpy()
+
+    def _land(self) -> list[Event]:
+        """Wait for the forward and hand its predictions to the requests."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        events = []
+        found = split(flight.table(), flight.groups)
+        for (request, step), group, predictions in zip(
+            flight.fed, flight.groups, found, strict=True
+        ):
+            if request not in self.running:
+                continue  # it was cancelled meanwhile
+            if predictions is None and len(flight.fed) > 1:
+                predictions = self._alone(request, step, group)
+            events.append(self._accept(request, step, predictions))
+        return events
+
+    def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
+        """A step again without the others: a row that sees nothing of a request whose values are
+        not finite may still have met them, at a weight of 0."""
+        group.sampler.rewind()
+        self.forwards += 1
+        return split(self._compute(join([(request, step)]), [group])(), [group])[0]
+
+    def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
+        """Hand a request its predictions; what this did to it."""
+        now = time.perf_counter()
+        try:
+            request.accept(step, predictions, now)
+            event = request.event()
+        except Exception as error:
+            self._release(request)
+            return request.fail(error, now)
+        if request.done:
+            self._release(request, clear=False)
+        return event
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A forward that was started."""
+
+    fed: list[tuple[Request, Step]]
+    groups: list[PredictionRequest]
+    wait: Wait
+
+    def table(self) -> NDArray[np.float64]:
+        """Its predictions, waited for."""
+        return self.wait()

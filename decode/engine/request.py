@@ -1,0 +1,126 @@
+"""One request on its way through the engine: its session, its counts, its result."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from d2f.contract import Contract
+from d2f.errors import InputError, NonFiniteLogitsError, RequestError
+from decode.decoders.base import Decoder
+from decode.engine.result import Event, FinishReason, Result
+from decode.engine.sampling import Sampler
+from decode.engine.step import Predictions, Step
+
+
+class Request:
+    """A prompt with its decoder; index says which prompt of the caller's it is."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        decoder: Decoder,
+        contract: Contract,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ):
+        self.index = index
+        self.decoder = decoder
+        self.contract = contract
+        self.tokenizer = tokenizer
+        self.session = decoder.begin(prompt, contract)
+        self.sampler = Sampler(decoder.sampling, contract.mask_id)
+        self.next_step: Step | None = self.session.step()
+        self.calls: list[tuple[int, int]] = []
+        self.base = 0
+        self.result: Result | None = None
+        self._began = 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None
+
+    def start(self, base: int, now: float) -> None:
+        """Enter the batch: slots begin at `base`."""
+        self.base, self._began = base, now
+
+    def fail(self, error: Exception, now: float) -> Event:
+        """Give up for what was raised on its behalf; its last event."""
+        if not isinstance(error, InputError | RequestError):
+            cause = error
+            error = RequestError(
+                f"failed at forward {len(self.calls)}: {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+        self.next_step = None
+        self.result = Result.failed(
+            error,
+            calls=self.calls,
+            seconds=now - self._began if self._began else 0.0,
+            prompt_tokens=self.session.prompt_length,
+            seed=self.decoder.seed,
+        )
+        return Event(self.index, len(self.calls), [], result=self.result)
+
+    def accept(self, step: Step, predictions: Predictions | None, now: float) -> None:
+        """Take the predictions of a step, None where they are not finite; the request may be done
+        after it. Raises NonFiniteLogitsError, and what the session raises."""
+        self.calls.append((len(step.tokens), step.cached))
+        if predictions is None:
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits at forward {len(self.calls)}"
+            )
+        self.session.accept(predictions)
+        stopped = self.decoder.stop and self._stop(self.session.settled) is not None
+        self.next_step = None if stopped else self.session.step()
+        if self.next_step is None:
+            self.result = self._finish(now)
+
+    def event(self) -> Event:
+        """What the last forward did to this request."""
+        session = self.session
+        return Event(
+            self.index, len(self.calls), session.blocks(), list(session.revealed), self.result
+        )
+
+    def _finish(self, now: float) -> Result:
+        tokens = self.session.settled
+        reason: FinishReason = "length"
+        ends = [i for i, token in enumerate(tokens) if token in self.contract.end_ids]
+        if ends:
+            tokens, reason = tokens[: ends[0]], "end"
+        text = self._decode(tokens)
+        stop = self._stop(tokens)
+        if stop is not None:
+            tokens, text = stop
+            reason = "stop"
+        return Result(
+            tokens=tokens,
+            raw_tokens=self.session.tokens,
+            text=text,
+            forwards=len(self.calls),
+            calls=self.calls,
+            seconds=now - self._began,
+            finish_reason=reason,
+            prompt_tokens=self.session.prompt_length,
+            counts=dict(self.session.counts),
+            seed=self.decoder.seed,
+        )
+
+    def _decode(self, tokens: list[int]) -> str | None:
+        if self.tokenizer is None:
+            return None
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
+        """(tokens wholly before the first stop string, text before it), None without one."""
+        if not self.decoder.stop:
+            return None
+        text = self._decode(tokens) or ""
+        found = [place for place in map(text.find, self.decoder.stop) if place >= 0]
+        if not found:
+            return None
+        cut = min(found)
+        kept = tokens
+        while kept and len(self._decode(kept) or "") > cut:
+            kept = kept[:-1]
+        return kept, text[:cut]

@@ -1,0 +1,190 @@
+"""From logits to predictions: greedy or sampled, in fp32, the mask id never chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2f.errors import NonFiniteLogitsError
+from decode.engine.step import Ints, Predictions
+from triton_kernels.choice import use_kernel
+from triton_kernels.confidence import confidence_of_logits, confidence_reference
+
+COLDEST = 1e-9
+"""Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
+tells apart in logits of size 1, and dividing by less than about 1e-38 overflows."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request chooses tokens; a temperature of 0, or below `COLDEST`, is greedy, top_k None
+    and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLDEST
+
+
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of one sample of one of several prompts: different for each, so that equal prompts
+    give different answers; of the first sample of the first prompt the given one."""
+    if prompt == sample == 0:
+        return seed
+    drawn = np.random.SeedSequence(seed % 2**64, spawn_key=(prompt, sample))
+    return int(drawn.generate_state(1, np.uint64)[0])
+
+
+class Sampler:
+    """The choice of one request's tokens, with a generator of its own: what it draws does not
+    depend on the batch that it is in."""
+
+    def __init__(self, sampling: Sampling, mask_id: int | None):
+        self.sampling = sampling
+        self.mask_id = mask_id
+        self.generator = torch.Generator().manual_seed(sampling.seed)
+        self._before = self.generator.get_state()
+
+    def rewind(self) -> None:
+        """Forget the last choice: the next one draws what that one drew."""
+        self.generator.set_state(self._before)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Token ids ``[N]`` from fp32 logits ``[N, V]`` whose mask column is -inf."""
+        settings = self.sampling
+        if settings.greedy:
+            return logits.argmax(-1)
+        self._before = self.generator.get_state()
+        scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
+        uniform = torch.rand(logits.shape, generator=self.generator)
+        gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
+        return (scaled + gumbel.to(logits.device)).argmax(-1)
+
+
+def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Logits ``[N, V]`` with -inf outside the top_k and outside the smallest set whose probability
+    reaches top_p (the most likely token always stays)."""
+    if top_k is not None and top_k < logits.shape[-1]:
+        floor = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if top_p < 1:
+        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        beyond = before >= top_p
+        beyond[..., 0] = False  # also where top_p is 0 in fp32
+        drop = torch.zeros_like(beyond).scatter(-1, index, beyond)
+        logits = logits.masked_fill(drop, -torch.inf)
+    return logits
+
+
+@dataclass(frozen=True)
+class PredictionRequest:
+    """What one request wants of its `count` rows; named and uncertainty as in `Step`."""
+
+    sampler: Sampler
+    count: int
+    named: Ints | None = None
+    uncertainty: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampler.sampling.greedy
+
+    @property
+    def scored(self) -> bool:
+        """Whether it wants more than token and confidence."""
+        return self.uncertainty or self.named is not None
+
+
+def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> list[Predictions]:
+    """Predictions of each group from logits ``[N, V]`` of one model, rows group after group.
+
+    Raises NonFiniteLogitsError that names the forward.
+    """
+    found = []
+    for predictions in split(table_of(logits, groups).cpu().numpy(), groups):
+        if predictions is None:
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits at forward {forward}"
+            )
+        found.append(predictions)
+    return found
+
+
+def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
+    """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 5, N]`` of what
+    `Predictions` has, in its order: so that it crosses from the device in one transfer."""
+    mask_id, scores = groups[0].sampler.mask_id, any(group.scored for group in groups)
+    named = named_ids(groups) if scores else None
+    ids = None if named is None else torch.from_numpy(named).to(logits.device)
+    if all(group.greedy for group in groups):
+        return greedy_table(logits, mask_id, ids)
+    wide = logits.float()
+    parts = _without(wide, mask_id).split([group.count for group in groups])
+    chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
+    return _table(wide, torch.cat(chosen), mask_id, ids)
+
+
+def greedy_table(logits: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+    """The table of greedy choices; 5 rows where tokens ``[N]`` are named, else 2."""
+    if use_kernel("confidence", logits):
+        found = confidence_of_logits(logits, mask_id=mask_id, named=named, kernel=True)
+        columns = [found.token, found.probability]
+        if found.named is not None:
+            columns += [found.named, found.entropy, found.margin]
+        return torch.stack([column.double() for column in columns])
+    wide = logits.float()
+    return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, named)
+
+
+def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[Predictions | None]:
+    """Predictions of each group from the table of all, which may be longer; None for a group whose
+    own logits are not finite."""
+    count = sum(group.count for group in groups)
+    finite = np.isfinite(table[1])
+    tokens = np.where(finite, table[0], 0)[:count].astype(np.int64)
+    values = table[1:, :count].astype(np.float32)
+    results: list[Predictions | None] = []
+    start = 0
+    for group in groups:
+        part = slice(start, start + group.count)
+        start = part.stop
+        if not finite[part].all():
+            results.append(None)
+            continue
+        named = None if group.named is None else values[1, part]
+        scores = (values[2, part], values[3, part]) if group.uncertainty else (None, None)
+        results.append(Predictions(tokens[part], values[0, part], named, *scores))
+    return results
+
+
+def named_ids(groups: list[PredictionRequest]) -> Ints:
+    """The tokens whose probability is wanted, ``[N]``, 0 where none is."""
+    parts = [np.zeros(g.count, dtype=np.int64) if g.named is None else g.named for g in groups]
+    return np.concatenate(parts)
+
+
+def _table(wide: Tensor, token: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
+    if named is not None:
+        found = confidence_reference(wide, mask_id=mask_id, named=named)
+        assert found.named is not None
+        columns += [found.named, found.entropy, found.margin]
+    return torch.stack([column.double() for column in columns])
+
+
+def _without(wide: Tensor, mask_id: int | None) -> Tensor:
+    """Logits whose mask column is -inf."""
+    if mask_id is None:
+        return wide
+    allowed = wide.clone()
+    allowed[:, mask_id] = -torch.inf
+    return allowed

@@ -1,0 +1,151 @@
+"""python -m decode.record_states --model tiny-d2f --tasks story,sudoku --output runs/states.json
+
+Decodes problems of the tiny tasks with D2F's pipeline and records, at each forward, the mask ratio
+of each open block: what training with `noise.schedule: pipeline` and `noise.states` draws from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.files import make_folder
+from d2f.quiet import quiet
+from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from decode.commands.decoder_flags import DECODER_OPTIONS
+from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.reporting.places import hold_output
+
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+    from decode.api import Prompt
+    from decode.decoders import D2F
+    from decode.engine.result import BlockView
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+OPTIONS = [o for o in DECODER_OPTIONS if o.name in ("tau_add", "tau_act", "tau_conf")]
+
+
+def record(
+    model: DiffusionModel, prompts: Sequence[Prompt], decoder: D2F, *, batch_size: int
+) -> list[tuple[float, ...]]:
+    """The state that each forward of each prompt feeds."""
+    from decode import stream
+
+    states: list[tuple[float, ...]] = []
+    for event in stream(model, prompts, decoder, batch_size=batch_size):
+        if event.forward == 1:
+            states.append((1.0,))  # the first block, just appended
+        if event.result is None:
+            states.append(tuple(_ratio(block) for block in event.blocks))
+    return states
+
+
+def _ratio(block: BlockView) -> float:
+    return block.tokens.count(None) / len(block.tokens)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser("python -m decode.record_states", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(family=None, merge=True, compile=False)
+    parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
+    parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
+    parser.add_argument("--problems", type=int, default=64, help="of each task (default 64)")
+    parser.add_argument("--split", default="train", choices=("train", "tuning", "heldout"))
+    parser.add_argument("--seed", type=int, default=0, help="of the problems")
+    parser.add_argument(
+        "--block-sizes", help="as 4,8: states of each (default: the one the model was trained with)"
+    )
+    parser.add_argument("--batch-size", type=int, default=32)
+    decoder = parser.add_argument_group("pipeline")
+    for option in OPTIONS:
+        option.add_to(decoder)
+    parser.add_argument("--dtype")
+    parser.add_argument("--device")
+    parser.add_argument("--output", type=Path, required=True, help="file for the states")
+    add_verbose(parser)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as a namespace; `tasks` and `block_sizes` are lists. Raises InputError,
+    SystemExit after --help."""
+    options = _parser().parse_args(arguments)
+    names, options.tasks = options.tasks, options.tasks.split(",")
+    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
+        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
+    for name, least in (("problems", 1), ("batch_size", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} must be at least {least}, got {getattr(options, name)}")
+    options.block_sizes = _sizes(options.block_sizes)
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """Record what the command line asks for."""
+    from d2f.pipeline_states import PipelineStates
+    from d2f.tasks import make_problems
+    from decode.commands.load_model import check_options, load, outline
+    from decode.decoders import D2F
+    from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+
+    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    check_options(options)
+    shape = outline(options.model, options.adapter)
+    sizes = options.block_sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
+    work = []
+    for size in sizes:
+        for task in options.tasks:
+            decoder = D2F(block_size=size, max_new_tokens=RESPONSE_LENGTH[task], **given)
+            decoder.check(shape.contract)
+            try:
+                problems = make_problems(task, options.split, options.problems, options.seed)
+            except ValueError as error:
+                raise InputError(f"--problems {options.problems}: {error}") from error
+            prompts = [[{"role": "user", "content": p.question}] for p in problems]
+            work.append((size, prompts, decoder))
+    model, _ = load(options)
+    found: dict[int, list[tuple[float, ...]]] = {size: [] for size in sizes}
+    for size, prompts, decoder in work:
+        found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
+    for size, states in found.items():
+        print(f"block size {size}: {len(states)} states")
+    about = {"model": options.model, "tasks": options.tasks, "problems": options.problems, **given}
+    PipelineStates(found).save(options.output, **about)
+
+
+def _sizes(text: str | None) -> list[int]:
+    """The block sizes of ``4,8``."""
+    try:
+        sizes = [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise InputError(f"--block-sizes must be as 4,8, got {text!r}") from error
+    if len(set(sizes)) < len(sizes):
+        raise InputError(f"--block-sizes must have each size once, got {text!r}")
+    return sizes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    try:
+        options = parse(arguments)
+        make_folder(options.output.parent)
+        with quiet(options.verbose), hold_output(options.output):
+            run(options)
+    except (InputError, NonFiniteLogitsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, InputError) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

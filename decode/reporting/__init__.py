@@ -1,0 +1,1 @@
+"""How a command says what it found: statistics, tables, figures, run files, places to write."""

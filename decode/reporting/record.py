@@ -1,0 +1,136 @@
+"""One result as the command reports it, and the totals over many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from d2f.tasks import check
+from decode.commands.prompt_jobs import Job
+from decode.engine.result import Result
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the output.
+
+    task, right: None for a prompt of one's own. tokens: visible ids, cut before the end token or
+    stop string. seconds: decoding alone, without what the command does between forwards.
+    """
+
+    id: int | str
+    task: str | None
+    question: str | None
+    text: str | None
+    right: bool | None
+    finish_reason: str
+    prompt_tokens: int
+    max_new_tokens: int
+    forwards: int
+    seconds: float
+    tokens: list[int]
+    raw_tokens: list[int]
+
+    @property
+    def group(self) -> str:
+        return self.task or "prompts"
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return len(self.tokens) / self.forwards
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, in their order."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Any) -> Record:
+        """The record of a line. Raises ValueError."""
+        if not isinstance(values, dict) or set(values) != {f.name for f in fields(Record)}:
+            raise ValueError("not the keys of a result")
+        record = _RECORD.validate_json(json.dumps(values), strict=True)
+        if record.forwards < 1 or not record.seconds > 0:
+            raise ValueError("nothing is decoded in no forward or no time")
+        return record
+
+
+_RECORD = TypeAdapter(Record)
+
+
+def make_record(job: Job, result: Result, seconds: float) -> Record:
+    """A result with the judgement of its text."""
+    problem = job.source.problem
+    return Record(
+        id=job.source.id,
+        task=problem.task if problem else None,
+        question=job.source.texts[-1] if job.source.texts else None,
+        text=result.text,
+        right=check(problem, result.text or "") if problem else None,
+        finish_reason=result.finish_reason,
+        prompt_tokens=result.prompt_tokens,
+        max_new_tokens=job.decoder.length,
+        forwards=result.forwards,
+        seconds=seconds,
+        tokens=result.tokens,
+        raw_tokens=result.raw_tokens,
+    )
+
+
+def verdict(record: Record) -> str:
+    """right or wrong; for a prompt of one's own, why the response ended."""
+    if record.right is None:
+        return {"end": "ended", "stop": "stopped", "length": "cut off"}[record.finish_reason]
+    return "right" if record.right else "wrong"
+
+
+def numbers(record: Record) -> str:
+    """Tokens, speed and forwards of a result."""
+    return (
+        f"{len(record.tokens)} tokens  {record.tokens_per_second:.1f} tokens/s  "
+        f"{record.forwards} forwards  {record.tokens_per_forward:.2f} tokens/forward"
+    )
+
+
+def plain_line(record: Record) -> str:
+    """A result in one line."""
+    name, text = visible(str(record.id)), visible(shown_text(record))
+    return f"{name}  {verdict(record)}  {numbers(record)}  {text}"
+
+
+def shown_text(record: Record) -> str:
+    """The response as text, or as ids for a model without a tokenizer."""
+    return record.text if record.text is not None else " ".join(map(str, record.tokens))
+
+
+def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
+    """A line a task: right k of n, tokens/s, tokens/forward."""
+    speed = "tokens/s" if batch_size == 1 else "tokens/s a prompt"
+    lines = []
+    for group in dict.fromkeys(record.group for record in records):
+        part = [record for record in records if record.group == group]
+        tokens = sum(len(record.tokens) for record in part)
+        forwards = sum(record.forwards for record in part)
+        seconds = sum(record.seconds for record in part)
+        judged = [record.right for record in part if record.right is not None]
+        what = f"right {sum(judged)} of {len(judged)}" if judged else f"{len(part)} decoded"
+        lines.append(
+            f"{group:<10} {what:<16} {tokens / seconds:.1f} {speed}  "
+            f"{tokens / forwards:.2f} tokens/forward"
+        )
+    return lines
+
+
+def visible(text: str, line_end: str = "\\n") -> str:
+    """Text in one line without control characters."""
+    return "".join(
+        line_end if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in text
+    )

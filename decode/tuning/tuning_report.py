@@ -1,0 +1,194 @@
+"""The files of a tuning run beside its ledger: a YAML a task, report.json, report.md, figures."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from d2f.files import write_beside
+from d2f.yaml_core import dump
+from decode.commands.pipeline_flags import DEFAULT_MODEL
+from decode.tuning.outcome import FINAL_COLUMNS, ROLES, Outcome, final_row
+from decode.tuning.space import Setting, Space, named
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out of a run. model, adapter: as they were named. run: what the ledger's header
+    says. environment: what it was measured on."""
+
+    model: str
+    adapter: str | None
+    space: Space
+    run: dict[str, Any]
+    environment: dict[str, Any]
+    outcomes: Sequence[Outcome]
+    folder: Path
+    repetitions: int
+
+    def config(self, task: str) -> Path:
+        """The YAML of a task's choice."""
+        return self.folder / f"{Path(self.model).resolve().name}-{task}.yaml"
+
+    def use(self, task: str) -> str:
+        """The command that decodes with a task's choice."""
+        words = ["python", "-m", "decode.pipeline"]
+        if self.model != DEFAULT_MODEL:
+            words += ["--model", self.model]
+        if self.adapter is not None:
+            words += ["--adapter", self.adapter]
+        return shlex.join([*words, "--config", str(self.config(task)), "--tasks", task])
+
+    @property
+    def counted(self) -> str:
+        """What the numbers are."""
+        e = self.environment
+        compiled = ", compiled" if e["compiled"] else ""
+        return (
+            "Tokens are visible ones, before the first end token. Seconds are wall time of "
+            f"decoding in batches of {self.run['batch_size']}, prompts included, after one untimed "
+            "problem of the setting. A forward is a call of the model that a request was in. "
+            "Intervals are Wilson's, those of differences are paired (Tango). "
+            f"{self.model}, {e['dtype']}{compiled}, {e['device']}, {e['threads']} threads, torch "
+            f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, {e['date']}."
+        )
+
+    def write(self, *, figures: bool) -> None:
+        """Write all files, each whole or not at all."""
+        for outcome in self.outcomes:
+            write_beside(self.config(outcome.task), self.yaml(outcome))
+        content = {
+            "model": self.model,
+            "adapter": self.adapter,
+            "run": self.run,
+            "environment": self.environment,
+            "counted": self.counted,
+            "tasks": [
+                outcome.to_json() | {"config": self.config(outcome.task).name}
+                for outcome in self.outcomes
+            ],
+        }
+        write_beside(self.folder / "report.json", json.dumps(content, indent=2) + "\n")
+        write_beside(self.folder / "report.md", self.markdown(figures=figures))
+        if figures:
+            from decode.tuning.tuning_figure import draw
+
+            draw(self)
+
+    def yaml(self, outcome: Outcome) -> str:
+        """Decoder options for `decode.pipeline --config`, with their provenance above them."""
+        run, final = self.run, outcome.final("chosen")
+        found = dict(zip(outcome.found.compared, outcome.found.comparable(), strict=True))
+        tuned = found[outcome.found.compared[outcome.choice.chosen]]
+        compiled = ", compiled" if self.environment["compiled"] else ""
+        lines = [
+            "Written by python -m decode.tune.",
+            f"model {self.model}" + (f", adapter {self.adapter}" if self.adapter else ""),
+            f"weights {run['weights'][:16]}, task {outcome.task}, seed {run['seed']}, batch "
+            f"{run['batch_size']}",
+            f"chosen: {outcome.goal.text}",
+            _measured("tuning", tuned.tokens_per_second, tuned),
+            _measured("held-out", median(final.speeds), final.evidence),
+            outcome.verdict_text,
+            outcome.against_defaults,
+            f"{self.environment['device']}, {self.environment['threads']} threads, "
+            f"{self.environment['dtype']}{compiled}, {self.environment['date']}",
+        ]
+        options = {"decoder": self.space.decoder, **outcome.chosen}
+        comments = "".join(f"# {line}\n" for line in lines)
+        return comments + dump(options)
+
+    def markdown(self, *, figures: bool) -> str:
+        """The report for reading."""
+        lines = [f"# Settings of {self.space.decoder} for {self.model}", ""]
+        if figures:
+            lines += ["![accuracy against speed](frontier.png)", ""]
+        for outcome in self.outcomes:
+            lines += self._section(outcome)
+        return "\n".join([*lines, "## What was counted", "", self.counted, ""])
+
+    def _section(self, outcome: Outcome) -> list[str]:
+        return [
+            f"## {outcome.task}",
+            "",
+            f"Chosen: {named(outcome.chosen)}: {outcome.goal.text}, which was a bound of "
+            f"{outcome.choice.bound:.1%}.",
+            outcome.verdict_text,
+            outcome.against_defaults,
+            "",
+            "```",
+            self.use(outcome.task),
+            "```",
+            "",
+            *_table(FINAL_COLUMNS, [final_row(final) for final in outcome.finals]),
+            "",
+            f"Speed is over {self.repetitions} repetitions of the same problems, the settings in "
+            "turn.",
+            "",
+            "### The search, on the tuning split",
+            "",
+            *outcome.search_text,
+            "",
+            *_table(SEARCH_COLUMNS, search_rows(outcome)),
+            "",
+        ]
+
+
+SEARCH_COLUMNS = ("setting", "", "right", "accuracy (95 %)", "tokens/s", "tokens a forward")
+
+
+def search_rows(outcome: Outcome) -> list[list[str]]:
+    """The measured settings for a table: the compared ones, fastest first, then the others."""
+    front, common = set(outcome.front), outcome.found.comparable()
+    rows: list[tuple[tuple[float, ...], list[str]]] = []
+    for i, whole in enumerate(outcome.found.evidence):
+        if whole is None:
+            continue
+        compared = i in outcome.found.compared
+        evidence = common[outcome.found.compared.index(i)] if compared else whole
+        marks = ["chosen"] * (outcome.settings[i] == outcome.chosen)
+        marks += ["frontier"] * (i in front) + ["dropped"] * (not compared)
+        low, high = evidence.interval
+        row = [
+            named(outcome.settings[i]),
+            ", ".join(marks),
+            f"{evidence.count_right} of {evidence.problems}",
+            f"{evidence.accuracy:.1%} ({low:.1%} to {high:.1%})",
+            f"{evidence.tokens_per_second:.1f}",
+            f"{evidence.tokens_per_forward:.2f}",
+        ]
+        rows.append(((not compared, -evidence.problems, -evidence.tokens_per_second), row))
+    return [row for _, row in sorted(rows)]
+
+
+def finals_of(
+    chosen: Setting, reference: Setting, defaults: Setting
+) -> list[tuple[list[str], Setting]]:
+    """The settings to measure on held-out problems, each once, with their roles."""
+    found: list[tuple[list[str], Setting]] = []
+    for role, setting in zip(ROLES, (chosen, reference, defaults), strict=True):
+        same = [roles for roles, other in found if other == setting]
+        if same:
+            same[0].append(role)
+        else:
+            found.append(([role], setting))
+    return found
+
+
+def _measured(split: str, speed: float, evidence: Any) -> str:
+    low, high = evidence.interval
+    return (
+        f"{split}: {evidence.count_right} of {evidence.problems} right ({evidence.accuracy:.1%}, "
+        f"95 % {low:.1%} to {high:.1%}), {speed:.1f} tokens/s, "
+        f"{evidence.tokens_per_forward:.2f} tokens a forward"
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines]

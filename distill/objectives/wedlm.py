@@ -1,0 +1,122 @@
+"""WeDLM's training (arXiv 2512.22737, section 3): masks recovered under a causal mask.
+
+A sample is fed twice, ``[x_0 | x_t]``, with the same positions. x_0 is clean and plain causal. In
+x_t, in each block (counted from position 0, the prompt in them), a share gamma ~ U(0, 1) of the
+response tokens is masked and the observed tokens are moved before the masked ones, each with the
+position it has in the text. A row of x_t sees the clean blocks before its own, and its own block up
+to itself: so a masked token sees all that is observed in its block, as in streaming decoding. Its
+own row predicts it, without a shift; the rows of x_0 predict the next token, as in any causal
+model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from d2f import noise, spans
+from distill.data import Sample
+from distill.objectives.base import Batch, Objective, Rows, samples_of
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """A sample of L tokens as it is fed, ``[x_0 | x_t]``.
+
+    ids, positions: ``[2 L]``. rows: ``[N]``, those that are read. targets: ``[N]``, what they
+    predict. weight: ``[N, 2]``, in the masked loss and in the next-token loss.
+    """
+
+    ids: Ints
+    positions: Ints
+    rows: Ints
+    targets: Ints
+    weight: NDArray[np.float64]
+
+
+class WeDLM(Objective):
+    """(masked loss + ar_weight x next-token loss) / (1 + ar_weight).
+
+    Masked loss: cross-entropy weighted by 1 / gamma of the block, divided by the number of response
+    tokens (weights ``paper``) or by the sum of the weights (``code``; its eps of 1e-8 is left out,
+    as a block with a mask has gamma >= 1 / (2 x block size)). Next-token loss: the mean over the
+    response. In all of them end tokens after the first count `data.tail_weight`.
+    """
+
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        size, prompt = self.block_size(sample), len(sample.prompt)
+        gammas = self.rng(sample).random(-(-len(sample) // size))
+        maskable = np.arange(len(sample)) >= prompt
+        rng = noise.sample_rng(self.config.seed, sample.index, noise.MASK)
+        masked = noise.draw_counts(maskable, size, gammas, rng)[prompt:]
+        gamma = np.repeat(gammas, size)[prompt : len(sample)]
+        return masked, self.importance(sample) / np.where(masked, gamma, 1.0)
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        return spans.wedlm_training(len(sample), self.block_size(sample))
+
+    def streams(self, sample: Sample) -> Streams:
+        """A sample with its noise, its spans are `sample_spans`."""
+        length, prompt = len(sample), len(sample.prompt)
+        mask_id = self.model.mask_id
+        assert mask_id is not None
+        masked, weight = self.draw(sample)
+        clean = np.array(sample.prompt + sample.response)
+        hidden = np.arange(length) >= prompt
+        hidden[prompt:] = masked
+        order = noise.observed_first(hidden, self.block_size(sample))
+        noisy = np.where(hidden, mask_id, clean)
+        masks = np.flatnonzero(hidden[order])
+        recovered = order[masks]
+        first = max(prompt, 1) if self.config.wedlm.ar_weight else length  # nothing predicts 0
+        following = np.arange(first, length)
+        weights = np.zeros((len(masks) + len(following), 2))
+        weights[: len(masks), 0] = weight[recovered - prompt]
+        weights[len(masks) :, 1] = self.importance(sample)[following - prompt]
+        return Streams(
+            ids=np.concatenate((clean, noisy[order])),
+            positions=np.concatenate((np.arange(length), order)),
+            rows=np.concatenate((length + masks, following - 1)),
+            targets=clean[np.concatenate((recovered, following))],
+            weight=weights,
+        )
+
+    def batch(self, rows: Rows, mine: slice) -> Batch:
+        settings, length = self.config.wedlm, 2 * self.config.data.row_length
+        first, own = range(len(rows))[mine].start, rows[mine]
+        ids = np.zeros((len(own), length), dtype=np.int64)
+        positions = np.zeros_like(ids)
+        reads, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        weights, totals = [np.zeros((0, 2))], np.zeros(2)
+        for r, placed in samples_of(rows):
+            fed = self.streams(placed.sample)
+            sums = fed.weight.sum(0)
+            if settings.weights == "paper":
+                sums[0] = self.importance(placed.sample).sum()
+            totals += sums
+            if not 0 <= r - first < len(own):
+                continue
+            start = 2 * placed.start
+            part = slice(start, start + len(fed.ids))
+            ids[r - first, part], positions[r - first, part] = fed.ids, fed.positions
+            reads.append((r - first) * length + start + fed.rows)
+            targets.append(fed.targets)
+            weights.append(fed.weight)
+        ar = settings.ar_weight
+        scale = np.array([1.0, ar]) / (1 + ar) / np.maximum(totals, 1e-9)
+        seen, _ = self.spans(own, length)
+        return Batch(
+            input_ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
+            spans=seen,
+            teacher_spans=None,
+            rows=torch.from_numpy(np.concatenate(reads)),
+            targets=torch.from_numpy(np.concatenate(targets)),
+            weight=torch.from_numpy(np.concatenate(weights) @ scale).float(),
+        )

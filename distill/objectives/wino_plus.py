@@ -1,0 +1,225 @@
+"""WINO+ (trajectory injection; specification from the paper and its code): a model learns to decide
+at once what the decoder with revocations decided for good, and to be unsure of what it would get
+wrong.
+
+For the state before step t, with A_t the tokens decided at t and B_t those decided later, y the
+final tokens, and the model's prediction v with confidence c and entropy H (nats) at each of them:
+
+    L         = L_tok + L_defer + lambda L_sharp + beta L_kl
+    L_tok     = mean over A_t of the cross-entropy with y
+    L_defer   = - mean over R_t of H,  R_t = {l in B_t : v != y, c >= tau1}
+    L_sharp   = mean over C_t of H,    C_t = {l in A_t : v = y, c < tau2}
+    L_kl      = mean over B_t without R_t of KL(teacher || student)
+
+R_t and C_t are chosen without gradient, the mean of an empty set is 0. The last term goes with
+D2F: the teacher is the same weights without the adapter, bidirectional, on the same masked input.
+The paper has no tail and no L_kl; its code takes R_t from the block of the first token of A_t only
+(`scope: block`) and asks for c > tau1. A prediction is the decoder's: never the mask id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from d2f import spans
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from distill.config import TrainConfig
+from distill.data import Sample, lay_out
+from distill.objectives.base import Batch, Objective, Rows, full_spans
+from distill.rollouts.trajectories import State, StateStream, read_rollouts, tokenizer_hash
+from distill.run.sharding import whole
+from triton_kernels.masked_kl import masked_linear_kl
+
+LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time
+
+
+@dataclass(frozen=True)
+class StateBatch(Batch):
+    """One process's part of a step; all ``[N]``, one a row that is read.
+
+    weight: the share of the row's state in the step's loss. state: int64, which state the row
+    belongs to. now, later, deferrable: as in `State`.
+    """
+
+    state: Tensor
+    now: Tensor
+    later: Tensor
+    deferrable: Tensor
+
+
+class WinoPlusObjective(Objective):
+    """WINO+ on the rollouts in `data.file`. Raises InputError for rollouts that do not fit the
+    model or the configuration."""
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__(model, config)
+        self.settings = config.wino_plus
+        assert config.data.file is not None
+        run, self.rollouts = read_rollouts(config.data.file)
+        self._check(run)
+
+    def stream(self) -> StateStream:
+        config = self.config
+        return StateStream(
+            config.data, self.rollouts, self.settings, self.model.end_ids, config.seed
+        )
+
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        """(masked, whether decided next); a state's mask is that of its trajectory."""
+        assert isinstance(sample, State)
+        return sample.masked, sample.now.astype(float)
+
+    def next_decided(self, sample: Sample) -> np.ndarray:
+        return self.draw(sample)[1] > 0
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        if self.settings.mask == "block_causal":
+            size = next(iter(self.config.block_shares))
+            return spans.block_causal(len(sample), len(sample.prompt), size)
+        return spans.bidirectional(len(sample))
+
+    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
+        own, _ = super().spans(rows, length)
+        return own, full_spans(rows, length) if self.settings.kl_weight else None
+
+    def batch(self, rows: Rows, mine: slice) -> StateBatch:
+        length = self.config.data.row_length
+        ids, positions = lay_out(rows[mine], length)
+        flat = ids.view(-1)
+        clean = flat.clone()
+        assert self.model.mask_id is not None
+        places = [np.zeros(0, dtype=np.int64)]
+        columns = [np.zeros((0, 3), dtype=bool)]
+        states = [np.zeros(0, dtype=np.int64)]
+        for r, row in enumerate(rows[mine]):
+            for placed in row:
+                state = placed.sample
+                assert isinstance(state, State)
+                start = r * length + placed.start + len(state.prompt)
+                flat[start + torch.from_numpy(np.flatnonzero(state.masked))] = self.model.mask_id
+                table = np.stack([state.now, state.later, state.deferrable], axis=1)
+                read = table[:, 0] | table[:, 1 if self.settings.kl_weight else 2]
+                places.append(start + np.flatnonzero(read))
+                columns.append(table[read])
+                states.append(np.full(int(read.sum()), len(states)))
+        targets = torch.from_numpy(np.concatenate(places))
+        now, later, deferrable = torch.from_numpy(np.concatenate(columns)).unbind(1)
+        state_of = torch.from_numpy(np.concatenate(states)) - 1
+        own, teacher = self.spans(rows[mine], length)
+        return StateBatch(
+            input_ids=ids,
+            positions=positions,
+            spans=own,
+            teacher_spans=teacher,
+            rows=targets - self.model.logit_shift,
+            targets=clean[targets],
+            weight=torch.full((len(targets),), 1 / max(1, sum(map(len, rows)))),
+            state=state_of,
+            now=now,
+            later=later,
+            deferrable=deferrable,
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert isinstance(batch, StateBatch)
+        settings = self.settings
+        # The teacher comes first: the adapter is off and on again before there is a graph.
+        teacher = self.read_teacher(batch) if settings.kl_weight else None
+        student = self.read(batch, batch.spans)
+        with torch.no_grad():
+            confidence, token = self._predictions(student.detach())
+        right = token == batch.targets
+        defer = batch.deferrable & ~right & (confidence >= settings.tau1)  # R_t
+        sharpen = batch.now & right & (confidence < settings.tau2)  # C_t
+        by_entropy = settings.sharpen_weight * _mean_weight(batch, sharpen)
+        by_entropy = by_entropy - settings.defer_weight * _mean_weight(batch, defer)
+        loss = self._on_logits(student, batch.targets, _mean_weight(batch, batch.now), by_entropy)
+        if teacher is not None:
+            teach = batch.later & ~defer
+            weight = settings.kl_weight * _mean_weight(batch, teach)[teach]
+            head = whole(self.model.backbone.lm_head.weight)
+            loss = loss + masked_linear_kl(student[teach], teacher[teach], head, weight)
+        return loss
+
+    def _predictions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(confidence, token id) ``[N]`` of hidden states ``[N, C]``, as decoding takes them."""
+        found = []
+        for part in hidden.split(self._rows_at_a_time):
+            logits = self.model.head(part).float()  # [n, V]
+            total = logits.logsumexp(-1)
+            logits[:, self.model.mask_id] = -torch.inf
+            best, token = logits.max(-1)
+            found.append(((best - total).exp(), token))
+        confidences, tokens = zip(*found, strict=True)
+        return torch.cat(confidences), torch.cat(tokens)
+
+    def _on_logits(
+        self, hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
+    ) -> Tensor:
+        """Sum of by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
+        ``[N]`` each; a part's logits are made again for its gradient."""
+        rows = ((by_token != 0) | (by_entropy != 0)).nonzero()[:, 0]
+        columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for part in zip(*(column.split(self._rows_at_a_time) for column in columns), strict=True):
+            total = total + checkpoint(
+                self._part_on_logits, *part, use_reentrant=False, preserve_rng_state=False
+            )
+        return total
+
+    def _part_on_logits(
+        self, hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
+    ) -> Tensor:
+        log_p = self.model.head(hidden).log_softmax(-1, dtype=torch.float32)  # [n, V]
+        token = -log_p.gather(1, targets[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return (by_token * token + by_entropy * entropy).sum()
+
+    @property
+    def _rows_at_a_time(self) -> int:
+        return max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+
+    def _check(self, run: dict[str, object]) -> None:
+        """Raise InputError unless the model can read the rollouts, and the configuration's mask is
+        the one that they were decoded under."""
+        file, model, settings = self.config.data.file, self.model, self.settings
+        assert model.tokenizer is not None and model.mask_id is not None
+        here = {"mask_id": model.mask_id, "tokenizer": tokenizer_hash(model.tokenizer)}
+        for name, value in here.items():
+            if run.get(name) != value:
+                raise InputError(
+                    f"{file} was collected with another {name}: expected that of "
+                    f"{self.config.init}, {value!r}, got {run.get(name)!r}"
+                )
+        if run.get("mask") != settings.mask:
+            raise InputError(
+                f"{file} was decoded under another mask: expected that of wino_plus.mask, "
+                f"{settings.mask}, got {run.get('mask')}"
+            )
+        for number, rollout in enumerate(self.rollouts, 2):
+            wrong = [t for t in rollout.prompt_ids + rollout.generated_ids if t >= model.vocab_size]
+            if wrong or model.mask_id in rollout.prompt_ids + rollout.generated_ids:
+                raise InputError(
+                    f"{file}, line {number}: ids must lie below {model.vocab_size} and not be the "
+                    f"mask id {model.mask_id}, got {(wrong or [model.mask_id])[0]}"
+                )
+            size = next(iter(self.config.block_shares))
+            if rollout.block_size != size:
+                raise InputError(
+                    f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
+                    f"expected those of block_size, {size}"
+                )
+
+
+def _mean_weight(batch: StateBatch, chosen: Tensor) -> Tensor:
+    """The weight ``[N]`` that makes a sum over rows the states' means over the chosen ones, each
+    with its state's share of the step."""
+    each = chosen.float()
+    count = torch.zeros_like(each).index_add(0, batch.state, each)[batch.state]
+    return batch.weight * each / count.clamp(min=1)

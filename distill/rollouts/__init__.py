@@ -1,0 +1,1 @@
+"""Trajectories of a decoder on problems that it solves, to train on."""

@@ -1,0 +1,249 @@
+"""python -m distill.rollouts --model tiny-teacher --decoder wino --output rollouts.jsonl
+
+Decodes training problems of the tiny tasks and keeps the responses that the checker accepts, each
+with the forward that decided every token for good: what `objective: wino_plus` trains on. The file
+is written line by line in the order of the problems; the same command again goes on where it
+stopped. `--decoder d2f` records the pipeline, with the forward that each block was there from.
+
+All of the response is decoded, not only up to its end token, as in WINO+'s own collection. A
+problem whose answer is wrong is decoded again at the next of `--temperatures`, if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.files import GrowingFile, write_beside
+from d2f.quiet import quiet
+from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from decode.commands.decoder_flags import DECODER_OPTIONS
+from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.reporting.places import hold_output
+
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+    from distill.rollouts.collect import Job
+    from distill.rollouts.trajectories import Rollout
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+DECODERS = ("wino", "d2f")
+_TAKEN = ("block_size", "tau1", "tau2", "caps", "leakage", "cache",
+          "tau_add", "tau_act", "tau_conf", "revoke", "tau_revoke")  # fmt: skip
+OPTIONS = [option for option in DECODER_OPTIONS if option.name in _TAKEN]
+
+
+class RolloutFile:
+    """The file of a run: its settings, then a line a rollout, in the order of the problems.
+
+    Opening reads what is there: `names` of the rollouts, `torn` where a half-written line follows
+    them. Entering drops that line. Raises InputError if it is not the file of this very run.
+    """
+
+    def __init__(self, path: str, run: dict[str, Any]):
+        from decode.reporting.output_file import json_line, refuse_another_run
+        from distill.rollouts.trajectories import parse_rollouts
+
+        self.path = Path(os.path.realpath(path))
+        self.names: list[str] = []
+        self.torn = False
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if data:
+            there, found, self.torn = parse_rollouts(data, self.path)
+            refuse_another_run(self.path, there, json.loads(json.dumps(run)))
+            self.names = [rollout.unique_id for rollout in found]
+            self._whole = data[: data.rfind(b"\n") + 1].decode()
+        else:
+            self._whole = json_line({"rollouts": run})
+
+    def __enter__(self) -> RolloutFile:
+        with self._kept():
+            if self.torn or not self.names:
+                write_beside(self.path, self._whole)
+            self._file = GrowingFile(self.path)
+        return self
+
+    def write(self, rollout: Rollout) -> None:
+        """Append a rollout. Raises OutputError."""
+        with self._kept():
+            self._file.write(rollout.model_dump_json() + "\n")
+        self.names.append(rollout.unique_id)
+
+    def _kept(self) -> AbstractContextManager[None]:
+        from d2f.write_errors import says_what_is_kept
+
+        kept = "the rollouts before are kept, the same command goes on"
+        return says_what_is_kept(self.path, kept)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Collect what the options say. Raises InputError before any work."""
+    with hold_output(options.output):
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from decode.commands.decoder_settings import DecoderSettings
+    from decode.commands.load_model import check_options, load, outline
+    from distill.rollouts.collect import collect, make_jobs
+
+    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    settings = DecoderSettings(options.decoder, given | {"early_exit": False})
+    settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
+    check_options(options)
+    shape = outline(options.model, options.adapter)
+    jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
+    model, weights = load(options)
+    file = RolloutFile(options.output, describe(options, model, weights, jobs))
+    order = {job.name: number for number, job in enumerate(jobs)}
+    places = [order.get(name, -1) for name in file.names]
+    if -1 in places or places != sorted(set(places)):
+        raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
+    first = places[-1] + 1 if places else 0
+    if first:
+        print(f"{file.path}: going on after {file.names[-1]}", file=sys.stderr)
+    waiting: dict[int, Rollout | None] = {}
+    bar = tqdm(total=len(jobs), initial=first, disable=not sys.stderr.isatty())
+    with file, bar:
+        for number, rollout in collect(
+            model,
+            jobs,
+            first=first,
+            temperatures=options.temperatures,
+            seed=options.seed,
+            batch_size=options.batch_size,
+        ):
+            waiting[number] = rollout
+            bar.update()
+            while first in waiting:
+                found = waiting.pop(first)
+                if found is not None:
+                    file.write(found)
+                first += 1
+    for task in options.tasks:
+        kept = sum(name.startswith(f"{task}-") for name in file.names)
+        print(f"{task:<10} {kept} of {options.problems} right and kept")
+
+
+def describe(
+    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[Job]
+) -> dict[str, Any]:
+    """What decides a run's rollouts, and what their reader checks."""
+    from d2f import __version__
+    from decode.decoders.visibility import mask_kind
+    from distill.rollouts.trajectories import tokenizer_hash
+
+    assert model.tokenizer is not None
+    mask = "block-causal" if options.decoder == "d2f" else mask_kind(model.contract)
+    return {
+        "version": __version__,
+        "model": options.model,
+        "adapter": options.adapter,
+        "weights": weights,
+        "tokenizer": tokenizer_hash(model.tokenizer),
+        "mask_id": model.mask_id,
+        "mask": mask.replace("-", "_"),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "compiled": model.is_compiled,
+        "decoder": options.decoder,
+        "options": asdict(jobs[0].decoder) | {"max_new_tokens": None},
+        "tasks": options.tasks,
+        "problems": options.problems,
+        "seed": options.seed,
+        "temperatures": options.temperatures,
+    }
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line as a namespace. Raises InputError, SystemExit after --help."""
+    parser = Parser(
+        "python -m distill.rollouts",
+        description=__doc__,
+        usage=argparse.SUPPRESS,  # the description opens with it
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
+    parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
+    parser.add_argument("--decoder", choices=DECODERS, default="wino", help="default: wino")
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
+    parser.add_argument(
+        "--problems", type=int, default=1000, help="training problems a task (default 1000)"
+    )
+    parser.add_argument("--output", required=True, help="JSONL file of the rollouts")
+    parser.add_argument(
+        "--temperatures",
+        default="0",
+        help="tried in this order until an answer is right (default 0: greedy alone; the official "
+        "collection takes 0,0.1,0.2,0.3,0.4,0.5)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of problems and sampling (default 0)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="problems a forward (default 32)"
+    )
+    parser.add_argument("--dtype")
+    parser.add_argument("--device")
+    parser.add_argument("--compile", action="store_true", help="through torch.compile")
+    add_verbose(parser)
+    group = parser.add_argument_group("decoder")
+    for option in OPTIONS:
+        option.add_to(group)
+    parser.set_defaults(family=None, merge=True)
+    options = parser.parse_args(arguments)
+    options.tasks = options.tasks.split(",")
+    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
+        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, "
+                         f"got {','.join(options.tasks)!r}")  # fmt: skip
+    for name in ("problems", "batch_size"):
+        if getattr(options, name) < 1:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")
+    if options.seed < 0:
+        raise InputError(f"--seed must be 0 or more, got {options.seed}")
+    options.temperatures = _temperatures(options.temperatures)
+    return options
+
+
+def _temperatures(text: str) -> list[float]:
+    try:
+        ladder = [float(part) for part in text.split(",")]
+    except ValueError:
+        ladder = []
+    if not ladder or not all(0 <= t < float("inf") for t in ladder):
+        raise InputError(f"--temperatures must be numbers of 0 or more, got {text!r}")
+    return ladder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    try:
+        options = parse(arguments)
+        with quiet(options.verbose):
+            run(options)
+    except (InputError, NonFiniteLogitsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, InputError) else FAILED
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

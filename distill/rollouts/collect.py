@@ -1,0 +1,151 @@
+"""Decoding training problems for their trajectories: many requests a batch; what the checker
+accepts is kept with the forward that decided every token for good. The command is
+`distill.rollouts.__main__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from d2f.tasks import Problem, make_problems
+from d2f.tasks import check as check_answer
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.commands.decoder_settings import DecoderSettings
+from decode.decoders import Decoder
+from decode.engine.engine import Engine
+from decode.engine.prompts import check, encode
+from decode.engine.request import Request
+from decode.engine.result import Event, Result
+from distill.rollouts.trajectories import Rollout
+
+
+@dataclass(frozen=True)
+class Job:
+    """A problem to decode: its name in the file, prompt ids, and decoder at temperature 0."""
+
+    name: str
+    problem: Problem
+    ids: list[int]
+    decoder: Decoder
+
+
+@dataclass
+class Trajectory:
+    """Which forwards decided what, from a request's events.
+
+    pipelined: whether blocks are appended while decoding; else all are there from the start.
+    appended: first step of each block by its start. tokens, accepted: of each position, the token
+    that it holds and the step that decided it. proposed: the first step that gave a position a
+    token. Steps count forwards from 0.
+    """
+
+    pipelined: bool
+    block_size: int = 0
+    appended: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    accepted: dict[int, int] = field(default_factory=dict)
+    proposed: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Take the next event. It shows what its forward decided, and the blocks of the forward to
+        come; the first block is there from the start."""
+        step = event.forward - 1
+        self.block_size = self.block_size or event.blocks[0].end
+        for view in event.blocks:
+            there = step + 1 if self.pipelined and view.start else 0
+            self.appended.setdefault(view.start, there)
+            for position, token in enumerate(view.tokens, view.start):
+                if token is None:
+                    self.tokens.pop(position, None)
+                elif self.tokens.get(position) != token:
+                    self.tokens[position] = token
+                    self.accepted[position] = step
+                    self.proposed.setdefault((position, token), step)
+
+    def rollout(self, job: Job, result: Result, temperature: float) -> Rollout:
+        """The whole of a finished request."""
+        place = range(len(result.raw_tokens))
+        tokens = tuple(self.tokens[i] for i in place)
+        assert list(tokens) == result.raw_tokens
+        return Rollout(
+            unique_id=job.name,
+            source=job.problem.task,
+            prompt_ids=tuple(job.ids),
+            generated_ids=tokens,
+            trajectory_accepted=tuple(self.accepted[i] for i in place),
+            trajectory_proposed=tuple(self.proposed[i, tokens[i]] for i in place),
+            append_steps=tuple(self.appended[start] for start in sorted(self.appended)),
+            block_size=self.block_size,
+            decoding_steps=result.forwards,
+            used_temperature=float(temperature),
+            text=result.text or "",
+        )
+
+
+def collect(
+    model: DiffusionModel,
+    jobs: Sequence[Job],
+    *,
+    first: int = 0,
+    temperatures: Sequence[float] = (0.0,),
+    seed: int = 0,
+    batch_size: int = 32,
+) -> Iterator[tuple[int, Rollout | None]]:
+    """(number, rollout) of each job from `first` on, as they finish; None where no temperature gave
+    a right answer. What a job gives depends on its number, its problem and the seed alone."""
+    slots = max((job.decoder.begin(job.ids, model.contract).slots for job in jobs), default=1)
+    engine = Engine(model, batch_size=batch_size, slots=slots * batch_size)
+    under_way: dict[int, Trajectory] = {}
+
+    def submit(number: int, rung: int) -> None:
+        job = jobs[number]
+        decoder = replace(job.decoder, temperature=temperatures[rung], seed=seed + number)
+        index = number * len(temperatures) + rung
+        under_way[index] = Trajectory(decoder.name == "d2f")
+        engine.submit(Request(index, job.ids, decoder, model.contract, model.tokenizer))
+
+    rest = iter(range(first, len(jobs)))
+    while True:
+        while len(engine.waiting) < batch_size and (number := next(rest, None)) is not None:
+            submit(number, 0)
+        if not (engine.waiting or engine.running):
+            return
+        for event in engine.advance():
+            if event.error is not None:
+                raise event.error
+            trajectory = under_way[event.request]
+            trajectory.add(event)
+            if event.result is None:
+                continue
+            del under_way[event.request]
+            number, rung = divmod(event.request, len(temperatures))
+            if check_answer(jobs[number].problem, event.result.text or ""):
+                temperature = temperatures[rung]
+                yield number, trajectory.rollout(jobs[number], event.result, temperature)
+            elif rung + 1 < len(temperatures):
+                submit(number, rung + 1)
+            else:
+                yield number, None
+
+
+def make_jobs(
+    model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[str], count: int, seed: int
+) -> list[Job]:
+    """`count` distinct training problems of each task, encoded and checked. Raises InputError."""
+    if model.tokenizer is None:
+        raise InputError(f"{model.path}: the tasks need a tokenizer, the checkpoint has none")
+    jobs = []
+    for task in tasks:
+        decoder = settings.decoder(model, RESPONSE_LENGTH[task])
+        decoder.check(model.contract)
+        try:
+            problems = make_problems(task, "train", count, seed)
+        except ValueError as error:
+            raise InputError(f"--problems {count}: {error}") from error
+        for number, problem in enumerate(problems, 1):
+            ids = encode(model, [{"role": "user", "content": problem.question}], f"{task} {number}")
+            check(model, ids, decoder, f"{task} {number}")
+            jobs.append(Job(f"{task}-{number}", problem, ids, decoder))
+    return jobs

@@ -1,0 +1,1 @@
+"""A run of training: its folder, checkpoints, processes, stops, evaluation and what it leaves."""

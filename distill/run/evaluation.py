@@ -1,0 +1,146 @@
+"""Evaluation while a model trains: held-out problems decoded as a user would, the best result kept.
+
+The one place besides rollouts where training decodes. It changes nothing that training sees:
+modules' modes and torch's random state are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from d2f.errors import InputError
+from d2f.files import put_back
+from d2f.json_file import parse
+from d2f.model import DiffusionModel
+from d2f.tasks import Problem, make_problems
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode.commands.decoder_settings import DecoderSettings
+from decode.decoders import DECODERS, Decoder
+from decode.engine.prompts import check, encode
+from decode.evaluate import decode_and_judge
+from distill.config import TrainConfig
+from distill.run.export import as_trained, write_result
+
+REPORT = "evaluation.json"
+
+
+class Evaluator:
+    """Decodes the same problems each time, greedily unless the options say otherwise, and keeps
+    the best result (accuracy, then tokens a forward; the first of equals) in ``best/``.
+
+    Raises InputError before any work for an unknown task, decoder or option, a decoder that does
+    not fit the model, a problem longer than its context, or weights that are split over processes.
+    """
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig, accelerator: Accelerator):
+        settings = config.evaluation
+        if not _has_whole_weights(accelerator):
+            raise InputError(
+                "eval_every decodes on one process, whose weights must be whole: expected one "
+                f"process, DDP or ZeRO-2, got {accelerator.distributed_type.value}"
+            )
+        self.config, self.settings = config, settings
+        self.model = as_trained(model, config)
+        self.best = Path(config.output) / "best"
+        self.jobs = jobs(self.model, config)
+
+    def due(self, step: int) -> bool:
+        """Whether a step, counted from 1, ends with an evaluation."""
+        assert self.config.eval_every is not None
+        return step % self.config.eval_every == 0 or step == self.config.steps
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Decode and judge, keep the best: values for the log and the tracker by name."""
+        values: dict[str, Any] = {}
+        right = tokens = forwards = count = 0
+        with undisturbed(self.model):
+            for task, (problems, decoder) in self.jobs.items():
+                judged = decode_and_judge(
+                    self.model, decoder, problems, batch_size=self.settings.batch_size
+                )
+                right, count = right + sum(judged.right), count + len(problems)
+                tokens += sum(len(result.tokens) for result in judged.results)
+                forwards += sum(result.forwards for result in judged.results)
+                values[f"evaluation/{task}/accuracy"] = sum(judged.right) / len(problems)
+                verdict = "right" if judged.right[0] else "wrong"
+                values[f"evaluation/{task}/example"] = (
+                    f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
+                )
+        values["evaluation/accuracy"] = right / count
+        values["evaluation/tokens_per_forward"] = tokens / forwards
+        self._keep(step, values)
+        return values
+
+    def _keep(self, step: int, values: dict[str, Any]) -> None:
+        names = ("evaluation/accuracy", "evaluation/tokens_per_forward")
+        put_back(self.best)
+        # A report that is missing or damaged says of nothing that it was better.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            kept = parse((self.best / REPORT).read_text(encoding="utf-8"), nan=True)
+            if [values[name] for name in names] <= [kept[name] for name in names]:
+                return
+        report = json.dumps({"step": step, **values}, indent=1) + "\n"
+        write_result(self.model, self.config, self.best, {REPORT: report})
+
+
+def jobs(model: DiffusionModel, config: TrainConfig) -> dict[str, tuple[list[Problem], Decoder]]:
+    """What is decoded of each task, and how. model: as trained; no weights are read. Raises
+    InputError for a decoder or option that there is not, or that does not fit the model, and for a
+    problem longer than its context."""
+    settings, chosen = config.evaluation, _decoder_settings(config)
+    found: dict[str, tuple[list[Problem], Decoder]] = {}
+    for task in settings.tasks or config.data.tasks or ():
+        try:
+            decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+            decoder.check(model.contract)
+        except InputError as error:
+            raise InputError(f"evaluation.options: {error}") from error
+        problems = make_problems(task, settings.split, settings.problems, config.seed)
+        for i, problem in enumerate(problems):
+            where = f"evaluation: {task} {i}"
+            ids = encode(model, [{"role": "user", "content": problem.question}], where)
+            check(model, ids, decoder, where)
+        found[task] = (problems, decoder)
+    return found
+
+
+def _decoder_settings(config: TrainConfig) -> DecoderSettings:
+    """The decoder that the configuration asks for. Raises InputError."""
+    settings = config.evaluation
+    if settings.decoder is not None and settings.decoder not in DECODERS:
+        raise InputError(
+            f"evaluation.decoder must be among {list(DECODERS)}, got {settings.decoder!r}"
+        )
+    if "max_new_tokens" in settings.options:
+        raise InputError("evaluation.options: max_new_tokens is that of each task, leave it out")
+    return DecoderSettings(settings.decoder, settings.options)
+
+
+def _has_whole_weights(accelerator: Accelerator) -> bool:
+    """Whether each process holds all weights."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
+    return bool(accelerator.distributed_type != DistributedType.FSDP)
+
+
+@contextlib.contextmanager
+def undisturbed(model: DiffusionModel) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards their modes and torch's random state as before."""
+    network = model.adapter or model.backbone
+    modes = {module: module.training for module in network.modules()}
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        network.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode

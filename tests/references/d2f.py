@@ -1,0 +1,131 @@
+"""The plain reference decoders: the specification that the engine must equal token by token.
+
+One request, no cache, no engine, no spans: every forward feeds the whole sequence under a dense
+boolean mask. Written to be read, not to be fast.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from d2f.attention import SpanPlan
+from d2f.model import DiffusionModel
+from decode.decoders import D2F, Autoregressive, Static
+from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+from decode.engine.sampling import PredictionRequest, Sampler, predict
+
+
+class DensePlan(SpanPlan):
+    """Attention under a mask ``[L, L]`` that was written out."""
+
+    def __init__(self, allowed: Tensor):
+        super().__init__(torch.zeros(len(allowed), 1, 2, dtype=torch.int32))
+        self.allowed = allowed
+
+    def mask(self, keys: int) -> Tensor:
+        return self.allowed[None]
+
+
+def predict_positions(
+    model: DiffusionModel, x: list[int], allowed: Tensor, wanted: list[int], shift: int,
+    sampler: Sampler,
+) -> list[tuple[int, float]]:  # fmt: skip
+    """(token, confidence) of each wanted position."""
+    with torch.inference_mode():
+        logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0]
+    rows = logits[[p - shift for p in wanted]]
+    predictions = predict(rows, [PredictionRequest(sampler, len(wanted))], forward=0)[0]
+    return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
+
+
+def in_fp32(threshold: float) -> float:
+    """A threshold as torch compares an fp32 tensor with it, as the official codes of D2F and SDAR
+    do: rounded to fp32."""
+    return float(np.float32(threshold))
+
+
+def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[int | None]:
+    """All that D2F's pipeline generates, None where early exit left a position undecoded."""
+    contract, start = model.contract, len(prompt)
+    size = options.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
+    sampler = Sampler(options.sampling, contract.mask_id)
+    out: list[int | None] = []  # the opened response
+    blocks: list[list[int]] = []  # response positions of each opened block
+    full: set[int] = set()  # blocks that must reveal at least one token a forward
+    ended = False
+
+    def decoded(block: int) -> float:
+        if block < 0:
+            return 1.0  # the prompt
+        return sum(out[p] is not None for p in blocks[block]) / len(blocks[block])
+
+    while True:
+        room = options.length - len(out)
+        if room and not ended and decoded(len(blocks) - 1) >= options.tau_add:
+            blocks.append(list(range(len(out), len(out) + min(size, room))))
+            out += [None] * len(blocks[-1])
+        full |= {b for b in range(len(blocks)) if decoded(b - 1) >= options.tau_act}
+        ends = [p for p, token in enumerate(out) if token in contract.end_ids]
+        open_ = out[: ends[0]] if options.early_exit and ends else out
+        if None not in open_:
+            return out
+        number = [0] * start + [1 + b for b, block in enumerate(blocks) for _ in block]
+        block_of = torch.tensor(number)
+        wanted = [p for p, token in enumerate(out) if token is None]
+        x = prompt + [contract.mask_id if token is None else token for token in out]
+        found = predict_positions(
+            model, x, block_of[:, None] >= block_of[None, :],  # type: ignore[arg-type]
+            [start + p for p in wanted], contract.logit_shift, sampler,
+        )  # fmt: skip
+        guess = dict(zip(wanted, found, strict=True))
+        for b, block in enumerate(blocks):
+            masked = [p for p in block if out[p] is None]
+            chosen = [p for p in masked if guess[p][1] > in_fp32(options.tau_conf)]
+            if not chosen and masked and b in full:
+                chosen = [max(masked, key=lambda p: (guess[p][1], -p))]
+            for p in chosen:
+                out[p] = guess[p][0]
+                ended = ended or out[p] in contract.end_ids
+
+
+def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> list[int | None]:
+    """LLaDA's low-confidence decoding, for a bidirectional model; None where early exit left a
+    position undecoded."""
+    contract, start, total = model.contract, len(prompt), options.length
+    assert contract.mask_id is not None
+    size = options.block_size or total
+    sampler = Sampler(options.sampling, contract.mask_id)
+    x = prompt + [contract.mask_id] * total
+    allowed = torch.ones(len(x), len(x), dtype=torch.bool)
+    block_starts = range(start, start + total, size)
+    for low in block_starts:
+        high = min(low + size, start + total)
+        masked = list(range(low, high))
+        steps = options.steps // len(block_starts) if options.steps else len(masked)
+        counts = [len(masked) // steps + (j < len(masked) % steps) for j in range(steps)]
+        for count in filter(None, counts):
+            settled = [t for t in x[start : min(masked)] if t in contract.end_ids]
+            if options.early_exit and settled:
+                break
+            found = predict_positions(model, x, allowed, masked, contract.logit_shift, sampler)
+            ranked = sorted(range(len(masked)), key=lambda i: -found[i][1])  # stable
+            for i in ranked[:count]:
+                x[masked[i]] = found[i][0]
+            masked = [p for i, p in enumerate(masked) if i not in ranked[:count]]
+    return [None if token == contract.mask_id else token for token in x[start:]]
+
+
+def decode_autoregressive(
+    model: DiffusionModel, prompt: list[int], options: Autoregressive
+) -> list[int]:
+    """One token after the other, up to and with the first end id."""
+    sampler = Sampler(options.sampling, model.mask_id)
+    x = list(prompt)
+    while len(x) < len(prompt) + options.length:
+        allowed = torch.ones(len(x), len(x)).tril().bool()
+        x.append(predict_positions(model, x, allowed, [len(x)], 1, sampler)[0][0])
+        if x[-1] in model.end_ids:
+            break
+    return x[len(prompt) :]

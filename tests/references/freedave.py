@@ -1,0 +1,96 @@
+"""FreeDave's plain reference: algorithm 1 of arXiv 2510.00294 on dense masks, without cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d2f.model import DiffusionModel
+from decode.decoders import FreeDave
+from decode.decoders.visibility import mask_kind
+from decode.engine.sampling import Sampler
+from tests.references.d2f import predict_positions
+
+Guesses = dict[int, tuple[int, float]]  # (token, confidence) by position
+
+
+def decode_freedave(
+    model: DiffusionModel, prompt: list[int], options: FreeDave
+) -> tuple[list[int | None], int]:
+    """All that is generated, None where early exit left a position undecoded, and the forwards.
+
+    options.cache must be ``none``; options.drafting does not matter here.
+    """
+    contract, start, d = model.contract, len(prompt), options.drafts
+    mask, sampler = contract.mask_id, Sampler(options.sampling, contract.mask_id)
+    assert mask is not None and options.cache == "none"
+    allowed = _allowed(model, start, start + options.length)
+    size = options.block_size or options.length
+    ahead = -(-d // size) if options.eager else 0
+
+    def masks(x: list[int]) -> list[int]:
+        """Masked positions of the blocks that may be decoded now."""
+        masked = [p for p, token in enumerate(x) if token == mask and p >= start]
+        current = (masked[0] - start) // size if masked else 0
+        return [p for p in masked if (p - start) // size <= current + ahead]
+
+    def see(x: list[int]) -> Guesses:
+        found = predict_positions(model, x, allowed, masks(x), contract.logit_shift, sampler)
+        return dict(zip(masks(x), found, strict=True))
+
+    def candidates(x: list[int], z: Guesses, count: int) -> list[list[int]]:
+        """c_1, c_2, ...: x with the first, the first two, ... of the predictions revealed."""
+        ranked = sorted(set(masks(x)) & set(z), key=lambda p: ((p - start) // size, -z[p][1], p))
+        found, state = [], x
+        for p in ranked[:count]:
+            state = [*state[:p], z[p][0], *state[p + 1 :]]
+            found.append(state)
+        return found
+
+    def over(x: list[int]) -> bool:
+        settled = x[start : next((p for p in range(start, len(x)) if x[p] == mask), len(x))]
+        ended = any(token in contract.end_ids for token in settled)
+        return mask not in x[start:] or (options.early_exit and ended)
+
+    def open_after(c: list[int], x: list[int]) -> bool:
+        """Whether the blocks that were open in x have something left to decode in c."""
+        end = len(x) if options.eager else start + ((masks(x)[0] - start) // size + 1) * size
+        return mask in c[start:end]
+
+    x, forwards = prompt + [mask] * options.length, 0
+    while not over(x):
+        z = see(x)  # once a block
+        forwards += 1
+        while True:
+            drafted = candidates(x, z, d)
+            if over(drafted[0]) or not open_after(drafted[0], x):
+                x = drafted[0]
+                break
+            drafted = [c for c in drafted if open_after(c, x)]
+            seen = [see(c) for c in drafted]
+            forwards += 1
+            best = 0
+            while best + 1 < len(drafted) and not over(drafted[best]):
+                if drafted[best + 1] != candidates(drafted[best], seen[best], 1)[0]:
+                    break
+                best += 1
+            x, z = drafted[best], seen[best]
+            if over(x):
+                break
+    return [None if token == mask else token for token in x[start:]], forwards
+
+
+def _allowed(model: DiffusionModel, start: int, length: int) -> Tensor:
+    """What each position sees, bool ``[length, length]``."""
+    contract, kind = model.contract, mask_kind(model.contract)
+    if kind == "bidirectional":
+        return torch.ones(length, length, dtype=torch.bool)
+    assert contract.block_size is not None
+    if kind == "block-causal":  # the prompt is block 0
+        numbers = [
+            0 if p < start else 1 + (p - start) // contract.block_size for p in range(length)
+        ]
+    else:
+        numbers = [p // contract.block_size for p in range(length)]
+    block_of = torch.tensor(numbers)
+    return block_of[:, None] >= block_of[None, :]
