@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from benchmarks.ablation.ablation_config import Ablation
 from d2f.configuration import Section
-from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS, Option
+from decode.commands.decoder_flags import help_of, options_by_name
 from decode.comparison.comparison_config import CompareConfig
 from decode.decoders import DECODERS
+from decode.decoders.options import Option
 from distill.config import TrainConfig
 
 _HEAD = """\
@@ -153,10 +153,11 @@ def _decoders() -> Iterator[str]:
     yield ""
     yield "| key | what it takes | decoders | |"
     yield "|---|---|---|---|"
-    for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS):
-        having = [n for n, d in DECODERS.items() if option.name in {f.name for f in fields(d)}]
-        named = "all" if len(having) == len(DECODERS) else ", ".join(having)
-        yield f"| `{option.name}` | {_option(option)} | {named} | {option.help} |"
+    for name, having in options_by_name(DECODERS.values()).items():
+        same = len(having) == len(DECODERS)
+        named = "all" if same else ", ".join(kind.name for kind, _ in having)
+        about = help_of(having, len(having) if len(having) == 1 else len(DECODERS))
+        yield f"| `{name}` | {_option(having[0][1])} | {named} | {about} |"
 
 
 def _option(option: Option) -> str:

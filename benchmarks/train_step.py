@@ -35,7 +35,7 @@ from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
-from d2f.spans import block_ends
+from d2f.span_makers import block_ends
 from decode.comparison.process_memory import peak_bytes, reset_peak
 from distill.config import TrainConfig
 from distill.data.data_config import Data
@@ -89,7 +89,7 @@ def plain(model: DiffusionModel, batch: Batch, share: Tensor) -> Callable[[], Te
     """The loss from dense masks and all logits, by transformers' own attention."""
     model.backbone.set_attn_implementation("sdpa")
     samples, length = share.shape
-    ends = block_ends(length, length // 4, BLOCK_SIZE).to(share.device)
+    ends = torch.from_numpy(block_ends(length, length // 4, BLOCK_SIZE)).to(share.device)
     seen = torch.arange(length, device=share.device)[None] < ends[:, None]
     dense = torch.zeros(samples, 1, length, length, dtype=model.dtype, device=share.device)
     causal = dense.masked_fill(~seen, torch.finfo(model.dtype).min)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from d2f.span_makers import at_least, block_ends
 from triton_kernels.span_attention import MAX_SPANS as MAX_SPANS
 from triton_kernels.span_attention import validate_spans as validate  # noqa: F401
 
@@ -29,24 +30,12 @@ def causal(length: int) -> Tensor:
     return _stack((torch.zeros_like(q), q + 1))
 
 
-def block_ends(length: int, prompt_length: int, block_size: int) -> Tensor:
-    """End of each position's D2F block, ``[length]``: the prompt is block 0, then blocks of
-    `block_size` from the prompt's end, the last one possibly short (D2F, section 3)."""
-    _at_least(1, block_size=block_size)
-    if not 0 <= prompt_length <= length:
-        raise ValueError(f"prompt_length must lie in [0, {length}], got {prompt_length}")
-    q = _queries(length)
-    block = (q - prompt_length) // block_size
-    ends = (prompt_length + (block + 1) * block_size).clamp(max=length)
-    return torch.where(q < prompt_length, torch.full_like(q, prompt_length), ends)
-
-
 def block_causal(length: int, prompt_length: int, block_size: int) -> Tensor:
     """Query q sees ``[0, end of q's block)``; the prompt is one bidirectional block (D2F student).
 
     With ``prompt_length=0`` these are blocks on absolute positions (SDAR, BD3-LM decoding).
     """
-    ends = block_ends(length, prompt_length, block_size)
+    ends = torch.from_numpy(block_ends(length, prompt_length, block_size))
     return _stack((torch.zeros_like(ends), ends))
 
 
@@ -56,7 +45,7 @@ def block_diffusion_training(length: int, block_size: int) -> Tensor:
     A noisy query sees its own noisy block and the clean blocks before it; a clean query sees the
     clean blocks up to and with its own.
     """
-    ends = block_ends(length, 0, block_size)
+    ends = torch.from_numpy(block_ends(length, 0, block_size))
     starts = _queries(length) // block_size * block_size
     zeros, offset = torch.zeros_like(starts), torch.full_like(starts, length)
     noisy = _stack((starts, ends), (offset, offset + starts))
@@ -70,7 +59,7 @@ def wedlm_training(length: int, block_size: int) -> Tensor:
     A clean query is plain causal; a reordered query sees the clean blocks before its own and its
     own block, causally in the physical order.
     """
-    _at_least(1, block_size=block_size)
+    at_least(1, block_size=block_size)
     q = _queries(length)
     starts = q // block_size * block_size
     zeros = torch.zeros_like(q)
@@ -85,7 +74,7 @@ def wino_shadow(length: int, block_start: int, block_length: int) -> Tensor:
     Sequence rows see the sequence; shadow row l sees everything but its counterpart
     ``block_start + l``, the shadow included.
     """
-    _at_least(1, block_length=block_length)
+    at_least(1, block_length=block_length)
     if not 0 <= block_start <= length - block_length:
         raise ValueError(
             f"a block of {block_length} must start in [0, {length - block_length}], "
@@ -107,7 +96,7 @@ def d2f_shadow(length: int, prompt_length: int, block_size: int, blocks: Sequenc
     ``[s, e)`` sees ``[0, s + l)``, ``[s + l + 1, e)`` and its own shadow block; no sequence row
     sees a shadow (WINO's check inside the D2F pipeline).
     """
-    ends = block_ends(length, prompt_length, block_size)
+    ends = torch.from_numpy(block_ends(length, prompt_length, block_size))
     zeros = torch.zeros_like(ends)
     parts = [_stack((zeros, ends), (zeros, zeros), (zeros, zeros))]
     first = length
@@ -129,8 +118,8 @@ def candidate_branches(prefix: int, branches: int, branch_length: int) -> Tensor
 
     A row of branch j sees ``[0, prefix)`` and its own branch (FreeDave's tree drafting).
     """
-    _at_least(0, prefix=prefix)
-    _at_least(1, branches=branches, branch_length=branch_length)
+    at_least(0, prefix=prefix)
+    at_least(1, branches=branches, branch_length=branch_length)
     q = _queries(branches * branch_length)
     starts = prefix + q // branch_length * branch_length
     shared = (torch.zeros_like(q), torch.full_like(q, prefix))
@@ -167,16 +156,10 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _queries(length: int) -> Tensor:
-    _at_least(0, length=length)
+    at_least(0, length=length)
     return torch.arange(length, dtype=torch.int32)
 
 
 def _stack(*ranges: tuple[Tensor, Tensor]) -> Tensor:
     """Ranges of (starts [Q], ends [Q]) to spans [Q, K, 2]."""
     return torch.stack([torch.stack(pair, dim=-1) for pair in ranges], dim=1).to(torch.int32)
-
-
-def _at_least(least: int, **values: int) -> None:
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -18,21 +18,19 @@ except ImportError as error:  # of a d2f.py of the user's
 
 siblings.require("d2f")
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what a type checker and an editor see; at run time `_home` finds the rest
     from decode.api import generate, stream
-    from decode.decoders import (
-        D2F,
-        Autoregressive,
-        Block,
-        Decoder,
-        EntropyBounded,
-        Factor,
-        FreeDave,
-        Static,
-        Threshold,
-        WeDLM,
-        Wino,
-    )
+    from decode.decoders import Decoder
+    from decode.decoders.autoregressive import Autoregressive
+    from decode.decoders.block import Block
+    from decode.decoders.d2f import D2F
+    from decode.decoders.entropy import EntropyBounded
+    from decode.decoders.factor import Factor
+    from decode.decoders.freedave import FreeDave
+    from decode.decoders.static import Static
+    from decode.decoders.threshold import Threshold
+    from decode.decoders.wedlm import WeDLM
+    from decode.decoders.wino import Wino
     from decode.engine.result import Event, Result
 
 __all__ = [
@@ -56,25 +54,21 @@ __all__ = [
 _HOMES = {
     "generate": "decode.api",
     "stream": "decode.api",
-    "Decoder": "decode.decoders",
-    "D2F": "decode.decoders",
-    "FreeDave": "decode.decoders",
-    "Static": "decode.decoders",
-    "Threshold": "decode.decoders",
-    "Factor": "decode.decoders",
-    "EntropyBounded": "decode.decoders",
-    "Autoregressive": "decode.decoders",
-    "Block": "decode.decoders",
-    "WeDLM": "decode.decoders",
-    "Wino": "decode.decoders",
     "Event": "decode.engine.result",
     "Result": "decode.engine.result",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'decode' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_"):  # no decoder: let importlib look for a module of that name
+        from decode.decoders import DECODERS, Decoder
+
+        kinds: tuple[type, ...] = (Decoder, *DECODERS.values())
+        for kind in kinds:
+            if kind.__name__ == name:
+                return kind
+    raise AttributeError(f"module 'decode' has no attribute {name!r}")

@@ -8,13 +8,13 @@ from typing import Literal, get_args
 
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
-from decode.decoders import DECODERS, Decoder
-from decode.decoders.base import boolean, one_of, whole
+from decode.decoders import DECODERS, Decoder, find_decoder
+from decode.decoders.checks import boolean, one_of, whole_number
 from decode.engine.engine import Engine
 from decode.engine.prompts import Prompt, as_many, check, encode, fitted
 from decode.engine.request import Request
 from decode.engine.result import Event, Result
-from decode.notices import foreign_mask
+from decode.reporting.notices import doubt_of
 
 DEFAULT_BATCH_SIZE = 16
 OnError = Literal["raise", "return"]
@@ -37,9 +37,9 @@ def generate(
     for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults. n: samples of
     each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed,
     the number of the sample and, where the decoder is one for all, that of the prompt
-    (`decode.engine.sampling.sample_seed`): equal prompts give different answers, the same call
-    the same ones. The first sample of the first prompt, or of a prompt with a decoder of its own,
-    has the decoder's seed as it is; `Result.seed` says which one it was.
+    (`decode.engine.sampling_options.sample_seed`): equal prompts give different answers, the same
+    call the same ones. The first sample of the first prompt, or of a prompt with a decoder of its
+    own, has the decoder's seed as it is; `Result.seed` says which one it was.
     batch_size: most requests in a forward; the tokens do not depend on it. on_error: ``raise``
     raises InputError before any work for a prompt or option that cannot be decoded, and
     RequestError (NonFiniteLogitsError for NaN) where a request fails in decoding; ``return`` lets
@@ -77,9 +77,9 @@ def _begin(
     on_error: OnError,
 ) -> Iterator[Event]:
     """Check everything, then the events."""
-    whole("n", n)
+    whole_number("n", n)
     boolean("raw", raw)
-    whole("batch_size", batch_size)
+    whole_number("batch_size", batch_size)
     one_of("on_error", on_error, get_args(OnError))
     many = as_many(prompts)
     shared = isinstance(decoder, str) or not isinstance(decoder, Sequence)
@@ -88,7 +88,7 @@ def _begin(
         decoders *= len(many)
     if len(decoders) != len(many):
         raise InputError(f"expected one decoder or {len(many)}, got {len(decoders)}")
-    notice = next(filter(None, (foreign_mask(model, one) for one in decoders)), None)
+    notice = next(filter(None, (doubt_of(model, one) for one in decoders)), None)
     if notice is not None:
         warnings.warn(notice, stacklevel=3)
     requests, refused = [], []
@@ -111,8 +111,8 @@ def _decoder(decoder: object) -> Decoder:
     """A decoder, or the one of that name."""
     if isinstance(decoder, Decoder):
         return decoder
-    if isinstance(decoder, str) and decoder in DECODERS:
-        return DECODERS[decoder]()
+    if isinstance(decoder, str) and (decoder in DECODERS or ":" in decoder):
+        return find_decoder(decoder)()
     raise InputError(
         f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
         f"{', '.join(DECODERS)}; got {repr_of(decoder)}"

@@ -23,7 +23,14 @@ from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 from d2f.files import write_beside
 from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
-from decode.commands.decoder_flags import DECODER_NAMES, DECODER_OPTIONS
+from decode.commands.decoder_flags import (
+    Kind,
+    add_flags,
+    given_options,
+    offered,
+    own_names,
+    summaries,
+)
 from decode.commands.pipeline_flags import Parser, add_verbose
 from decode.reporting.intervals import wilson
 from decode.reporting.places import check_place
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from decode.engine.result import Result
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-OPTIONS = [option for option in DECODER_OPTIONS if option.name != "max_new_tokens"]
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def processor() -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace; `tasks` is a list. Raises InputError, SystemExit after
     --help."""
-    options = _parser().parse_args(arguments)
+    options = _parser(offered(arguments)).parse_args(arguments)
     names, options.tasks = options.tasks, options.tasks.split(",")
     if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
         raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
@@ -149,19 +155,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     parser = Parser("python -m decode.evaluate", description=__doc__, allow_abbrev=False)
     parser.set_defaults(family=None, merge=True, compile=False)
     parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
-    parser.add_argument("--decoder", choices=DECODER_NAMES, help="default: what fits")
+    parser.add_argument("--decoder", metavar="NAME", help=summaries())
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
     parser.add_argument("--split", default="heldout", choices=("tuning", "heldout"))
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")
     parser.add_argument("--batch-size", type=int, default=32)
     decoder = parser.add_argument_group("decoder, greedy")
-    for option in OPTIONS:
-        option.add_to(decoder)
+    names = [name for name in own_names(kinds) if name != "max_new_tokens"]  # a task has its own
+    add_flags(decoder, kinds, names)
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--json", type=Path, help="file for the numbers")
@@ -177,7 +183,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from decode.commands.load_model import check_options, load, outline
     from decode.engine.prompts import check, encode
 
-    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    given = given_options(options)
     settings = DecoderSettings(options.decoder, given)
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
     check_options(options)

@@ -105,6 +105,7 @@ def describe(
     max_new_tokens of the decoder is null where it differs between prompts."""
     from d2f import __version__
     from decode.commands.prompt_jobs import prompts_hash
+    from decode.decoders import spelled
 
     decoder = asdict(jobs[0].decoder)
     if len({job.decoder.max_new_tokens for job in jobs}) > 1:
@@ -119,7 +120,7 @@ def describe(
         "dtype": _short(model.dtype),
         "device": model.device.type,
         "batch_size": options.batch_size,
-        "decoder": jobs[0].decoder.name,
+        "decoder": spelled(type(jobs[0].decoder)),
         "options": decoder,
         "prompts": prompts_hash(jobs),
         "count": len(jobs),
@@ -130,9 +131,9 @@ def _give_notices(
     options: argparse.Namespace, model: DiffusionModel, jobs: list[Job], output: Output | None
 ) -> None:
     """What the user should know before it starts, on standard error."""
-    from decode.notices import foreign_mask
+    from decode.reporting.notices import doubt_of
 
-    notice = foreign_mask(model, jobs[0].decoder)
+    notice = doubt_of(model, jobs[0].decoder)
     if notice is not None:
         _say(f"notice: {notice}")
     if output is None:

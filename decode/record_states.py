@@ -16,18 +16,18 @@ from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import make_folder
 from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
-from decode.commands.decoder_flags import DECODER_OPTIONS
+from decode.commands.decoder_flags import add_flags, given_options
 from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.decoders.d2f import D2F
+from decode.decoders.options import DEFAULT_BLOCK_SIZE
 from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.api import Prompt
-    from decode.decoders import D2F
     from decode.engine.result import BlockView
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-OPTIONS = [o for o in DECODER_OPTIONS if o.name in ("tau_add", "tau_act", "tau_conf")]
 
 
 def record(
@@ -63,8 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch-size", type=int, default=32)
     decoder = parser.add_argument_group("pipeline")
-    for option in OPTIONS:
-        option.add_to(decoder)
+    add_flags(decoder, [D2F], ("tau_add", "tau_act", "tau_conf"))
     parser.add_argument("--dtype")
     parser.add_argument("--device")
     parser.add_argument("--output", type=Path, required=True, help="file for the states")
@@ -92,10 +91,8 @@ def run(options: argparse.Namespace) -> None:
     from d2f.pipeline_states import PipelineStates
     from d2f.tasks import make_problems
     from decode.commands.load_model import check_options, load, outline
-    from decode.decoders import D2F
-    from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 
-    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    given = given_options(options)
     check_options(options)
     shape = outline(options.model, options.adapter)
     sizes = options.block_sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]

@@ -115,7 +115,10 @@ def test_the_report_compares_at_the_same_seed(tmp_path):
         ({"tasks": ["chess"]}, "tasks must be among .* got 'chess'"),
         ({"seeds": [1, 1]}, "seeds must be distinct"),
         ({"variants": [{"name": "soft", "set": {"stepz": 3}}]}, "variant soft.*stepz"),
-        ({"decode": [{"name": "x", "decoder": "fast"}]}, "decoder must be among .* got 'fast'"),
+        (
+            {"decode": [{"name": "x", "decoder": "fast"}]},
+            "decode x: decoder must be one of .* got 'fast'",
+        ),
         ({"decode": [{"name": "x", "decoder": "d2f", "options": {"no": 2}}]}, "has no option no"),
         ({"decode": [{"name": "x", "decoder": "d2f", "options": {"tau_conf": 7}}]}, "tau_conf"),
         (

@@ -18,7 +18,8 @@ from decode.engine import cuda_graphs
 from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, Sampling, predict, split
+from decode.engine.sampling import PredictionRequest, Sampler, predict, split
+from decode.engine.sampling_options import Sampling
 from decode.engine.step import Step
 from triton_kernels.span_attention import span_mask
 

@@ -18,7 +18,8 @@ import decode
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
-from decode.engine.sampling import PredictionRequest, Sampler, Sampling, keep_top, predict
+from decode.engine.sampling import PredictionRequest, Sampler, keep_top, predict
+from decode.engine.sampling_options import Sampling
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -68,7 +69,9 @@ def test_a_decoder_may_be_named(model):
 
 @pytest.mark.parametrize("decoder", ["d3f", decode.D2F, None, 5, ["d2f", 7]])
 def test_what_is_no_decoder_is_named_with_what_is_expected(model, decoder):
-    message = r"decoder must be a Decoder, such as decode.D2F\(\), or one of the names d2f, .* got "
+    message = (
+        r"decoder must be a Decoder, such as decode.D2F\(\), or one of the names .*d2f, .* got "
+    )
     with pytest.raises(InputError, match=message):
         decode.generate(model, ["Use 3"], decoder)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import decoder_table
 from benchmarks.ablation.ablation_config import Ablation
 from benchmarks.reference_page import reference
-from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS
 from decode.comparison.comparison_config import CompareConfig
 from decode.decoders import DECODERS
 from distill.config import TrainConfig
@@ -59,5 +59,14 @@ def test_every_number_has_bounds_on_both_sides(kind):
 
 def test_every_option_of_every_decoder_is_on_the_page():
     """stop is a list, which the command line has as a flag of its own."""
-    named = {option.name for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS)}
-    assert {f.name for d in DECODERS.values() for f in fields(d)} - named == {"stop"}
+    page = PAGE.read_text(encoding="utf-8")
+    lines = page[page.index("## Decoders") :].splitlines()
+    there = {line.split("`")[1] for line in lines if line.startswith("| `")}
+    assert {f.name for d in DECODERS.values() for f in fields(d)} - there == {"stop"}
+
+
+def test_the_table_of_decoders_is_what_they_say_of_themselves():
+    text = "run `python -m benchmarks.decoder_table`"
+    assert decoder_table.PAGE.read_text(encoding="utf-8") == decoder_table.page(), text
+    listed = [line.split("`")[1] for line in decoder_table.table().splitlines()[2:]]
+    assert listed == list(DECODERS)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f import spans as sp
+from d2f.span_makers import block_ends
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 12)
@@ -71,7 +72,7 @@ def test_block_ends_are_one_past_the_last_position_of_the_same_block(case):
     length, prompt, size = case
     blocks = [d2f_block(i, prompt, size) for i in range(length)]
     want = [max(i for i in range(length) if blocks[i] == b) + 1 for b in blocks]
-    assert sp.block_ends(*case).tolist() == want
+    assert block_ends(*case).tolist() == want
 
 
 @given(lengths, sizes)

@@ -248,7 +248,7 @@ BAD = [
     ({"entropy_threshold": float("nan")}, "entropy_threshold .* got nan"),
     ({"distance_penalty": "far"}, "distance_penalty .* got 'far'"),
     ({"refill": "both"}, "refill must be one of paper, repository, got 'both'"),
-    ({"verify": True}, "verify must be ar or left out, got True"),
+    ({"verify": True}, "verify must be one of ar, got True"),
     ({"verify": "ar", "temperature": 0.2}, "verify needs temperature 0, got 0.2"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
 ]

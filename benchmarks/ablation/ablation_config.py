@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, check, override, put, read_mapping
+from d2f.errors import InputError
 from d2f.quantities import Problems, Seed, Text
 from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_settings import DecoderSettings
-from decode.decoders import DECODERS
+from decode.decoders import find_decoder
 from distill.config import TrainConfig, parse_config
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
@@ -95,11 +96,10 @@ class Ablation(Section):
         decodings: dict[str, Decoding] = {}
         theirs = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
         for one in (*self.decode, *theirs):
-            if one.decoder not in DECODERS:
-                raise ValueError(
-                    f"decode {one.name}: decoder must be among {list(DECODERS)}, "
-                    f"got {one.decoder!r}"
-                )
+            try:
+                find_decoder(one.decoder)
+            except InputError as error:
+                raise ValueError(f"decode {one.name}: {error}") from error
             own = sorted({"decoder", "max_new_tokens"} & set(one.options))
             if own:
                 raise ValueError(f"decode {one.name}: {', '.join(own)} is no option here")

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any
 
 from d2f.configuration import read_mapping
 from d2f.contract import Contract
 from d2f.errors import InputError, one_line
 from d2f.model import DiffusionModel
-from d2f.validation import refuse_another_kind, shown
-from decode.decoders import D2F, DECODERS, Autoregressive, Block, Decoder, Threshold, WeDLM
-from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-from decode.decoders.visibility import mask_kind
-
-DEFAULTS: tuple[type[Decoder], ...] = (D2F, Threshold, Block, WeDLM, Autoregressive)
-"""Those that a model may be decoded with where none is named."""
+from d2f.validation import refuse_another_kind
+from decode.commands.decoder_flags import given_options
+from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder
 
 
 def option_names(decoder: type[Decoder]) -> list[str]:
@@ -39,7 +34,7 @@ class DecoderSettings:
         needs no model, so it comes before anything is read; `decoder` checks the one in use."""
         for length in lengths:
             refusals = []
-            for kind in DEFAULTS if self.name is None else [DECODERS[self.name]]:
+            for kind in _defaults() if self.name is None else [find_decoder(self.name)]:
                 try:
                     self._build(kind, length)
                 except InputError as error:
@@ -50,10 +45,16 @@ class DecoderSettings:
                 raise self._telling(refusals)
 
     def _telling(self, refusals: Sequence[tuple[type[Decoder], InputError]]) -> InputError:
-        """The refusal that says most: that of a decoder which has all of the options."""
+        """The refusal that says most: that of a decoder which has all of the options; where such
+        decoders say different things, what each says."""
+        said: dict[str, str] = {}
         for kind, error in refusals:
             if set(self.given) <= set(option_names(kind)):
-                return error
+                said.setdefault(str(error), kind.name)
+        if len(said) == 1:
+            return InputError(next(iter(said)))
+        if said:
+            return InputError("; ".join(f"{name}: {text}" for text, name in said.items()))
         if self.name is not None:
             return refusals[0][1]
         having = [d.name for d in DECODERS.values() if set(self.given) <= set(option_names(d))]
@@ -66,28 +67,14 @@ class DecoderSettings:
             f"them, {' or '.join(having)}"
         )
 
-    def choose(self, model: DiffusionModel) -> type[Decoder]:
-        """The named decoder, else the one that suits the model's mask: the pipeline, WeDLM, block
-        diffusion, for a model without a mask id one token at a time; for one that WINO+ trained
-        the threshold rule."""
-        if self.name is not None:
-            return DECODERS[self.name]
-        if model.mask_id is None:
-            return Autoregressive
-        if model.contract.objective == "wino_plus":
-            return Threshold
-        kinds: dict[str, type[Decoder]] = {"causal": WeDLM, "absolute block-causal": Block}
-        return kinds.get(mask_kind(model.contract), D2F)
-
     def decoder(self, model: DiffusionModel, length: int) -> Decoder:
         """The decoder of a prompt whose response has at most `length` tokens, every option
-        resolved. Raises InputError."""
-        kind = self.choose(model)
-        return self._build(kind, length, _trained_for(kind, model.contract))
+        resolved: the named one, else the one that suits the model. Raises InputError."""
+        contract = model.contract
+        kind = default_decoder(contract) if self.name is None else find_decoder(self.name)
+        return self._build(kind, length, contract)
 
-    def _build(
-        self, kind: type[Decoder], length: int, defaults: Mapping[str, int] = MappingProxyType({})
-    ) -> Decoder:
+    def _build(self, kind: type[Decoder], length: int, contract: Contract | None = None) -> Decoder:
         known = option_names(kind)
         unknown = [name for name in self.given if name not in known]
         if unknown:
@@ -96,52 +83,48 @@ class DecoderSettings:
             raise InputError(
                 f"the decoder {kind.name}{taken} has no option {named}; it has {', '.join(known)}"
             )
-        values = dict(self.given)
-        if kind is D2F:
-            defaults = {"block_size": DEFAULT_BLOCK_SIZE, **defaults}
-        for name, value in defaults.items():
-            if name not in values or (kind is D2F and values[name] is None):
-                values[name] = value
+        values = self.given if contract is None else kind.completed(self.given, contract)
         return kind(**values | {"max_new_tokens": length})
+
+
+def _defaults() -> list[type[Decoder]]:
+    """Those that a model may be decoded with where none is named."""
+    return [kind for kind in DECODERS.values() if "is_default_for" in vars(kind)]
 
 
 def read_settings(options: argparse.Namespace) -> DecoderSettings:
     """The decoder settings of a command line. Raises InputError."""
     values = read_mapping(options.config) if options.config is not None else {}
-    name, given = split(values, options.config)
-    known = _known_options()
-    given |= {key: value for key, value in vars(options).items() if key in known}
-    return DecoderSettings(options.decoder or name, given)
+    name, given = split(values, options.config, options.decoder)
+    return DecoderSettings(options.decoder or name, given | given_options(options))
 
 
-def split(values: dict[str, Any], where: str) -> tuple[str | None, dict[str, Any]]:
-    """The decoder's name, None where none is named, and the options in a mapping of both.
+def split(
+    values: dict[str, Any], where: str, decoder: str | None = None
+) -> tuple[str | None, dict[str, Any]]:
+    """The decoder's name, None where none is named, and the options in a mapping of both. decoder:
+    the one that is named elsewhere.
 
     Raises InputError, naming where, for a key that no decoder has.
     """
-    known = _known_options()
-    refuse_another_kind(values, ("decoder", *known), where, "options of a decoder")
-    unknown = [f"{key}"[:60] for key in values if key not in ("decoder", *known)]
-    if unknown:
-        raise InputError(
-            f"{where}: unknown key {one_line(', '.join(unknown))[:200]}; expected some of "
-            f"{', '.join(('decoder', *known))}"
-        )
+    known = ["decoder", *_known_options()]
+    refuse_another_kind(values, known, where, "options of a decoder")
     name = values.get("decoder")
-    if "decoder" in values and name not in list(DECODERS):
-        names = ", ".join(DECODERS)
-        raise InputError(f"{where}: decoder must be one of {names}, got {shown(name)}")
+    if "decoder" in values:
+        try:
+            known += option_names(find_decoder(name))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if decoder is not None:
+        known += option_names(find_decoder(decoder))
+    unknown = [f"{key}"[:60] for key in values if key not in known]
+    if unknown:
+        expected = ", ".join(dict.fromkeys(known))
+        raise InputError(
+            f"{where}: unknown key {one_line(', '.join(unknown))[:200]}; "
+            f"expected some of {expected}"
+        )
     return name, {key: value for key, value in values.items() if key != "decoder"}
-
-
-def _trained_for(kind: type[Decoder], contract: Contract) -> dict[str, int]:
-    """The decoder's options that follow from the blocks that a model was trained with."""
-    name = {
-        D2F: "block_size",
-        Threshold: "block_size" if contract.objective == "wino_plus" else None,
-        WeDLM: "window" if contract.objective == "wedlm" else None,
-    }.get(kind)
-    return {} if name is None or contract.block_size is None else {name: contract.block_size}
 
 
 def _known_options() -> list[str]:

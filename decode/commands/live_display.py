@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,17 +27,6 @@ STYLES = {
     "cached": "dim cyan",
     "waiting": "dim",
     "decoded": "blue",
-}
-# What a state means for the decoders without a pipeline.
-LABELS: Mapping[str, Mapping[str, str]] = {
-    "static": {"fully active": "current"},
-    "threshold": {"fully active": "current"},
-    "factor": {"fully active": "current"},
-    "entropy": {"fully active": "current"},
-    "wino": {"fully active": "current"},
-    "autoregressive": {"cached": "decoded"},
-    "block": {"fully active": "current"},
-    "wedlm": {"cached": "committed", "fully active": "window"},
 }
 
 
@@ -138,7 +126,7 @@ class LiveDisplay(Silent):
 
     def _panel(self, job: Job, event: Event) -> RequestPanel:
         fresh = {revealed.position for revealed in event.revealed}
-        labels = LABELS.get(job.decoder.name, {})
+        labels = job.decoder.labels
         rows = []
         for number, block in enumerate(event.blocks, 1):
             label, settled = labels.get(block.state, block.state), block.state in SETTLED

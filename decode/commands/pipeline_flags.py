@@ -12,11 +12,14 @@ from d2f.models import names
 from d2f.shipped import DECODING, find_config
 from d2f.tasks.registry import TASKS
 from decode.commands.decoder_flags import (
-    DECODER_HELP,
-    DECODER_NAMES,
-    DECODER_OPTIONS,
-    SAMPLING_OPTIONS,
+    Kind,
+    add_flags,
+    offered,
+    own_names,
+    summaries,
 )
+from decode.decoders import find_decoder
+from decode.decoders.base import common_options
 
 DEFAULT_MODEL = "tiny-d2f"
 DEFAULT_PROBLEMS = 2
@@ -57,7 +60,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises InputError for a bad command line, SystemExit after --help.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser(offered(arguments)).parse_args(arguments)
+    if options.decoder is not None:
+        find_decoder(options.decoder)
     prompts = options.prompt is not None or options.prompts_file is not None
     for name in ("tasks", "problems"):
         if prompts and getattr(options, name) is not None:
@@ -79,7 +84,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     parser = Parser(
         "python -m decode.pipeline",
         description=_DESCRIPTION,
@@ -92,9 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_decoder(
         parser.add_argument_group(
             "decoder", "An option that the chosen decoder does not have is an error."
-        )
+        ),
+        kinds,
     )
-    _add_sampling(parser.add_argument_group("choice of tokens (all decoders; default: greedy)"))
+    tokens = parser.add_argument_group("choice of tokens (all decoders; default: greedy)")
+    _add_sampling(tokens, kinds)
     _add_running(parser.add_argument_group("running and output"))
     return parser
 
@@ -165,21 +172,19 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_decoder(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--decoder", choices=DECODER_NAMES, metavar="NAME", help=DECODER_HELP)
+def _add_decoder(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
+    group.add_argument("--decoder", metavar="NAME", help=summaries())
     group.add_argument(
         "--config",
         metavar="FILE",
         help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that "
         "`d2f configs` lists under published or tuned; the command line overrides it",
     )
-    for option in DECODER_OPTIONS:
-        option.add_to(group)
+    add_flags(group, kinds, own_names(kinds))
 
 
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    for option in SAMPLING_OPTIONS:
-        option.add_to(group)
+def _add_sampling(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
+    add_flags(group, kinds, common_options())
     group.add_argument(
         "--n",
         type=int,

@@ -19,7 +19,7 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_settings import DecoderSettings
 from decode.commands.pipeline_flags import DEFAULT_PROBLEMS
 from decode.decoders import Decoder
-from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import check, default_length, encode
 
 _KINDS = ("prompt", "messages", "ids")

@@ -13,7 +13,7 @@ from decode.commands.decoder_settings import DecoderSettings
 from decode.comparison.answers import Answer, Run
 from decode.comparison.comparison_config import Ours, decoder_settings
 from decode.comparison.workload import Workload
-from decode.decoders import Decoder
+from decode.decoders import Decoder, spelled
 from decode.engine.engine import Engine
 from decode.engine.prompts import check, encode
 from decode.engine.request import Request
@@ -43,7 +43,8 @@ class OursRunner:
             "compiled": entry.compile,
             "threads": None if cuda else torch.get_num_threads(),
             "decoder": {
-                name: {"decoder": d.name, **asdict(d)} for name, d in self.decoders.items()
+                name: {"decoder": spelled(type(d)), **asdict(d)}
+                for name, d in self.decoders.items()
             },
         }
 

@@ -10,7 +10,7 @@ from d2f.tasks import Problem, make_problems
 from d2f.tasks import check as judge
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.comparison.comparison_config import CompareConfig
-from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 
 if TYPE_CHECKING:
     from decode.engine.prompts import Prompt

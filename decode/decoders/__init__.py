@@ -1,29 +1,80 @@
-"""The decoders by name; each is one file here."""
+"""The decoders: every module here is searched for them, so that a decoder is one file.
 
-from decode.decoders.autoregressive import Autoregressive
+`DECODERS` are those of this package by name. `find_decoder` takes their names, and
+``module:Class`` for a decoder of one's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+from importlib import import_module
+
+from d2f.contract import Contract
+from d2f.errors import InputError, repr_of
 from decode.decoders.base import Decoder, Session
-from decode.decoders.block import Block
-from decode.decoders.d2f import D2F
-from decode.decoders.entropy import EntropyBounded
-from decode.decoders.factor import Factor
-from decode.decoders.freedave import FreeDave
-from decode.decoders.static import Static
-from decode.decoders.threshold import Threshold
-from decode.decoders.wedlm import WeDLM
-from decode.decoders.wino import Wino
 
-_ALL = (
-    D2F,
-    Static,
-    Threshold,
-    Factor,
-    EntropyBounded,
-    Wino,
-    FreeDave,
-    Block,
-    WeDLM,
-    Autoregressive,
-)
-DECODERS: dict[str, type[Decoder]] = {decoder.name: decoder for decoder in _ALL}
+__all__ = ["DECODERS", "Decoder", "Session", "default_decoder", "find_decoder", "spelled"]
 
-__all__ = ["DECODERS", "Decoder", "Session", *(decoder.__name__ for decoder in _ALL)]
+
+def _found() -> dict[str, type[Decoder]]:
+    """Every decoder that a module of this package defines, by its name."""
+    modules = [import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    kinds = [
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if _is_decoder(kind) and kind.__module__ == module.__name__
+    ]
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
+
+
+def _is_decoder(kind: object) -> bool:
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, Decoder)
+        and not inspect.isabstract(kind)
+        and "name" in vars(kind)
+    )
+
+
+DECODERS: dict[str, type[Decoder]] = _found()
+
+
+def find_decoder(name: object) -> type[Decoder]:
+    """The decoder of that name, or the class at ``module:Class``, which may lie in the working
+    folder. Raises InputError."""
+    if isinstance(name, str) and name in DECODERS:
+        return DECODERS[name]
+    if not isinstance(name, str) or name.count(":") != 1:
+        raise InputError(
+            f"decoder must be one of {', '.join(DECODERS)}, got {repr_of(name)} (one of your own "
+            "is given as module:Class)"
+        )
+    place, _, attribute = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # the working folder, after all that is installed
+    try:
+        kind = getattr(import_module(place), attribute)
+    except Exception as error:  # whatever the module raises
+        raise InputError(
+            f"decoder {name}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    if not _is_decoder(kind):
+        raise InputError(
+            f"decoder {name}: expected a subclass of decode.Decoder that has a name and begins "
+            f"requests, got {repr_of(kind)}"
+        )
+    return kind
+
+
+def spelled(kind: type[Decoder]) -> str:
+    """What `find_decoder` finds a decoder by."""
+    known = DECODERS.get(kind.name) is kind
+    return kind.name if known else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def default_decoder(contract: Contract) -> type[Decoder]:
+    """The decoder of a model where none is named."""
+    return next(kind for kind in DECODERS.values() if kind.is_default_for(contract))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Decoder, Session
+from decode.decoders.base import Card, Decoder, Session
+from decode.decoders.options import max_new_tokens_option
 from decode.engine.result import BlockView
 from decode.engine.step import Predictions, Step, feed
 
@@ -19,7 +21,15 @@ class Autoregressive(Decoder):
     """One token after the other until an end id or max_new_tokens. Needs a causal model."""
 
     name: ClassVar[str] = "autoregressive"
-    max_new_tokens: int | None = None
+    summary: ClassVar[str] = "one token a forward (default for a causal model)"
+    labels: ClassVar[Mapping[str, str]] = {"cached": "decoded"}
+    card: ClassVar[Card] = Card(decides="the next token", rows="1", cache="exact", models="causal")
+
+    max_new_tokens: int | None = max_new_tokens_option()
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return contract.mask_id is None
 
     def check(self, contract: Contract) -> None:
         if contract.prompt_rule != "causal":

@@ -7,20 +7,46 @@ answer. It never touches the model, so it can be tested with made-up predictions
 from __future__ import annotations
 
 import abc
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
-from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.decoders.checks import is_number
+from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS, option, options_of
 from decode.engine.result import BlockView, Revealed
-from decode.engine.sampling import Sampling, sample_seed
+from decode.engine.sampling_options import Sampling, sample_seed
 from decode.engine.step import Ints, Predictions, Step
 
-MOST = 2**20  # tokens, forwards or states
+
+@dataclass(frozen=True)
+class Card:
+    """What the table of docs/decoders.md says of a decoder, as Markdown. decides: what a forward
+    decides. rows: what it feeds after the first one. models: those that it decodes."""
+
+    decides: str
+    rows: str
+    cache: str
+    models: str
+    source: str = ""
+
+
+def _temperature(name: str, value: object) -> None:
+    if not (is_number(value) and value >= 0):  # type: ignore[operator]
+        raise InputError(f"{name} must be 0 or more, got {repr_of(value)}")
+
+
+def _top_p(name: str, value: object) -> None:
+    if not (is_number(value) and 0 < value <= 1):  # type: ignore[operator]
+        raise InputError(f"{name} must lie in (0, 1], got {repr_of(value)}")
+
+
+def _seed(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise InputError(f"{name} must be a whole number in [-2^63, 2^64), got {repr_of(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,42 +57,62 @@ class Decoder(abc.ABC):
     same tokens whatever else is in the batch, and each prompt and sample that share the decoder get
     one made from it; stop: strings that end the text, themselves not in it. max_new_tokens: the
     longest response; None takes 256, less where the model's context leaves less.
+
+    A decoder also says of itself: name; summary, for --help; labels, what the states of its blocks
+    are called where a person reads them; card, its line in the documentation.
     """
 
     name: ClassVar[str]
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
+    summary: ClassVar[str] = ""
+    labels: ClassVar[Mapping[str, str]] = {}
+    card: ClassVar[Card | None] = None
+
+    temperature: float = option(0.0, "0 is greedy, at least 0", check=_temperature, unit="T")
+    top_p: float = option(
+        1.0,
+        "keep the likeliest tokens up to this share of the probability, in (0, 1]",
+        shown="1: off",
+        check=_top_p,
+        unit="P",
+    )
+    top_k: int | None = option(None, "keep the K likeliest tokens, at least 1", unit="K")
+    seed: int = option(
+        0, "seed of the random numbers, of which each prompt and answer has its own", check=_seed
+    )
     stop: tuple[str, ...] = ()
 
-    if TYPE_CHECKING:  # each decoder declares it as a field of its own, with its own default
+    if TYPE_CHECKING:  # each decoder declares it as a field of its own, in its place
 
         @property
         def max_new_tokens(self) -> int | None: ...
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None:
-            whole("max_new_tokens", self.max_new_tokens)
-        if not (_is_number(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature must be 0 or more, got {repr_of(self.temperature)}")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(f"top_p must lie in (0, 1], got {repr_of(self.top_p)}")
-        if self.top_k is not None:
-            whole("top_k", self.top_k)
-        seed = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise InputError(f"seed must be a whole number in [-2^63, 2^64), got {repr_of(seed)}")
+        for one in options_of(type(self)):
+            one.verify(getattr(self, one.name))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
         if not fine:
             raise InputError(f"stop must be non-empty strings, got {repr_of(self.stop)}")
         object.__setattr__(self, "stop", tuple(stop))
 
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        """Whether a model of that contract is decoded with this decoder where none is named."""
+        return False
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        """The options that were given, and those that follow from how the model was trained."""
+        return dict(given)
+
+    def doubt(self, contract: Contract) -> str | None:
+        """Why a model of that contract may be decoded badly, if it may be decoded at all."""
+        return None
+
     def sampled(self, prompt: int, sample: int) -> Decoder:
         """This decoder for one sample of one of several prompts that share it: with a seed of its
-        own (`decode.engine.sampling.sample_seed`). A greedy one has no use for a seed and stays as
-        it is."""
+        own (`decode.engine.sampling_options.sample_seed`). A greedy one has no use for a seed and
+        stays as it is."""
         if self.sampling.greedy:
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
@@ -97,6 +143,18 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def begin(self, prompt: list[int], contract: Contract) -> Session:
         """The session of one request."""
+
+
+def common_options() -> list[str]:
+    """The options that every decoder has from `Decoder` itself: the choice of tokens."""
+    return [option.name for option in options_of(Decoder)]
+
+
+def searchable(decoder: type[Decoder]) -> tuple[str, ...]:
+    """The names of a decoder's own options that are numbers; the length of a response is the
+    task's."""
+    left = {*common_options(), "max_new_tokens"}
+    return tuple(o.name for o in options_of(decoder) if o.is_number and o.name not in left)
 
 
 class Session(abc.ABC):
@@ -178,55 +236,3 @@ class MaskedSession(Session):
         """Tokens of sequence positions ``[start, end)``, None where masked."""
         tokens, masked = self.x[start:end].tolist(), self.masked[start:end].tolist()
         return tuple(None if m else token for token, m in zip(tokens, masked, strict=True))
-
-
-def whole(name: str, value: object) -> None:
-    """Raise InputError unless value is a whole number of at least 1, and no more than a response
-    can have tokens: what counts them up would not end."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, got {repr_of(value)}")
-    if value > MOST:
-        raise InputError(f"{name} must be at most {MOST}, got {repr_of(value)}")
-
-
-def ratio(name: str, value: object) -> None:
-    """Raise InputError unless value lies in [0, 1]."""
-    if not (_is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
-        raise InputError(f"{name} must lie in [0, 1], got {repr_of(value)}")
-
-
-def not_negative(name: str, value: object) -> None:
-    """Raise InputError unless value is a finite number of at least 0."""
-    if not (_is_number(value) and value >= 0):  # type: ignore[operator]
-        raise InputError(f"{name} must be a finite number of at least 0, got {repr_of(value)}")
-
-
-def boolean(name: str, value: object) -> None:
-    """Raise InputError unless value is True or False."""
-    if not isinstance(value, bool):
-        raise InputError(f"{name} must be true or false, got {repr_of(value)}")
-
-
-def one_of(name: str, value: object, words: tuple[str, ...]) -> None:
-    """Raise InputError unless value is one of the words."""
-    if not isinstance(value, str) or value not in words:
-        raise InputError(f"{name} must be one of {', '.join(words)}, got {repr_of(value)}")
-
-
-def greedy_only(what: str, temperature: float) -> None:
-    """Raise InputError unless decoding is greedy, which is what drafts are checked against."""
-    if temperature:
-        raise InputError(
-            f"{what} needs temperature 0: what it drafts is checked against greedy decoding, got "
-            f"{repr_of(temperature)}"
-        )
-
-
-def _is_number(value: object) -> bool:
-    """Whether value is a finite number, as a float says it."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False

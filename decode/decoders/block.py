@@ -8,16 +8,24 @@ tokens, one forward less a block.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.spans import block_ends
-from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, ratio, whole
-from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
+from d2f.span_makers import block_ends
+from decode.decoders.base import Card, Decoder, MaskedSession
+from decode.decoders.checks import ratio
+from decode.decoders.options import (
+    DEFAULT_BLOCK_SIZE,
+    block_size_option,
+    early_exit_option,
+    max_new_tokens_option,
+    option,
+)
 from decode.decoders.static import reveal_count
 from decode.decoders.visibility import SDAR_BLOCK_SIZE, mask_kind
 from decode.engine.result import BlockState, BlockView
@@ -44,26 +52,53 @@ class Block(Decoder):
     """
 
     name: ClassVar[str] = "block"
-    block_size: int | None = None
-    denoising_steps: int | None = None
-    reveal: Reveal = "dynamic"
-    tau: float = 0.85
-    max_new_tokens: int | None = None
-    align: Align | None = None
-    early_exit: bool = True
+    summary: ClassVar[str] = "block diffusion with an exact cache (default for SDAR; D2F students)"
+    labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    card: ClassVar[Card] = Card(
+        decides="`static`: the n surest; `dynamic`: all above `tau`; `sequential`: the n leftmost",
+        rows="B",
+        cache="exact",
+        models="block-causal",
+        source="BD3-LM, SDAR, TraDo",
+    )
+
+    block_size: int | None = block_size_option(
+        None, f"the model's own, else {DEFAULT_BLOCK_SIZE}, on absolute blocks {SDAR_BLOCK_SIZE}"
+    )
+    denoising_steps: int | None = option(
+        None, "forwards a block is given, from 1 to its size", shown="one token a forward"
+    )
+    reveal: Reveal = option(
+        "dynamic",
+        "static the n most confident tokens, n what makes the steps even; dynamic all above tau if "
+        "these are n or more; sequential the n leftmost",
+    )
+    tau: float = option(
+        0.85,
+        "confidence above which dynamic reveals, in [0, 1]",
+        search=(0.7, 0.85, 0.95, 0.99),
+        check=ratio,
+    )
+    max_new_tokens: int | None = max_new_tokens_option()
+    align: Align | None = option(
+        None,
+        "blocks begin at position 0 or at the prompt's end",
+        shown="as the model was trained",
+    )
+    early_exit: bool = early_exit_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_size", "denoising_steps"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name))
         if self.block_size is not None:
             self._check_steps(self.block_size)
-        one_of("reveal", self.reveal, get_args(Reveal))
-        ratio("tau", self.tau)
-        if self.align is not None:
-            one_of("align", self.align, get_args(Align))
-        boolean("early_exit", self.early_exit)
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return (
+            contract.mask_id is not None
+            and contract.objective != "wino_plus"
+            and mask_kind(contract) == "absolute block-causal"
+        )
 
     def check(self, contract: Contract) -> None:
         super().check(contract)
@@ -113,7 +148,7 @@ class BlockSession(MaskedSession):
         self.size = decoder.size(contract)
         first = 0 if decoder.is_absolute(contract) else len(prompt)
         size = min(self.size, len(self.x))  # a larger one is one block, too
-        self.ends: Ints = block_ends(len(self.x), first, size).numpy().astype(np.int64)
+        self.ends: Ints = block_ends(len(self.x), first, size)
         self.start = self.end = len(prompt)
         self.done = 0
         self.wanted: Ints = np.zeros(0, dtype=np.int64)

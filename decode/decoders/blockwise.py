@@ -16,19 +16,30 @@ They change nothing under a block-causal mask where each block is made of whole 
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Decoder, MaskedSession, boolean, one_of, whole
+from decode.decoders.base import Decoder, MaskedSession
+from decode.decoders.options import (
+    block_size_option,
+    early_exit_option,
+    max_new_tokens_option,
+    option,
+)
 from decode.decoders.visibility import mask_kind, visible_ends
 from decode.engine.result import BlockState, BlockView
 from decode.engine.step import Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
+# Of the cards of all decoders here.
+ROWS = "P + L; from the block's start on (`prefix`); B (`dual`)"
+CACHE = "none; `prefix` or `dual`, approximate on a bidirectional model"
+MODELS = "bidirectional, block-causal"
 
 
 @dataclass(frozen=True)
@@ -40,17 +51,17 @@ class Blockwise(Decoder):
     and all before it are decided; False decodes all blocks, as the official codes do.
     """
 
-    block_size: int | None = None
-    max_new_tokens: int | None = None
-    cache: CachePolicy = "none"
-    early_exit: bool = True
+    block_size: int | None = block_size_option(None, "one block for the whole response")
+    max_new_tokens: int | None = max_new_tokens_option()
+    cache: CachePolicy = option(
+        "none",
+        "none feeds every row that may still change (exact); prefix feeds from the current block's "
+        "start on, dual only the block, after one whole forward at its start (approximate on a "
+        "bidirectional model, exact on a block-causal one whose own block size divides block_size)",
+    )
+    early_exit: bool = early_exit_option()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size is not None:
-            whole("block_size", self.block_size)
-        one_of("cache", self.cache, get_args(CachePolicy))
-        boolean("early_exit", self.early_exit)
+    labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
 
     def check(self, contract: Contract) -> None:
         super().check(contract)

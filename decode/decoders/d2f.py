@@ -8,18 +8,27 @@ a forward that also advances later blocks, and from then on is cached, exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Decoder, MaskedSession, boolean, greedy_only, one_of, ratio, whole
+from decode.decoders.base import Card, Decoder, MaskedSession
+from decode.decoders.checks import greedy_only, ratio
+from decode.decoders.options import (
+    DEFAULT_BLOCK_SIZE,
+    block_size_option,
+    early_exit_option,
+    max_new_tokens_option,
+    option,
+)
+from decode.decoders.visibility import mask_kind
 from decode.engine.result import BlockState, BlockView
 from decode.engine.step import Ints, Predictions, Step, feed
 
-DEFAULT_BLOCK_SIZE = 32
 Revoke = Literal["always", "commit"]
 
 
@@ -42,33 +51,83 @@ class D2F(Decoder):
     """
 
     name: ClassVar[str] = "d2f"
-    block_size: int | None = None
-    tau_add: float = 0.1
-    tau_act: float = 0.95
-    tau_conf: float = 0.9
-    max_new_tokens: int | None = None
-    early_exit: bool = True
-    lossless: int | None = None
-    revoke: Revoke | None = None
-    tau_revoke: float = 0.9
+    summary: ClassVar[str] = "the pipeline (default for LLaDA- and Dream-like models)"
+    card: ClassVar[Card] = Card(
+        decides="in each open block all above `tau_conf`; in fully active ones at least one",
+        rows="open blocks, and those just finished",
+        cache="exact",
+        models="D2F students, LLaDA and Dream with a D2F adapter",
+        source="D2F, [2508.09192](https://arxiv.org/abs/2508.09192)",
+    )
+
+    block_size: int | None = block_size_option(None, f"the model's own, else {DEFAULT_BLOCK_SIZE}")
+    tau_add: float = option(
+        0.1,
+        "share of the last block that must be decoded before another is appended, in [0, 1]",
+        search=(0.1, 0.5),
+        check=ratio,
+    )
+    tau_act: float = option(
+        0.95,
+        "share of a block that must be decoded before the next becomes fully active, in [0, 1]",
+        search=(0.95, 1.0),
+        check=ratio,
+    )
+    tau_conf: float = option(
+        0.9,
+        "confidence above which a token is revealed, in [0, 1]",
+        search=(0.8, 0.9, 0.95, 0.97, 0.99),
+        check=ratio,
+    )
+    max_new_tokens: int | None = max_new_tokens_option()
+    early_exit: bool = early_exit_option("finish the open blocks")
+    lossless: int | None = option(
+        None,
+        "states that a forward checks, at least 1, drafted from the predictions at hand: the same "
+        "tokens in no more forwards, each with more rows",
+    )
+    revoke: Revoke | None = option(
+        None,
+        "take decided tokens back that WINO's check does not bear out: always, in the active "
+        "blocks, or once, when a block would be cached",
+        shown="never",
+    )
+    tau_revoke: float = option(
+        0.9, "with revoke: probability below which a token is taken back, in [0, 1]", check=ratio
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size is not None:
-            whole("block_size", self.block_size)
-        if self.revoke is not None:
-            one_of("revoke", self.revoke, get_args(Revoke))
-        for name in ("tau_add", "tau_act", "tau_conf", "tau_revoke"):
-            ratio(name, getattr(self, name))
-        boolean("early_exit", self.early_exit)
         if self.lossless is not None:
-            whole("lossless", self.lossless)
             greedy_only("lossless", self.temperature)
             if self.revoke is not None:
                 raise InputError(
                     "lossless drafts the pipeline that takes nothing back: expected lossless or "
                     f"revoke, got lossless {self.lossless!r} and revoke {self.revoke!r}"
                 )
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return (
+            contract.mask_id is not None
+            and contract.objective != "wino_plus"
+            and mask_kind(contract) in ("bidirectional", "block-causal")
+        )
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        own = given.get("block_size")
+        if own is None:
+            own = contract.block_size or DEFAULT_BLOCK_SIZE
+        return {**given, "block_size": own}
+
+    def doubt(self, contract: Contract) -> str | None:
+        if contract.objective == "d2f":
+            return None
+        return (
+            f"was not trained by D2F (its objective: {contract.objective or 'unknown'}): the "
+            "pipeline's block-causal mask is foreign to it; expect lower accuracy"
+        )
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
         if self.lossless is not None:

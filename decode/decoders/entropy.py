@@ -9,13 +9,15 @@ information of U's tokens, which decoding them independently ignores. It never f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import not_negative, one_of
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, ROWS, Blockwise, BlockwiseSession
+from decode.decoders.checks import not_negative
+from decode.decoders.options import block_size_option, option
 from decode.engine.step import Floats, Ints, Predictions, Step
 
 Proxy = Literal["entropy", "confidence", "margin"]
@@ -29,14 +31,24 @@ class EntropyBounded(Blockwise):
     takes; None takes one block for the whole response."""
 
     name: ClassVar[str] = "entropy"
-    block_size: int | None = 32
-    gamma: float = 0.1
-    proxy: Proxy = "entropy"
+    summary: ClassVar[str] = "the EB sampler"
+    card: ClassVar[Card] = Card(
+        decides="the surest while sum H - max H is at most `gamma` nats",
+        rows=ROWS,
+        cache=CACHE,
+        models=MODELS,
+        source="EB sampler, [2505.24857](https://arxiv.org/abs/2505.24857)",
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative("gamma", self.gamma)
-        one_of("proxy", self.proxy, get_args(Proxy))
+    block_size: int | None = block_size_option(32)
+    gamma: float = option(
+        0.1,
+        "bound in nats on what tokens revealed together tell about each other, at least 0",
+        search=(0.01, 0.03, 0.1, 0.3, 1.0),
+        unit="NATS",
+        check=not_negative,
+    )
+    proxy: Proxy = option("entropy", "what tokens are sorted by before the bound is taken")
 
     def begin(self, prompt: list[int], contract: Contract) -> EntropySession:
         return EntropySession(self, prompt, contract)

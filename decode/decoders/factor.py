@@ -14,8 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import not_negative
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, ROWS, Blockwise, BlockwiseSession
+from decode.decoders.checks import not_negative
+from decode.decoders.options import block_size_option, option
 from decode.engine.step import Floats, Ints, Predictions
 
 
@@ -26,12 +28,24 @@ class Factor(Blockwise):
     one block for the whole response."""
 
     name: ClassVar[str] = "factor"
-    block_size: int | None = 32
-    factor: float = 1.0
+    summary: ClassVar[str] = "Fast-dLLM's factor rule"
+    card: ClassVar[Card] = Card(
+        decides="the n surest while the n-th has at least 1 - `factor` / (n + 1)",
+        rows=ROWS,
+        cache=CACHE,
+        models=MODELS,
+        source="Fast-dLLM, [2505.22618](https://arxiv.org/abs/2505.22618)",
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative("factor", self.factor)
+    block_size: int | None = block_size_option(32)
+    factor: float = option(
+        1.0,
+        "the n-th surest token is revealed where its confidence is at least 1 - F / (n + 1), at "
+        "least 0",
+        search=(0.1, 0.3, 1.0, 2.0),
+        unit="F",
+        check=not_negative,
+    )
 
     def begin(self, prompt: list[int], contract: Contract) -> FactorSession:
         return FactorSession(self, prompt, contract)

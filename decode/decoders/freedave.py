@@ -14,15 +14,17 @@ c_d; the candidate that completes a block is settled by the one before it and ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import boolean, greedy_only, one_of, whole
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, Blockwise, BlockwiseSession
 from decode.decoders.branches import Branch, split, with_branches
+from decode.decoders.checks import greedy_only
+from decode.decoders.options import option
 from decode.decoders.visibility import mask_kind
 from decode.engine.step import Floats, Ints, Predictions, Step
 
@@ -47,16 +49,24 @@ class FreeDave(Blockwise):
     """
 
     name: ClassVar[str] = "freedave"
-    drafts: int = 4
-    drafting: Drafting = "tree"
-    eager: bool = False
+    summary: ClassVar[str] = "static decoding that drafts itself, without loss"
+    card: ClassVar[Card] = Card(
+        decides="what `static` would, several steps at once",
+        rows="up to `drafts` times `static`'s",
+        cache=CACHE,
+        models=MODELS,
+        source="FreeDave, [2510.00294](https://arxiv.org/abs/2510.00294)",
+    )
+
+    drafts: int = option(4, "states that a forward checks, at least 1; 1 is static decoding")
+    drafting: Drafting = option(
+        "tree", "tree feeds once what is the same in all states, batch feeds all of each"
+    )
+    eager: bool = option(False, "let drafts go on in the next blocks; for block-causal models")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         greedy_only("freedave", self.temperature)
-        whole("drafts", self.drafts)
-        one_of("drafting", self.drafting, get_args(Drafting))
-        boolean("eager", self.eager)
         if self.eager and self.cache != "none":
             raise InputError(
                 "eager needs cache none, which on the block-causal models that it is for leaves "

@@ -13,8 +13,9 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import whole
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, ROWS, Blockwise, BlockwiseSession
+from decode.decoders.options import option
 from decode.engine.step import Ints, Predictions
 
 
@@ -24,17 +25,28 @@ class Static(Blockwise):
     reveals one token a step."""
 
     name: ClassVar[str] = "static"
-    steps: int | None = None
+    summary: ClassVar[str] = "LLaDA's low-confidence decoding"
+    card: ClassVar[Card] = Card(
+        decides="as many of the surest tokens of the block as its schedule says (default one)",
+        rows=ROWS,
+        cache=CACHE,
+        models=MODELS,
+        source="LLaDA, [2502.09992](https://arxiv.org/abs/2502.09992)",
+    )
+
+    steps: int | None = option(
+        None,
+        "forwards a response, a multiple of its number of blocks",
+        shown="one token a forward",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None:
-            whole("steps", self.steps)
-            if self.steps % self.block_count:
-                raise InputError(
-                    f"steps must be a multiple of the {self.block_count} blocks "
-                    f"({self.length} tokens in blocks of {self.size}), got {self.steps}"
-                )
+        if self.steps is not None and self.steps % self.block_count:
+            raise InputError(
+                f"steps must be a multiple of the {self.block_count} blocks "
+                f"({self.length} tokens in blocks of {self.size}), got {self.steps}"
+            )
 
     def begin(self, prompt: list[int], contract: Contract) -> StaticSession:
         return StaticSession(self, prompt, contract)

@@ -3,14 +3,17 @@ reveals all tokens of the current block that the model is sure of, and always th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import not_negative
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, ROWS, Blockwise, BlockwiseSession
+from decode.decoders.checks import not_negative
+from decode.decoders.options import block_size_option, option
 from decode.engine.step import Floats, Ints, Predictions
 
 
@@ -21,12 +24,31 @@ class Threshold(Blockwise):
     takes one block for the whole response."""
 
     name: ClassVar[str] = "threshold"
-    block_size: int | None = 32
-    tau: float = 0.9
+    summary: ClassVar[str] = "Fast-dLLM's confidence threshold (default for a WINO+ model)"
+    card: ClassVar[Card] = Card(
+        decides="the surest and all of confidence at least `tau`",
+        rows=ROWS,
+        cache=CACHE,
+        models=MODELS,
+        source="Fast-dLLM, [2505.22618](https://arxiv.org/abs/2505.22618)",
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative("tau", self.tau)
+    block_size: int | None = block_size_option(32, "32, on a WINO+ model its own")
+    tau: float = option(
+        0.9,
+        "confidence from which a token is revealed, at least 0; above 1 only the surest one is",
+        search=(0.6, 0.7, 0.8, 0.9, 0.95, 0.99),
+        check=not_negative,
+    )
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return contract.mask_id is not None and contract.objective == "wino_plus"
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        own = contract.block_size if contract.objective == "wino_plus" else None
+        return {"block_size": own, **given} if own is not None else dict(given)
 
     def begin(self, prompt: list[int], contract: Contract) -> ThresholdSession:
         return ThresholdSession(self, prompt, contract)

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.spans import block_ends
+from d2f.span_makers import block_ends
 from decode.engine.step import Ints
 
 MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]
@@ -34,7 +34,5 @@ def visible_ends(length: int, prompt_length: int, contract: Contract) -> Ints:
         return np.full(length, length, dtype=np.int64)
     if kind == "block-causal":
         assert contract.block_size is not None
-        ends = block_ends(length, prompt_length, contract.block_size)
-    else:
-        ends = block_ends(length, 0, contract.block_size or SDAR_BLOCK_SIZE)
-    return ends.numpy().astype(np.int64)
+        return block_ends(length, prompt_length, contract.block_size)
+    return block_ends(length, 0, contract.block_size or SDAR_BLOCK_SIZE)

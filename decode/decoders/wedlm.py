@@ -24,14 +24,17 @@ tokens too, as WeDLM's are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError, repr_of
-from decode.decoders.base import Decoder, MaskedSession, not_negative, one_of, whole
+from d2f.errors import InputError
+from decode.decoders.base import Card, Decoder, MaskedSession
+from decode.decoders.checks import not_negative
+from decode.decoders.options import max_new_tokens_option, option
 from decode.decoders.visibility import mask_kind
 from decode.engine.result import BlockView
 from decode.engine.step import Floats, Ints, Predictions, Step
@@ -54,22 +57,43 @@ class WeDLM(Decoder):
     """
 
     name: ClassVar[str] = "wedlm"
-    window: int = 16
-    entropy_threshold: float | None = 0.4
-    distance_penalty: float = 0.02
-    max_new_tokens: int | None = None
-    refill: Refill = "paper"
-    verify: Literal["ar"] | None = None
+    summary: ClassVar[str] = (
+        "streaming decoding of a causal diffusion model, where it is the default"
+    )
+    labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
+    card: ClassVar[Card] = Card(
+        decides="masks whose entropy plus penalty is below `entropy_threshold`",
+        rows="W to 2W",
+        cache="exact",
+        models="causal with a mask id",
+        source="WeDLM, [2512.22737](https://arxiv.org/abs/2512.22737)",
+    )
+
+    window: int = option(
+        16, "slots of the window, at least 1", shown="as trained here, else 16", search=(8, 16)
+    )
+    entropy_threshold: float | None = option(
+        0.4,
+        "entropy below which a mask is filled, its penalty included, at least 0; 0 fills one a "
+        "forward",
+        search=(0.1, 0.2, 0.4, 0.6),
+        unit="NATS",
+        check=not_negative,
+    )
+    distance_penalty: float = option(
+        0.02,
+        "what is added to the entropy for each position from the first mask, at least 0",
+        unit="NATS",
+        check=not_negative,
+    )
+    max_new_tokens: int | None = max_new_tokens_option()
+    refill: Refill = option("paper", "paper tops the window up after it commits, repository before")
+    verify: Literal["ar"] | None = option(
+        None, "commit only what greedy autoregressive decoding of the model confirms"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("window", self.window)
-        if self.entropy_threshold is not None:
-            not_negative("entropy_threshold", self.entropy_threshold)
-        not_negative("distance_penalty", self.distance_penalty)
-        one_of("refill", self.refill, get_args(Refill))
-        if self.verify is not None and not (isinstance(self.verify, str) and self.verify == "ar"):
-            raise InputError(f"verify must be ar or left out, got {repr_of(self.verify)}")
         if self.verify and self.temperature:
             raise InputError(
                 f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "
@@ -85,6 +109,19 @@ class WeDLM(Decoder):
                 f"the decoder wedlm needs a causal model with a mask id, the family "
                 f"{contract.family} is {kind}: take {other} for it"
             )
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return (
+            contract.mask_id is not None
+            and contract.objective != "wino_plus"
+            and mask_kind(contract) == "causal"
+        )
+
+    @classmethod
+    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        own = contract.block_size if contract.objective == "wedlm" else None
+        return {"window": own, **given} if own is not None else dict(given)
 
     @property
     def overhang(self) -> int:

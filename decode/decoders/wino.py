@@ -16,8 +16,10 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import boolean, ratio
-from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.base import Card
+from decode.decoders.blockwise import CACHE, MODELS, Blockwise, BlockwiseSession
+from decode.decoders.checks import ratio
+from decode.decoders.options import block_size_option, option
 from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.engine.step import Ints, Predictions, Step
@@ -47,23 +49,41 @@ class Wino(Blockwise):
     """
 
     name: ClassVar[str] = "wino"
-    block_size: int | None = 128
-    tau1: float = 0.6
-    tau2: float = 0.9
-    caps: bool = True
-    leakage: bool = False
+    summary: ClassVar[str] = "drafts widely, takes back what the rest does not bear out"
+    card: ClassVar[Card] = Card(
+        decides="all above `tau1`; takes back what its shadow gives less than `tau2`",
+        rows="P + L + B (shifted families: + two a verified token)",
+        cache=CACHE,
+        models=MODELS,
+        source="WINO, [2507.18578](https://arxiv.org/abs/2507.18578)",
+    )
+
+    block_size: int | None = block_size_option(128)
+    tau1: float = option(
+        0.6, "confidence above which a token is drafted, in [0, 1], below tau2", check=ratio
+    )
+    tau2: float = option(
+        0.9,
+        "probability below which a drafted token is taken back, in [0, 1]; 0 takes none back",
+        check=ratio,
+    )
+    caps: bool = option(
+        True,
+        "the official code's bounds on tokens drafted and taken back in a forward, or the paper's "
+        "two thresholds alone",
+        shown="the bounds",
+    )
+    leakage: bool = option(
+        False, "let the shadow see the tokens that it verifies, the paper's ablation"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ratio("tau1", self.tau1)
-        ratio("tau2", self.tau2)
         if 0 < self.tau2 <= self.tau1:
             raise InputError(
                 f"tau1 must be below tau2 (tau2 0 verifies nothing), "
                 f"got tau1 {self.tau1!r} and tau2 {self.tau2!r}"
             )
-        boolean("caps", self.caps)
-        boolean("leakage", self.leakage)
 
     def begin(self, prompt: list[int], contract: Contract) -> WinoSession:
         return WinoSession(self, prompt, contract)

@@ -11,7 +11,7 @@ from d2f import chat
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
 from decode.decoders.base import Decoder
-from decode.defaults import DEFAULT_MAX_NEW_TOKENS
+from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Message | Sequence[Message]

@@ -10,12 +10,12 @@ from typing import Any
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.decoders import D2F, DECODERS, Decoder
-from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-from decode.tuning.grids import DEFAULT_GRIDS, OPTIONS
+from decode.decoders import Decoder, find_decoder
+from decode.decoders.base import searchable
+from decode.decoders.options import default_grid
 
 Setting = Mapping[str, int | float]
-"""Values of some of `OPTIONS`."""
+"""Values of some of a decoder's options that are numbers."""
 
 
 @dataclass(frozen=True)
@@ -40,45 +40,43 @@ class Space:
     def build(self, setting: Setting, task: str) -> Decoder:
         """The decoder with this setting, for responses of the task."""
         values: dict[str, Any] = {"max_new_tokens": RESPONSE_LENGTH[task], **setting}
-        return DECODERS[self.decoder](**values)
+        return find_decoder(self.decoder)(**values)
 
     def defaults(self, contract: Contract) -> Setting:
         """What the decoder takes for these options where nothing is given; an option whose default
         is None is not in it."""
-        decoder = DECODERS[self.decoder]()
-        values = {name: getattr(decoder, name) for name in OPTIONS if name in self.grid}
-        if self.decoder == D2F.name:
-            values["block_size"] = own_block_size(contract)
+        kind = find_decoder(self.decoder)
+        decoder = kind(**kind.completed({}, contract))
+        values = {name: getattr(decoder, name) for name in searchable(kind) if name in self.grid}
         return {name: value for name, value in values.items() if value is not None}
 
     def fitted(self, contract: Contract) -> Space:
-        """The same with the model's own block size where none is searched, for the pipeline.
-        Raises InputError for a model that the decoder cannot decode."""
-        DECODERS[self.decoder]().check(contract)
-        if self.decoder != D2F.name or "block_size" in self.grid:
-            return self
-        return Space(self.decoder, {"block_size": (own_block_size(contract),), **self.grid})
+        """The same with what follows from how the model was trained (its block size) where that
+        is not searched. Raises InputError for a model that the decoder cannot decode."""
+        kind = find_decoder(self.decoder)
+        kind().check(contract)
+        own = {name: (value,) for name, value in kind.completed({}, contract).items()}
+        return Space(self.decoder, {**own, **self.grid})
 
 
 def make_space(
     decoder: str, lists: Mapping[str, Sequence[int | float]], tasks: Iterable[str]
 ) -> Space:
     """The settings that are asked for. lists: values by option; an option that is missing has its
-    values of `DEFAULT_GRIDS`.
+    values of its decoder's `default_grid`.
 
     Raises InputError for an unknown decoder, an option that it does not have, an empty list, a
     value that comes twice, and a setting that the decoder refuses for a task.
     """
-    if decoder not in DECODERS:
-        raise InputError(f"decoder must be one of {', '.join(DECODERS)}, got {decoder!r}")
-    known = [name for name in OPTIONS if name in DECODERS[decoder].__dataclass_fields__]
+    kind = find_decoder(decoder)
+    known = searchable(kind)
     unknown = [name for name in lists if name not in known]
     if not known or unknown:
         raise InputError(
             f"the decoder {decoder} has no option {', '.join(unknown) or 'that can be searched'}; "
             f"of those that can be searched it has {', '.join(known) or 'none'}"
         )
-    values = {**DEFAULT_GRIDS.get(decoder, {}), **lists}
+    values = {**default_grid(kind), **lists}
     if not values:
         raise InputError(f"the decoder {decoder} has no default grid: give {', '.join(known)}")
     for name, choices in values.items():
@@ -91,11 +89,6 @@ def make_space(
         for setting in space.settings:
             space.build(setting, task)
     return space
-
-
-def own_block_size(contract: Contract) -> int:
-    """The block size that the pipeline takes for a model by itself."""
-    return contract.block_size or DEFAULT_BLOCK_SIZE
 
 
 def named(setting: Setting, options: Iterable[str] | None = None) -> str:

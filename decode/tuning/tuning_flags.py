@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from d2f.tasks.registry import TASKS
-from decode.commands.decoder_flags import DECODER_OPTIONS
+from decode.commands.decoder_flags import Kind, help_of, offered, options_by_name, summaries
 from decode.commands.pipeline_flags import DEFAULT_MODEL, Parser, add_verbose
+from decode.decoders.base import searchable
+from decode.decoders.options import default_grid
 from decode.reporting.extras import require_matplotlib
-from decode.tuning.grids import DEFAULT_GRIDS, OPTIONS
 
 _DESCRIPTION = """\
 python -m decode.tune --task story --output runs/tune
@@ -32,16 +33,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     Raises InputError for a bad command line, SystemExit after --help.
     """
-    options = _parser().parse_args(arguments)
+    kinds = offered(arguments)
+    options = _parser(kinds).parse_args(arguments)
     options.tasks = options.task.split(",")
-    given = {name: getattr(options, name) for name in OPTIONS}
+    given = {name: getattr(options, name) for kind in kinds for name in searchable(kind)}
     options.lists = {name: values for name, values in given.items() if values is not None}
     if options.figures:
         require_matplotlib("--no-figures")
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     parser = Parser(
         "python -m decode.tune",
         description=_DESCRIPTION,
@@ -56,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
             "settings to search",
             "Lists, with commas; every combination is a setting. An option that the decoder does "
             "not have is an error.",
-        )
+        ),
+        kinds,
     )
     _add_search(parser.add_argument_group("search and choice"))
     _add_output(parser.add_argument_group("final measurement and output"))
@@ -89,19 +92,21 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_settings(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--decoder", default="d2f", metavar="NAME", help="default d2f")
-    for option in DECODER_OPTIONS:
-        if option.name in OPTIONS:
-            flag = "--" + option.name.replace("_", "-")
-            kind = _numbers(float if option.kind is float else int)
+def _add_settings(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
+    about = f"default d2f; {summaries()}"
+    group.add_argument("--decoder", default="d2f", metavar="NAME", help=about)
+    for name, having in options_by_name(kinds).items():
+        kinds_having = [(kind, option) for kind, option in having if name in searchable(kind)]
+        if kinds_having:
+            reads = _numbers(float if having[-1][1].kind is float else int)
             tried = [
-                f"{name} {','.join(f'{value:g}' for value in grid[option.name])}"
-                for name, grid in DEFAULT_GRIDS.items()
-                if option.name in grid
+                f"{kind.name} {','.join(f'{value:g}' for value in default_grid(kind)[name])}"
+                for kind, _ in kinds_having
+                if name in default_grid(kind)
             ]
             said = f"; searched by default: {'; '.join(tried)}" if tried else ""
-            group.add_argument(flag, type=kind, metavar="LIST", help=f"{option.help}{said}")
+            text = f"{help_of(kinds_having, len(kinds))}{said}"
+            group.add_argument("--" + name.replace("_", "-"), type=reads, metavar="LIST", help=text)
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:

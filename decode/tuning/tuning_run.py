@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from d2f.errors import InputError
 from d2f.tasks.registry import TASKS
-from decode.decoders.base import whole
+from decode.decoders.checks import whole_number
 from decode.tuning.choose import Goal
 from decode.tuning.search import SEARCHES
 from decode.tuning.space import Space, make_space
@@ -49,7 +49,7 @@ class Tuning:
         if self.search not in SEARCHES:
             raise InputError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}")
         for name in ("problems", "batch_size", "heldout", "repetitions"):
-            whole(name, getattr(self, name))
+            whole_number(name, getattr(self, name))
         if self.eta < 2:
             raise InputError(f"eta must be at least 2, got {self.eta}")
         if self.seed < 0:

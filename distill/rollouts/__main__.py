@@ -25,8 +25,9 @@ from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import GrowingFile, write_beside
 from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
-from decode.commands.decoder_flags import DECODER_OPTIONS
+from decode.commands.decoder_flags import add_flags, given_options, own_names
 from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.decoders import DECODERS
 from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
@@ -35,10 +36,8 @@ if TYPE_CHECKING:
     from distill.rollouts.trajectories import Rollout
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-DECODERS = ("wino", "d2f")
-_TAKEN = ("block_size", "tau1", "tau2", "caps", "leakage", "cache",
-          "tau_add", "tau_act", "tau_conf", "revoke", "tau_revoke")  # fmt: skip
-OPTIONS = [option for option in DECODER_OPTIONS if option.name in _TAKEN]
+RECORDED = ("wino", "d2f")
+_NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
 
 
 class RolloutFile:
@@ -103,7 +102,7 @@ def _run(options: argparse.Namespace) -> None:
     from decode.commands.load_model import check_options, load, outline
     from distill.rollouts.collect import collect, make_jobs
 
-    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    given = given_options(options)
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
     check_options(options)
@@ -181,7 +180,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
     parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
-    parser.add_argument("--decoder", choices=DECODERS, default="wino", help="default: wino")
+    parser.add_argument("--decoder", choices=RECORDED, default="wino", help="default: wino")
     parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
     parser.add_argument(
         "--problems", type=int, default=1000, help="training problems a task (default 1000)"
@@ -202,8 +201,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="through torch.compile")
     add_verbose(parser)
     group = parser.add_argument_group("decoder")
-    for option in OPTIONS:
-        option.add_to(group)
+    kinds = [DECODERS[name] for name in RECORDED]
+    add_flags(group, kinds, [name for name in own_names(kinds) if name not in _NOT_TAKEN])
     parser.set_defaults(family=None, merge=True)
     options = parser.parse_args(arguments)
     options.tasks = options.tasks.split(",")

@@ -23,7 +23,7 @@ from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_settings import DecoderSettings
-from decode.decoders import DECODERS, Decoder
+from decode.decoders import Decoder, find_decoder
 from decode.engine.prompts import check, encode
 from decode.evaluate import decode_and_judge
 from distill.config import TrainConfig
@@ -115,10 +115,11 @@ def jobs(model: DiffusionModel, config: TrainConfig) -> dict[str, tuple[list[Pro
 def _decoder_settings(config: TrainConfig) -> DecoderSettings:
     """The decoder that the configuration asks for. Raises InputError."""
     settings = config.evaluation
-    if settings.decoder is not None and settings.decoder not in DECODERS:
-        raise InputError(
-            f"evaluation.decoder must be among {list(DECODERS)}, got {settings.decoder!r}"
-        )
+    if settings.decoder is not None:
+        try:
+            find_decoder(settings.decoder)
+        except InputError as error:
+            raise InputError(f"evaluation.{error}") from error
     if "max_new_tokens" in settings.options:
         raise InputError("evaluation.options: max_new_tokens is that of each task, leave it out")
     return DecoderSettings(settings.decoder, settings.options)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode import generate
-from decode.decoders import DECODERS, Static
+from decode import Static, generate
+from decode.decoders import DECODERS
 from tests.fuzz.odd import LEAVES, NUMBERS, TEXT, VALUES
 from tests.fuzz.outcome import attempt, budget
 from tests.tiny import random_model

@@ -14,11 +14,11 @@ import d2f
 import decode
 from d2f.tasks import TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.commands.decoder_flags import DECODER_OPTIONS, SAMPLING_OPTIONS
 from decode.commands.live_display import LiveDisplay
 from decode.commands.panels import Running
 from decode.commands.pipeline_flags import parse
 from decode.decoders import DECODERS
+from decode.decoders.options import options_of
 from decode.pipeline import main
 
 # What it prints
@@ -98,7 +98,7 @@ def test_help_reads_well_and_does_not_import_torch():
 
 def test_every_decoder_option_is_on_the_command_line():
     flags = {field.name for kind in DECODERS.values() for field in dataclasses.fields(kind)}
-    kinds = {option.name: option.kind for option in (*DECODER_OPTIONS, *SAMPLING_OPTIONS)}
+    kinds = {o.name: o.kind for kind in DECODERS.values() for o in options_of(kind)}
     line = []
     for name in flags:
         kind = kinds.get(name)

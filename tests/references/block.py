@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from d2f.model import DiffusionModel
-from decode.decoders import Block
+from decode import Block
 from decode.engine.sampling import Sampler
 from tests.references.d2f import in_fp32, predict_positions
 

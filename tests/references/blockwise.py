@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from d2f.attention import SpanPlan
 from d2f.contract import Contract
 from d2f.model import DiffusionModel
-from decode.decoders import EntropyBounded, Factor, Static, Threshold
+from decode import EntropyBounded, Factor, Static, Threshold
 from decode.decoders.blockwise import Blockwise
 from decode.decoders.visibility import SDAR_BLOCK_SIZE
 from decode.engine.result import Revealed

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
-from decode.decoders import D2F, Autoregressive, Static
+from decode import D2F, Autoregressive, Static
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
 from decode.engine.sampling import PredictionRequest, Sampler, predict
 

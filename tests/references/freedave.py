@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.decoders import FreeDave
+from decode import FreeDave
 from decode.decoders.visibility import mask_kind
 from decode.engine.sampling import Sampler
 from tests.references.d2f import predict_positions

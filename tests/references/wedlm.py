@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.decoders import WeDLM
+from decode import WeDLM
 from decode.engine.sampling import PredictionRequest, Sampler, predict
 from tests.references.d2f import DensePlan
 

@@ -1,0 +1,40 @@
+"""python -m benchmarks.decoder_table
+
+Writes the table of docs/decoders.md from what each decoder says of itself (`Decoder.card`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from d2f.files import write_beside
+from decode.decoders import DECODERS
+
+PAGE = Path(__file__).parent.parent / "docs" / "decoders.md"
+BEGIN, END = "<!-- decoders: written by python -m benchmarks.decoder_table -->\n", "<!-- end -->"
+
+
+def table() -> str:
+    """A line a decoder, Markdown."""
+    lines = ["| decoder | a forward decides | rows | cache | models | source |", "|---" * 6 + "|"]
+    for name, kind in DECODERS.items():
+        card = kind.card
+        if card is not None:
+            cells = (card.decides, card.rows, card.cache, card.models, card.source)
+            lines.append(" | ".join((f"| `{name}`", *cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with the table as it is now."""
+    text = PAGE.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    return head + BEGIN + table() + rest[rest.index(END) :]
+
+
+def main() -> None:
+    write_beside(PAGE, page())
+
+
+if __name__ == "__main__":
+    main()
