@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from triton_kernels.self_check import CHECKS
+
 VARIABLE = "D2F_KERNELS"
 
 
@@ -39,11 +41,10 @@ def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
 @cache
 def is_sound(name: str, dtype: torch.dtype, device: torch.device, dim: int) -> bool:
     """Whether the kernel gives what its reference gives there; asked once, warns where not."""
-    from triton_kernels.self_check import CHECKS
-
+    check = CHECKS[name]
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            CHECKS[name](dtype, device, dim)
+            check(dtype, device, dim)
     except Exception as error:  # whatever a compiler or a driver may raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         warnings.warn(

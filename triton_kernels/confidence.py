@@ -24,6 +24,7 @@ from torch import Tensor
 
 from triton_kernels.choice import use_kernel
 from triton_kernels.philox import uniform
+from triton_kernels.self_check import random_inputs, self_check
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def confidence_of_logits(
     from triton_kernels import confidence_tiles
 
     seeds = None if not temperature or seed is None else _seeds(seed, logits)
-    return confidence_tiles.of_logits(logits, mask_id, named, temperature, seeds)
+    return Confidence(*confidence_tiles.of_logits(logits, mask_id, named, temperature, seeds))
 
 
 def confidence_head(
@@ -127,7 +128,8 @@ def confidence_head(
     from triton_kernels import confidence_tiles
 
     seeds = None if not temperature or seed is None else _seeds(seed, hidden)
-    return confidence_tiles.of_hidden(hidden, head, mask_id, named, temperature, seeds)
+    found = confidence_tiles.of_hidden(hidden, head, mask_id, named, temperature, seeds)
+    return Confidence(*found)
 
 
 def _seeds(seed: int | Tensor, rows: Tensor) -> Tensor:
@@ -158,3 +160,21 @@ def _check(
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
     if temperature > 0 and seed is None:
         raise ValueError("a temperature above 0 needs a seed")
+
+
+@self_check("confidence")
+def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """The same tokens, ties included, and the same probabilities."""
+    logits = 3 * random_inputs(((6, 5000),), dtype, device)[0]
+    logits[0, 30] = logits[0, 4000] = logits.max() + 1
+    named = torch.arange(6, device=device)
+    ours, plain = (
+        confidence_of_logits(logits, mask_id=7, named=named, kernel=kernel)
+        for kernel in (True, False)
+    )
+    if not torch.equal(ours.token, plain.token):
+        raise AssertionError("it chooses other tokens than the plain computation")
+    for name in ("probability", "entropy", "margin", "named"):
+        difference = (getattr(ours, name) - getattr(plain, name)).abs().max().item()
+        if not difference < 1e-4:
+            raise AssertionError(f"its {name} differs by {difference:.2g} from the plain one")

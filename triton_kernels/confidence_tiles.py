@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.confidence import Confidence
-
+# token, probability, entropy, margin and named: the fields of `confidence.Confidence`
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 _FACTS = 7
 _COLUMNS = 1024  # of a tile of given logits
 
@@ -191,7 +191,7 @@ class _Work:
             "SAMPLED": temperature > 0,
         }
 
-    def join(self) -> Confidence:
+    def join(self) -> Found:
         rows, device = self.rows, self.facts.device
         out = torch.empty((4, rows), dtype=torch.float32, device=device)
         token = torch.empty(rows, dtype=torch.int64, device=device)
@@ -199,7 +199,7 @@ class _Work:
             self.facts, self.tokens, self.named_logit, rows, self.tiles, out, token,
             HAS_NAMED=self.named is not None, TILES=triton.next_power_of_2(self.tiles),
         )  # fmt: skip
-        return Confidence(token, out[0], out[1], out[2], None if self.named is None else out[3])
+        return token, out[0], out[1], out[2], None if self.named is None else out[3]
 
 
 def of_logits(
@@ -208,7 +208,7 @@ def of_logits(
     named: Tensor | None,
     temperature: float,
     seeds: Tensor | None,
-) -> Confidence:
+) -> Found:
     """`confidence_of_logits`, N at least 1, arguments checked."""
     logits = logits.contiguous()
     rows, columns = logits.shape
@@ -227,7 +227,7 @@ def of_hidden(
     named: Tensor | None,
     temperature: float,
     seeds: Tensor | None,
-) -> Confidence:
+) -> Found:
     """`confidence_head`, N at least 1, arguments checked."""
     hidden, head = hidden.contiguous(), head.contiguous()
     rows, columns = len(hidden), len(head)

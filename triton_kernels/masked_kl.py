@@ -19,7 +19,7 @@ in one pass over a tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from triton_kernels.choice import use_kernel
+from triton_kernels.self_check import compare, random_inputs, self_check
 
 TILE_BYTES = 32 << 20  # of one tile's fp32 logits on an accelerator
 CPU_TILE_BYTES = 8 << 20  # what is computed of it is there beside it
@@ -245,3 +246,18 @@ def _check(
         raise ValueError("head must be frozen: no gradient is computed for it")
     if columns is not None and columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
+
+
+@self_check("masked_kl")
+def _check_masked_kl(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """The loss and its gradient, over several tiles."""
+    inputs = random_inputs(((9, 64), (9, 64), (700, 64)), dtype, device)
+
+    def compute(given: Sequence[Tensor], kernel: bool) -> list[Tensor]:
+        student, teacher, head = given
+        student = student.detach().requires_grad_()
+        weight = torch.linspace(0, 1, 9, device=device)
+        loss = masked_linear_kl(student, teacher, head, weight, columns=256, kernel=kernel)
+        return [loss.detach()[None], *torch.autograd.grad(loss, [student])]
+
+    compare("the masked KL", inputs, compute)

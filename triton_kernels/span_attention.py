@@ -8,6 +8,7 @@ that the kernel is tested against. `span_attention` runs the kernel where `use_k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from triton_kernels.choice import use_kernel
+from triton_kernels.self_check import compare, random_inputs, self_check
 
 MAX_SPANS = 3
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -182,3 +184,37 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
     devices = {str(x.device) for x in (q, k, v, spans)}
     if len(devices) > 1:
         raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+
+
+@self_check("span_attention")
+def _check_span_attention(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """Forward and backward, two to a key head, few rows on many keys and the other way round."""
+    if dim not in HEAD_DIMS:
+        raise AssertionError(f"its head dimension must be one of {HEAD_DIMS}, got {dim}")
+    for queries, slots in ((5, 300), (70, 70)):
+        ends = torch.arange(1, queries + 1) * slots // queries
+        spans = torch.stack((ends // 3, ends), -1)[:, None].to(device, torch.int32)
+        shapes = ((queries, 4, dim), (2, slots, dim), (2, slots, dim))
+        inputs = random_inputs(shapes, dtype, device)
+
+        def compute(given: Sequence[Tensor], kernel: bool, where: Tensor = spans) -> list[Tensor]:
+            q, k, v = (x.detach().requires_grad_() for x in given)
+            out = span_attention(q, k, v, where, kernel=kernel)
+            return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+
+        compare("span attention", inputs, compute)
+
+
+@self_check("write_slots")
+def _check_write_slots(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """What is written is there, and nothing else has changed."""
+    shapes = ((2, 3, dim), (2, 3, dim), (2, 9, dim), (2, 9, dim))
+    keys, values, k, v = random_inputs(shapes, dtype, device)
+    slots = torch.tensor([7, 0, 4], device=device)
+    found = []
+    for kernel in (True, False):
+        own_k, own_v = k.clone(), v.clone()
+        write_slots(own_k, own_v, slots, keys, values, kernel=kernel)
+        found.append(torch.stack((own_k, own_v)))
+    if not torch.equal(*found):
+        raise AssertionError("the slots hold something else than was written")
