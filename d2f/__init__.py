@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d2f.checkpoint import load
     from d2f.contract import Contract
+    from d2f.load_checkpoint import load
     from d2f.model import DiffusionModel
 
 __version__ = "0.1.0"
 __all__ = ["Contract", "DiffusionModel", "load"]
 
-_HOMES = {"load": "d2f.checkpoint", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
+_HOMES = {"load": "d2f.load_checkpoint", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from d2f.checkpoint import folder_of
 from d2f.errors import CheckpointError, UnverifiedBaseWarning
+from d2f.hub import folder_of
 from d2f.models import HERE, resolve
 from d2f.weight_files import weight_files
 

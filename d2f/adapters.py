@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from d2f.adapter_base import check_base
 from d2f.adapter_config import read_adapter_config
-from d2f.checkpoint import check_ids, folder_of
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
-from d2f.families import FAMILIES
+from d2f.families import FAMILIES, Family
+from d2f.family_contract import check_ids
+from d2f.hub import folder_of
+from d2f.model_parts import ModelParts
 from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
 from d2f.weights import write_weights
-
-if TYPE_CHECKING:
-    from d2f.model import DiffusionModel
 
 _PREFIX = "base_model.model."
 Shape = tuple[int, ...]
@@ -28,7 +27,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def new_lora(
-    model: DiffusionModel,
+    model: ModelParts,
     *,
     r: int,
     alpha: int,
@@ -42,7 +41,7 @@ def new_lora(
     model.adapter = PeftModel(model.backbone, config)
 
 
-def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> None:
+def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
     """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
     trainable: its weights are to be trained on.
 
@@ -87,7 +86,7 @@ def attach(model: DiffusionModel, place: str, *, trainable: bool = False) -> Non
         model.contract = contract
 
 
-def save_adapter(model: DiffusionModel, folder: Path) -> None:
+def save_adapter(model: ModelParts, folder: Path) -> None:
     """Write the adapter's weights, configuration and the model's contract into `folder`. Raises
     CheckpointError for weights that are not finite."""
     assert model.adapter is not None
@@ -123,7 +122,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def _check_base_class(model: DiffusionModel, folder: Path, base_class: str) -> None:
+def _check_base_class(model: ModelParts, folder: Path, base_class: str) -> None:
     """An official adapter names the class it was trained on; it must be of the same family."""
     for family in FAMILIES:
         if base_class.lower().startswith(family) and family != model.family:
@@ -133,7 +132,7 @@ def _check_base_class(model: DiffusionModel, folder: Path, base_class: str) -> N
             )
 
 
-def _check_contract(model: DiffusionModel, folder: Path, contract: Contract) -> None:
+def _check_contract(model: ModelParts, folder: Path, contract: Contract) -> None:
     if contract.family != model.family:
         raise CheckpointError(
             f"{folder}: the adapter was made for the family {contract.family}, "
@@ -146,13 +145,13 @@ def _check_contract(model: DiffusionModel, folder: Path, contract: Contract) -> 
         )
 
 
-def _targets(model: DiffusionModel, folder: Path, came: Sequence[str]) -> dict[str, nn.Linear]:
+def _targets(model: ModelParts, folder: Path, came: Sequence[str]) -> dict[str, nn.Linear]:
     """The base's linear layers that the adapter targets, by transformers' names."""
-    names = FAMILIES[model.family].adapter_modules
-    targets = {names.get(name, name) for name in came}
     linear = {n: m for n, m in model.backbone.named_modules() if isinstance(m, nn.Linear)}
     if model.backbone.config.tie_word_embeddings:
         linear.pop("lm_head")  # it would change the embeddings too
+    names = _official_modules(FAMILIES[model.family], linear)
+    targets = {names.get(name, name) for name in came}
     have = {name.rsplit(".", 1)[-1] for name in linear}
     unknown = sorted(targets - have)
     if unknown:
@@ -163,19 +162,21 @@ def _targets(model: DiffusionModel, folder: Path, came: Sequence[str]) -> dict[s
     return {name: m for name, m in linear.items() if name.rsplit(".", 1)[-1] in targets}
 
 
-def _rename(model: DiffusionModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adapter weights under transformers' module names."""
-    import re
+def _official_modules(family: Family, linear: Iterable[str]) -> dict[str, str]:
+    """Of the base's linear layers, the last part of the family's name to that of transformers'. One
+    that means two is left out: LLaDA calls both the down projection and the head ff_out."""
+    meant = defaultdict(set)
+    for name in linear:
+        official = family.official_name(f"{name}.weight").removesuffix(".weight")
+        meant[official.rsplit(".", 1)[-1]].add(name.rsplit(".", 1)[-1])
+    return {official: ours.pop() for official, ours in meant.items() if len(ours) == 1}
 
-    renamed = {}
-    for key, value in weights.items():
-        name = key.removeprefix(_PREFIX).replace(".default.", ".")
-        for pattern, replacement in FAMILIES[model.family].key_mapping.items():
-            name, hit = re.subn(pattern, replacement, name)
-            if hit:
-                break
-        renamed[_PREFIX + name] = value
-    return renamed
+
+def _rename(model: ModelParts, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adapter weights under transformers' module names."""
+    family = FAMILIES[model.family]
+    names = {key: key.removeprefix(_PREFIX).replace(".default.", ".") for key in weights}
+    return {_PREFIX + family.native_name(names[key]): value for key, value in weights.items()}
 
 
 def _difference(expected: Mapping[str, Shape], came: Mapping[str, Shape]) -> str:

@@ -1,10 +1,19 @@
-"""Devices by name, checked where they come in."""
+"""Devices and dtypes by name, checked where they come in."""
 
 from __future__ import annotations
 
 import torch
 
 from d2f.errors import InputError
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
 
 
 def parse_device(device: torch.device | str | None) -> torch.device:
@@ -23,6 +32,17 @@ def parse_device(device: torch.device | str | None) -> torch.device:
             f"device {device}: no such device here, expected {_available()}: {reason}"
         ) from error
     return found
+
+
+def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise InputError(f"dtype must be one of {sorted(_DTYPES)}, got {dtype!r}")
+    return _DTYPES[dtype]
 
 
 def _available() -> str:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.contract import Contract
-from d2f.families import FAMILIES
+from d2f.model_parts import ModelParts
+from d2f.saving import save
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -34,12 +35,9 @@ class Fp32Rotary(nn.Module):
         return self.rotary(x.new_empty((), dtype=torch.float32), position_ids)
 
 
-class DiffusionModel:
-    """A transformers model with what decoding and training must know of it.
-
-    Made by `d2f.load`. Attributes: backbone (the transformers model), contract, tokenizer (None
-    where the checkpoint has none), adapter (the PEFT model around the backbone, or None), path.
-    """
+class DiffusionModel(ModelParts):
+    """A transformers model with what decoding and training must know of it: its parts
+    (`ModelParts`), and forwards over spans. Made by `d2f.load`."""
 
     def __init__(
         self,
@@ -50,11 +48,7 @@ class DiffusionModel:
         adapter: PeftModel | None = None,
         path: str | None = None,
     ):
-        self.backbone = backbone
-        self.contract = contract
-        self.tokenizer = tokenizer
-        self.adapter = adapter
-        self.path = path
+        super().__init__(backbone, contract, tokenizer=tokenizer, adapter=adapter, path=path)
         self._merged = False
         self._compiled: CompiledRows | None = None
         if contract.rope_fp32 and not isinstance(backbone.model.rotary_emb, Fp32Rotary):
@@ -75,46 +69,6 @@ class DiffusionModel:
             *(["no tokenizer"] if self.tokenizer is None else []),
         ]
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
-
-    @property
-    def family(self) -> str:
-        """Name of the family in `d2f.families.FAMILIES`."""
-        return self.contract.family
-
-    @property
-    def mask_id(self) -> int | None:
-        return self.contract.mask_id
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        return self.contract.end_ids
-
-    @property
-    def logit_shift(self) -> int:
-        """1 where row p-1 predicts position p, else 0."""
-        return self.contract.logit_shift
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backbone.config.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        """Positions that the model was built for."""
-        return self.backbone.config.max_position_embeddings
-
-    @property
-    def device(self) -> torch.device:
-        return self.backbone.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.backbone.dtype
-
-    @property
-    def is_diffusion(self) -> bool:
-        """Whether the family predicts masked positions (all but plain causal models)."""
-        return FAMILIES[self.family].needs_mask
 
     @property
     def is_adapted(self) -> bool:
@@ -201,8 +155,6 @@ class DiffusionModel:
         Raises InputError for a folder that holds anything but an earlier save, for 4-bit weights,
         and where it cannot be written.
         """
-        from d2f.saving import save
-
         save(self, folder)
 
     def merge_adapter(self) -> None:

@@ -8,20 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from d2f import attention
 from d2f.errors import CheckpointError
-from d2f.families import Family
+from d2f.families import Family, transformers_config
 from d2f.weight_files import Stored
 
-MODEL_CLASSES: dict[str, Any] = {
-    "llama": transformers.LlamaForCausalLM,
-    "qwen2": transformers.Qwen2ForCausalLM,
-    "qwen3": transformers.Qwen3ForCausalLM,
-}
 # longrope's frequencies depend on the longest row of the batch, and so would a request's tokens.
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -59,13 +53,12 @@ def model_config(place: str, family: Family, raw: Mapping[str, Any]) -> Pretrain
     """The configuration of the family's model from a config.json. Raises CheckpointError for what
     cannot be built, or would be built and run as something else."""
     try:
-        config = family.make_config({k: v for k, v in raw.items() if k not in (*_CALLS, *_LABELS)})
+        told = {k: v for k, v in raw.items() if k not in (*_CALLS, *_LABELS)}
+        config = transformers_config(family, told)
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error}") from error
     except Exception as error:  # transformers raises whatever comes of values of the wrong type
         raise CheckpointError(f"{place}: config.json makes no model: {_line(error)}") from error
-    if config.model_type not in MODEL_CLASSES:
-        raise CheckpointError(f"{place}: no model class for {config.model_type!r}")
 
     def expect(name: str, what: str, came: object, is_right: bool) -> None:
         if not is_right:

@@ -11,12 +11,12 @@ from d2f.adapter_base import base_name, fingerprint
 from d2f.adapters import save_adapter
 from d2f.contract import FILE_NAME
 from d2f.errors import InputError
-from d2f.export import save_model
 from d2f.files import make_folder, writing_folder
-from d2f.model import DiffusionModel
+from d2f.model_parts import ModelParts
+from d2f.save_transformers import save_model
 
 
-def save(model: DiffusionModel, folder: str | Path) -> None:
+def save(model: ModelParts, folder: str | Path) -> None:
     """See `DiffusionModel.save`."""
     if model.device.type == "meta":
         raise InputError("a model on the meta device has no weights to save")
@@ -37,7 +37,7 @@ def save(model: DiffusionModel, folder: str | Path) -> None:
                 base=base_name(model.path) or str(Path(model.path).resolve()),
                 base_hash=model.contract.base_hash or fingerprint(model.path),
             )
-            named = DiffusionModel(model.backbone, contract, adapter=model.adapter)
+            named = ModelParts(model.backbone, contract, adapter=model.adapter)
             save_adapter(named, beside)
 
 

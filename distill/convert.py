@@ -62,8 +62,9 @@ def convert_checkpoint(
     output do not go together.
     """
     import d2f
-    from d2f.export import convert, save_model
+    from d2f.build_model import convert
     from d2f.files import make_folder, writing_folder
+    from d2f.save_transformers import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} is there already: expected a new or empty folder as --output")
@@ -178,7 +179,7 @@ def _stored_dtype(place: str) -> torch.dtype:
     """The dtype that config.json gives the weights; where it says none, fp32 loses nothing."""
     import torch
 
-    from d2f.checkpoint import parse_dtype
+    from d2f.device import parse_dtype
 
     raw = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
     return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))

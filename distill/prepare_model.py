@@ -10,14 +10,15 @@ import torch
 
 import d2f
 from d2f.adapters import attach, new_lora
-from d2f.checkpoint import folder_of, load_tokenizer
+from d2f.build_model import build, convert
 from d2f.errors import InputError
-from d2f.export import build, convert
 from d2f.families import FAMILIES
+from d2f.hub import folder_of
+from d2f.load_tokenizer import load_tokenizer
 from d2f.model import DiffusionModel
 from d2f.models import resolve
-from d2f.official import check_official
 from d2f.quantize import keep_differentiable
+from d2f.save_official import check_official
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.config import TrainConfig
 

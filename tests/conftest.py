@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
-from d2f.checkpoint import load
+from d2f.load_checkpoint import load
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, max_examples=40

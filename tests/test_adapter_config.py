@@ -9,8 +9,8 @@ from peft import LoraConfig
 
 from d2f.adapter_config import _FREE, read_adapter_config
 from d2f.adapters import attach
-from d2f.checkpoint import load
 from d2f.errors import CheckpointError
+from d2f.load_checkpoint import load
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def test_what_a_step_reveals(reveal, confidence, expected):
 
 @pytest.mark.parametrize(("size", "expected"), [(None, None), (8, 8)])
 def test_the_block_size_of_an_sdar_folder_is_in_its_contract(tmp_path, size, expected):
-    from d2f.export import save_model
+    from d2f.save_transformers import save_model
 
     save_model(sdar(3, 0), tmp_path, dtype=torch.float32)
     (tmp_path / "d2f_contract.json").unlink()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f import chat
-from d2f.checkpoint import load_tokenizer
 from d2f.errors import InputError
+from d2f.load_tokenizer import load_tokenizer
 from d2f.models import HERE, names
 from decode.engine.prompts import encode
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tiny import fresh_model, random_model, tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from d2f.build_model import build
 from d2f.errors import CheckpointError, InputError
-from d2f.export import build, save_model
+from d2f.save_transformers import save_model
 from d2f.tasks import make_problem
 from distill.data import Stream, fill_rows, make_stream
 from distill.data.encode import Encoder

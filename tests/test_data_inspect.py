@@ -13,7 +13,7 @@ from data_rows import long_rows, run_settings
 from rich.console import Console
 from tiny import random_model
 
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.config import read_config
 from distill.data import make_stream
 from distill.data.__main__ import main

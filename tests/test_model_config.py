@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from d2f.checkpoint import load
 from d2f.errors import CheckpointError
+from d2f.load_checkpoint import load
 
 SIZES = {
     "dream": ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

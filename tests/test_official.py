@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tiny import fresh_model, random_model
 
-import d2f
-from d2f.checkpoint import load
 from d2f.errors import CheckpointError
-from d2f.export import save_model
-from d2f.official import official_name, save_official
+from d2f.families import get_family
+from d2f.load_checkpoint import load
+from d2f.save_official import save_official
+from d2f.save_transformers import save_model
 from d2f.spans import bidirectional
 from distill.config import parse_config
 from distill.run.card import curve
@@ -92,7 +92,7 @@ def test_the_bases_own_code_comes_along(golden, tmp_path):
 def test_what_the_format_cannot_say_is_refused(tmp_path, golden):
     model = fresh_model("llada")
     with pytest.raises(CheckpointError, match="has no name for this weight"):
-        official_name(d2f.families.FAMILIES["llada"], "model.layers.0.self_attn.q_norm.weight")
+        get_family("llada").official_name("model.layers.0.self_attn.q_norm.weight")
     model.backbone.config.rope_parameters = {
         "rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0,
     }  # fmt: skip

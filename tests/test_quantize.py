@@ -10,7 +10,7 @@ from test_train import settings
 from tiny import random_model
 
 import d2f
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.data import fill_rows
 from distill.objectives.base import OBJECTIVES
 from distill.prepare_model import prepare_model

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from d2f.checkpoint import load, load_tokenizer
 from d2f.errors import CheckpointError, InputError
+from d2f.load_checkpoint import load
+from d2f.load_tokenizer import load_tokenizer
 from d2f.models import HERE
 from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner

@@ -13,7 +13,7 @@ from tiny import random_model
 
 import decode
 from d2f.errors import InputError
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from d2f.tasks import check, make_problems
 from decode.commands.decoder_settings import DecoderSettings
 from distill.rollouts import __main__ as rollouts

@@ -15,7 +15,7 @@ from tiny import fresh_model, random_model
 
 import d2f
 from d2f.errors import CheckpointError, InputError
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
 from distill.objectives.base import OBJECTIVES

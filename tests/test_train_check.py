@@ -15,7 +15,7 @@ import d2f
 from d2f import quantize
 from d2f.adapters import ATTENTION, new_lora
 from d2f.errors import InputError
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill import train as train_module
 from distill.check import check
 from distill.config import Lora, read_config

@@ -21,7 +21,7 @@ from test_train import settings
 from tiny import random_model
 
 from d2f.errors import InputError
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.run import checkpoint
 from distill.train import train
 

@@ -16,7 +16,7 @@ from test_train import settings
 from tiny import fresh_model, random_model
 
 from d2f.contract import FILE_NAME, Contract
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.check import check
 from distill.config import TrainConfig
 from distill.objectives.teacher import teacher_warning

@@ -12,7 +12,7 @@ from tiny import fresh_model, random_model
 
 import d2f
 from d2f.errors import InputError
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.check import check as look
 from distill.config import TrainConfig, parse_config
 from distill.run import evaluation

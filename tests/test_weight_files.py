@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from d2f.adapter_base import fingerprint
 from d2f.adapters import attach
-from d2f.checkpoint import load
 from d2f.errors import CheckpointError, InputError
 from d2f.json_file import read_object
+from d2f.load_checkpoint import load
 from d2f.weight_files import WHOLE, weight_files
 from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner

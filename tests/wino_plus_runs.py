@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import random_model
 
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from distill.config import TrainConfig, parse_config
 from distill.rollouts import __main__ as rollouts
 

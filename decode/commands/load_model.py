@@ -9,10 +9,10 @@ import os
 import torch
 
 import d2f
-from d2f.checkpoint import base_of_adapter, folder_of, parse_dtype
 from d2f.contract import Contract
-from d2f.device import parse_device
+from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
+from d2f.hub import base_of_adapter, folder_of
 from d2f.model import DiffusionModel
 from d2f.models import names, resolve
 

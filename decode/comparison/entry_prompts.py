@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from d2f import chat
-from d2f.checkpoint import base_of_adapter, load_tokenizer
 from d2f.errors import InputError
+from d2f.hub import base_of_adapter
+from d2f.load_tokenizer import load_tokenizer
 from d2f.models import resolve
 from decode.comparison.workload import Workload
 

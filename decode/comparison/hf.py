@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from d2f.checkpoint import folder_of, load_tokenizer, parse_dtype
-from d2f.device import parse_device
+from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
+from d2f.hub import folder_of
+from d2f.load_tokenizer import load_tokenizer
 from d2f.models import resolve
 from d2f.weight_files import stored, weight_files
 from decode.comparison.answers import Answer, Run

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from d2f.checkpoint import folder_of
 from d2f.contract import Contract
 from d2f.families import FAMILIES
+from d2f.hub import folder_of
 from d2f.models import resolve
 from distill.config import TrainConfig
 

@@ -12,10 +12,10 @@ from accelerate import Accelerator
 
 from d2f.adapter_base import fingerprint
 from d2f.adapters import save_adapter
-from d2f.export import save_model
 from d2f.files import writing_folder
 from d2f.model import DiffusionModel
-from d2f.official import save_official
+from d2f.save_official import save_official
+from d2f.save_transformers import save_model
 from d2f.write_errors import says_what_is_kept
 from distill.config import TrainConfig
 from distill.data import Stream

@@ -7,8 +7,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from d2f.checkpoint import folder_of
 from d2f.errors import InputError
+from d2f.hub import folder_of
 from d2f.models import resolve
 from d2f.weight_files import ADAPTER_WEIGHTS
 from distill.config import TrainConfig

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.checkpoint import load
 from d2f.errors import CheckpointError, InputError
+from d2f.load_checkpoint import load
 from decode import pipeline, tune
 from decode.comparison.runs_ledger import Ledger
 from distill.rollouts import __main__ as rollouts

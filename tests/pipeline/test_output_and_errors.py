@@ -5,7 +5,7 @@ import torch
 from files import TAU, lines_of, prompts_file, untimed
 
 import d2f
-from d2f.export import save_model
+from d2f.save_transformers import save_model
 from decode.commands.live_display import Plain
 from decode.decoders import DECODERS
 from decode.pipeline import main

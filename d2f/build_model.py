@@ -1,29 +1,18 @@
-"""Save a model in transformers' format with its contract; build one from scratch or from another
-family's weights."""
+"""A model to begin with: from scratch, or from another family's weights."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config
+from transformers import PreTrainedTokenizerBase
 
 from d2f import attention
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
-from d2f.families import Family, get_family
+from d2f.families import FAMILIES, Family, get_family
+from d2f.family_contract import new_contract
 from d2f.model import DiffusionModel, Fp32Rotary
-from d2f.model_config import MODEL_CLASSES
-from d2f.weights import write_weights
-
-_SCRATCH: dict[str, type[PretrainedConfig]] = {
-    "causal": LlamaConfig,
-    "llada": LlamaConfig,
-    "dream": Qwen2Config,
-    "wedlm": Qwen2Config,
-}
-_AS_IT_IS = ("wedlm", "sdar")  # families that are an autoregressive model's own class
 
 
 def build(
@@ -42,10 +31,9 @@ def build(
     ids from the tokenizer. config_values: further fields of the transformers configuration.
     Raises CheckpointError for a tokenizer without one of these tokens."""
     family = get_family(family_name)
-    if family.name not in _SCRATCH:
-        raise CheckpointError(
-            f"a model from scratch must be of {sorted(_SCRATCH)}, got {family.name!r}"
-        )
+    if family.scratch is None:
+        known = sorted(name for name, other in FAMILIES.items() if other.scratch)
+        raise CheckpointError(f"a model from scratch must be of {known}, got {family.name!r}")
     for name, wanted in (("eos_token", True), ("mask_token", family.needs_mask)):
         if wanted and getattr(tokenizer, name) is None:
             raise CheckpointError(
@@ -64,17 +52,17 @@ def build(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": None,
     }
-    config = _SCRATCH[family.name](**(values | config_values))
-    backbone = MODEL_CLASSES[config.model_type]._from_config(
+    config = family.scratch.config_class(**(values | config_values))
+    backbone = family.scratch._from_config(
         config, attn_implementation=attention.NAME, dtype=torch.float32
     )
-    return DiffusionModel(backbone, _contract(family, tokenizer), tokenizer=tokenizer)
+    return DiffusionModel(backbone, new_contract(family, tokenizer), tokenizer=tokenizer)
 
 
 def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
     """The same weights, in their dtype and not copied, as the start of a model of another family
     (an autoregressive model is the usual start of a diffusion model). Biases that the source lacks
-    begin at 0. For the families wedlm and sdar it is the source's own backbone. End ids stay, and
+    begin at 0. For a family that `keeps_class` it is the source's own backbone. End ids stay, and
     the objective of an autoregressive source: it says that nothing was trained bidirectionally yet.
 
     Raises CheckpointError where the weights do not fit or the tokenizer has no mask token.
@@ -84,8 +72,9 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         return model
     if tokenizer is None:
         raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
-    if family_name in _AS_IT_IS:
-        return _relabelled(model, get_family(family_name), tokenizer)
+    family = get_family(family_name)
+    if family.keeps_class:
+        return _relabelled(model, family, tokenizer)
     own = config.hidden_size // config.num_attention_heads
     unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
     with torch.device("meta"):  # every weight comes from the source
@@ -129,32 +118,8 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
     rotary = model.backbone.model.rotary_emb
     new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
     new.tie_weights()
-    contract = _started(model, get_family(family_name), tokenizer)
+    contract = _started(model, family, tokenizer)
     return DiffusionModel(new.eval(), contract, tokenizer=tokenizer, path=model.path)
-
-
-def save_model(
-    model: DiffusionModel, folder: Path, *, dtype: torch.dtype, **contract: object
-) -> None:
-    """Write a model without adapter to `folder`: config, weights in `dtype`, tokenizer, and its
-    contract with the given fields changed. Raises ValueError for a model with an adapter,
-    CheckpointError for weights that are not finite in `dtype`."""
-    if model.adapter is not None:
-        raise ValueError("merge the adapter before saving the model, or save the adapter alone")
-    folder.mkdir(parents=True, exist_ok=True)
-    config = type(model.backbone.config).from_dict(model.backbone.config.to_dict())
-    config.dtype = dtype
-    config.architectures = [type(model.backbone).__name__]
-    config.save_pretrained(folder)
-    weights = {
-        name: value.detach().to("cpu", dtype).contiguous()
-        for name, value in model.backbone.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    write_weights(weights, folder / "model.safetensors")
-    if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
-    dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]
 
 
 def _relabelled(
@@ -178,20 +143,7 @@ def _relabelled(
 def _started(model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
     """The contract of a model of the family that has the weights of `model`."""
     objective = None if model.is_diffusion else model.contract.objective
-    contract = _contract(family, tokenizer)
+    contract = new_contract(family, tokenizer)
     return dataclasses.replace(
         contract, end_ids=model.end_ids or contract.end_ids, objective=objective
-    )
-
-
-def _contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    if family.needs_mask and tokenizer.mask_token_id is None:
-        raise CheckpointError(f"the family {family.name} needs a tokenizer with a mask token")
-    return Contract(
-        family=family.name,
-        mask_id=tokenizer.mask_token_id if family.needs_mask else None,
-        end_ids=(tokenizer.eos_token_id,),
-        logit_shift=family.logit_shift,
-        rope_fp32=family.rope_fp32,
-        prompt_rule=family.prompt_rule,
     )

@@ -1,0 +1,135 @@
+"""What a family says of itself, and what the families' files share.
+
+A family says which of transformers' own classes runs its weights unchanged. The facts are read
+from the published checkpoints' configurations and weight indexes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.core_model_loading import WeightRenaming
+
+from d2f.errors import CheckpointError
+
+MakeConfig = Callable[[Mapping[str, Any]], PretrainedConfig]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of checkpoints.
+
+    What its checkpoints are:
+
+    name: in contracts and on command lines; the names of its official classes begin with it, in
+    any case. model_types: values of ``model_type`` in an official config.json. classes:
+    transformers' classes that run its weights. make_config: official config.json to the
+    configuration of one of them; raises CheckpointError for what they cannot express. key_mapping:
+    official weight name to transformers', as `from_pretrained` takes it (a regex with at most one
+    group): every weight, or empty where the names are the same. tokenizer: transformers' class for
+    tokenizer files whose own class is code of the checkpoint.
+
+    How they are read:
+
+    logit_shift: 1 where row p-1 predicts position p. rope_fp32: RoPE is applied in fp32 whatever
+    the dtype. prompt_rule: what a prompt attends before D2F training (``bidirectional``,
+    ``block_causal``, ``causal``). needs_mask: it predicts masked positions, all but plain causal
+    models do. end_tokens: tokens that end a response besides the configured eos.
+
+    What becomes of it:
+
+    scratch: the class that a model from scratch is built of, None where none is. starts:
+    transformers' model types of autoregressive models whose weights a model of the family can begin
+    with. keeps_class: such a model stays of the class that it was, else it becomes a `scratch`.
+    official_config: the configuration to the fields of an official config.json, architectures and
+    model_type among them; None where models are not exported in the family's own format.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    classes: tuple[Any, ...]
+    make_config: MakeConfig
+    logit_shift: int
+    rope_fp32: bool
+    prompt_rule: str
+    needs_mask: bool = True
+    key_mapping: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Any = None
+    end_tokens: tuple[str, ...] = ()
+    scratch: Any = None
+    starts: tuple[str, ...] = ()
+    keeps_class: bool = False
+    official_config: Callable[[PretrainedConfig], dict[str, Any]] | None = None
+
+    @cached_property
+    def _renamings(self) -> list[WeightRenaming]:
+        return [WeightRenaming(theirs, ours) for theirs, ours in self.key_mapping.items()]
+
+    @cached_property
+    def _reverse_renamings(self) -> list[WeightRenaming]:
+        return [renaming.reverse_transform() for renaming in reversed(self._renamings)]
+
+    def native_name(self, name: str) -> str:
+        """transformers' name of a weight, from the family's."""
+        return _renamed(name, self._renamings)
+
+    def official_name(self, name: str) -> str:
+        """The family's name of a weight, from transformers'. Raises CheckpointError."""
+        made = _renamed(name, self._reverse_renamings)
+        if self.key_mapping and (made == name or self.native_name(made) != name):
+            raise CheckpointError(f"{name}: the family {self.name} has no name for this weight")
+        return made
+
+
+def _renamed(name: str, renamings: Iterable[WeightRenaming]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
+
+
+_NEEDED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+_SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
+_MOST = {"num_hidden_layers": 10_000, "n_layers": 10_000}
+
+
+def check_sizes(raw: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Raise CheckpointError for a size that none can be, before anything is made of it."""
+    for name in names:
+        size, most = raw.get(name), _MOST.get(name, 2**31 - 1)
+        if size is not None and (
+            isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most
+        ):
+            raise CheckpointError(
+                f"config.json: {name} must be a whole number from 1 to {most}, got {size!r}"
+            )
+
+
+def check_complete(raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a size in transformers' names that is none, or that transformers
+    would fill with a default of its own."""
+    lacking = [name for name in _NEEDED if name not in raw]
+    if lacking:
+        raise CheckpointError(f"config.json lacks {', '.join(lacking)}")
+    check_sizes(raw, _SIZES)
+
+
+def renamed_config(kind: Any) -> MakeConfig:
+    """A `make_config` for a config.json that has the fields of the class `kind` of transformers'
+    configurations under another model_type."""
+
+    def make(raw: Mapping[str, Any]) -> PretrainedConfig:
+        check_complete(raw)
+        drop = ("model_type", "architectures", "auto_map", "pad_token_id", "transformers_version")
+        return kind.from_dict({k: v for k, v in raw.items() if k not in drop})
+
+    return make

@@ -1,0 +1,135 @@
+"""LLaDA (arXiv 2502.09992): a Llama that reads both sides, under names of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
+
+from d2f.errors import CheckpointError
+from d2f.families.family import Family, check_sizes
+
+_SIZES = (
+    "d_model", "embedding_size", "max_sequence_length", "mlp_hidden_size", "n_heads",
+    "n_kv_heads", "n_layers", "vocab_size",
+)  # fmt: skip
+# What a Llama computes; a checkpoint that says otherwise is none.
+_MUST_BE = {
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "rope": True,
+    "rope_full_precision": True,
+    "alibi": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "attention_layer_norm": False,
+    "input_emb_norm": False,
+    "scale_logits": False,
+}
+
+
+def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
+    """LLaDA's config.json as a LlamaConfig; a variant that Llama cannot express is an error."""
+    for name, expected in _MUST_BE.items():
+        if name in raw and raw[name] != expected:
+            raise CheckpointError(
+                f"config.json: {name} must be {expected!r} for the family llada, got {raw[name]!r}"
+            )
+    check_sizes(raw, _SIZES)
+    try:
+        return LlamaConfig(
+            vocab_size=raw.get("embedding_size") or raw["vocab_size"],
+            hidden_size=raw["d_model"],
+            intermediate_size=raw["mlp_hidden_size"],
+            num_hidden_layers=raw["n_layers"],
+            num_attention_heads=raw["n_heads"],
+            num_key_value_heads=raw.get("n_kv_heads") or raw["n_heads"],
+            max_position_embeddings=raw["max_sequence_length"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
+            tie_word_embeddings=raw.get("weight_tying", False),
+            attention_bias=False,
+            mlp_bias=False,
+            bos_token_id=raw.get("bos_token_id"),
+            eos_token_id=raw.get("eos_token_id"),
+            mask_token_id=raw.get("mask_token_id"),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"config.json of the family llada lacks {error}") from error
+
+
+def _official_config(config: PretrainedConfig) -> dict[str, Any]:
+    """A LlamaConfig as the published config.json says it."""
+    return {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_dropout": 0.0,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "d_model": config.hidden_size,
+        "embedding_dropout": 0.0,
+        "embedding_size": config.vocab_size,
+        "eos_token_id": config.eos_token_id,
+        "flash_attention": False,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "init_device": "cpu",
+        "init_fn": "mitchell",
+        "init_std": 0.02,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "max_sequence_length": config.max_position_embeddings,
+        "mlp_hidden_size": config.intermediate_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "n_layers": config.num_hidden_layers,
+        "pad_token_id": config.eos_token_id,
+        "residual_dropout": 0.0,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "scale_logits": False,
+        "use_cache": False,
+        "vocab_size": config.vocab_size,
+        "weight_tying": config.tie_word_embeddings,
+    }
+
+
+_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+_KEYS = {
+    _BLOCK + r"attn_norm": r"model.layers.\1.input_layernorm",
+    _BLOCK + r"ff_norm": r"model.layers.\1.post_attention_layernorm",
+    _BLOCK + r"q_proj": r"model.layers.\1.self_attn.q_proj",
+    _BLOCK + r"k_proj": r"model.layers.\1.self_attn.k_proj",
+    _BLOCK + r"v_proj": r"model.layers.\1.self_attn.v_proj",
+    _BLOCK + r"attn_out": r"model.layers.\1.self_attn.o_proj",
+    _BLOCK + r"ff_proj": r"model.layers.\1.mlp.gate_proj",
+    _BLOCK + r"up_proj": r"model.layers.\1.mlp.up_proj",
+    _BLOCK + r"ff_out": r"model.layers.\1.mlp.down_proj",
+    r"^model\.transformer\.wte": "model.embed_tokens",
+    r"^model\.transformer\.ln_f": "model.norm",
+    r"^model\.transformer\.ff_out": "lm_head",
+}
+
+FAMILY = Family(
+    name="llada",
+    model_types=("llada",),
+    classes=(LlamaForCausalLM,),
+    make_config=_make_config,
+    key_mapping=_KEYS,
+    logit_shift=0,
+    rope_fp32=True,
+    prompt_rule="bidirectional",
+    end_tokens=("<|eot_id|>",),
+    scratch=LlamaForCausalLM,
+    starts=("llama",),
+    official_config=_official_config,
+)

@@ -1,0 +1,95 @@
+"""The contract that a family implies, and whether one can be its."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from d2f.contract import Contract
+from d2f.errors import CheckpointError
+from d2f.families import Family, get_family
+
+
+def published_contract(
+    family: Family,
+    raw: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Contract:
+    """What an official checkpoint implies."""
+    mask_id = raw.get("mask_token_id")
+    if mask_id is None and tokenizer is not None:
+        mask_id = tokenizer.mask_token_id
+    if family.needs_mask and mask_id is None:
+        raise CheckpointError(
+            f"the family {family.name} needs a mask id: expected mask_token_id in config.json "
+            "or a mask token in the tokenizer, found neither"
+        )
+    eos = raw.get("eos_token_id")
+    ends = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ends):
+        raise CheckpointError(f"config.json: eos_token_id must be ids, got {eos!r}")
+    if tokenizer is not None:
+        vocabulary = tokenizer.get_vocab()
+        ends += [vocabulary[token] for token in family.end_tokens if token in vocabulary]
+    return Contract(
+        family=family.name,
+        mask_id=mask_id,
+        end_ids=tuple(dict.fromkeys(ends)),
+        logit_shift=family.logit_shift,
+        rope_fp32=family.rope_fp32,
+        prompt_rule=family.prompt_rule,
+        objective=None if family.needs_mask else "next_token",
+        block_size=_trained_blocks(family, raw),
+    )
+
+
+def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
+    """The block size in config.json of a family that is trained on blocks. Raises
+    CheckpointError."""
+    size = raw.get("block_size") if family.prompt_rule == "block_causal" else None
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise CheckpointError(
+            f"config.json: block_size must be a whole number of at least 1, got {size!r}"
+        )
+    return size
+
+
+def new_contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
+    """Of a new model with this tokenizer. Raises CheckpointError."""
+    if family.needs_mask and tokenizer.mask_token_id is None:
+        raise CheckpointError(f"the family {family.name} needs a tokenizer with a mask token")
+    return Contract(
+        family=family.name,
+        mask_id=tokenizer.mask_token_id if family.needs_mask else None,
+        end_ids=(tokenizer.eos_token_id,),
+        logit_shift=family.logit_shift,
+        rope_fp32=family.rope_fp32,
+        prompt_rule=family.prompt_rule,
+    )
+
+
+def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
+    """Raise CheckpointError unless a contract says of a vocabulary and its family what can be."""
+    family = get_family(contract.family)
+    for name in ("logit_shift", "rope_fp32"):
+        expected, came = getattr(family, name), getattr(contract, name)
+        if came != expected:
+            raise CheckpointError(
+                f"{place}: {name} must be {expected} in the family {family.name}, got {came}"
+            )
+    if contract.mask_id is None and family.needs_mask:
+        raise CheckpointError(f"{place}: the family {family.name} needs a mask id, got none")
+    for name, ids in (("mask_id", (contract.mask_id,)), ("end_ids", contract.end_ids)):
+        for i in ids:
+            is_id = isinstance(i, int) and not isinstance(i, bool)
+            if i is not None and not (is_id and 0 <= i < vocabulary):
+                raise CheckpointError(
+                    f"{place}: {name} must lie in the vocabulary [0, {vocabulary}), got {i!r}"
+                )
+    if contract.mask_id is not None and contract.mask_id in contract.end_ids:
+        raise CheckpointError(
+            f"{place}: the mask id must not be one of the end ids {list(contract.end_ids)}, "
+            f"got {contract.mask_id}"
+        )

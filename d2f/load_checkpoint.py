@@ -1,0 +1,179 @@
+"""Load a model by folder or hub name, with or without an adapter; every misfit is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from d2f import attention
+from d2f.adapters import attach
+from d2f.contract import Contract
+from d2f.device import parse_device, parse_dtype
+from d2f.errors import CheckpointError
+from d2f.families import Family, family_of, get_family, model_classes
+from d2f.family_contract import check_ids, published_contract
+from d2f.hub import base_of_adapter, folder_of
+from d2f.json_file import read_object
+from d2f.load_tokenizer import load_tokenizer
+from d2f.model import DiffusionModel
+from d2f.model_config import check_fits_files, check_size, empty_model, model_config
+from d2f.models import resolve
+from d2f.quantize import four_bits
+from d2f.quiet import loading_bars
+from d2f.weight_files import stored, weight_files
+
+# What transformers raises for files that are not what they should be, its generation_config.json
+# among them.
+_UNREADABLE = (
+    OSError,
+    SafetensorError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    quantize: bool = False,
+    progress: bool = False,
+) -> DiffusionModel:
+    """Load a checkpoint into transformers' own class.
+
+    name_or_path: a folder, a hub name, or the name of a model that ships with this package
+    (`d2f.models.names()`); where that is an adapter alone, the base that it names is loaded and it
+    goes onto it. adapter: folder or hub name of a LoRA adapter, official or of this project.
+    family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU, bf16
+    elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
+    fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
+    progress: a bar while the weights are read; a download has its own either way.
+
+    Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
+    misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
+    for a dtype or device that there is not.
+    """
+    where = parse_device(device)
+    place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
+    base = base_of_adapter(place)
+    if base is not None:
+        if adapter is not None:
+            raise CheckpointError(f"{place} is an adapter: expected a model for {adapter}")
+        try:
+            found = str(folder_of(resolve(base), weights=where.type != "meta"))
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{place} is an adapter of {base}, which is not at hand: expected that base as the "
+                "model, and this as its adapter"
+            ) from error
+        return load(
+            found,
+            adapter=place,
+            family=family,
+            dtype=dtype,
+            device=device,
+            quantize=quantize,
+            progress=progress,
+        )
+    raw = _read_config(place)
+    contract = Contract.load(Path(place))
+    chosen = get_family(
+        family or (contract.family if contract else family_of(raw.get("model_type")).name)
+    )
+    with loading_bars(progress):
+        backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
+    tokenizer = load_tokenizer(place)
+    if contract is None or contract.family != chosen.name:
+        contract = published_contract(chosen, raw, tokenizer)
+    check_ids(place, contract, backbone.config.vocab_size)
+    model = DiffusionModel(backbone.eval(), contract, tokenizer=tokenizer, path=place)
+    if adapter is not None:
+        attach(model, resolve(str(adapter)))
+    return model
+
+
+def _read_config(place: str) -> dict[str, Any]:
+    path = Path(place) / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
+    raw = read_object(path, CheckpointError)
+    for name in ("quantization_config", "transformers_weights"):
+        if raw.get(name):
+            raise CheckpointError(
+                f"{path}: {name} must be absent (weights are read as they are, from "
+                f"model.safetensors), got {raw[name]!r}"
+            )
+    return raw
+
+
+def _load_backbone(
+    place: str,
+    family: Family,
+    raw: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: bool,
+) -> Any:
+    config = model_config(place, family, raw)
+    kind = model_classes()[config.model_type]
+    if device.type == "meta":
+        return empty_model(place, kind, config, dtype)
+    tensors = stored(weight_files(Path(place)))
+    check_fits_files(place, config, tensors)
+    check_size(place, empty_model(place, kind, config, dtype), tensors)
+    more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
+    try:
+        backbone, info = kind.from_pretrained(
+            place,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            key_mapping=dict(family.key_mapping) or None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **more,
+        )
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{place}: weights cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    _check_loaded(place, family, info)
+    head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
+    if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
+        raise CheckpointError(
+            f"{place}: config.json says that the output weights are the embeddings "
+            "(tie_word_embeddings): expected none in the file, got others"
+        )
+    if not backbone.model.rotary_emb.inv_freq.isfinite().all():
+        raise CheckpointError(
+            f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
+            "gives others"
+        )
+    return backbone if quantize else backbone.to(device)
+
+
+def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:
+    problems = []
+    for key, came, expected in sorted(info["mismatched_keys"]):
+        problems.append(f"{key}: expected shape {list(expected)}, got {list(came)}")
+    for what in ("missing", "unexpected"):
+        keys = sorted(info[f"{what}_keys"])
+        if keys:
+            problems.append(f"{len(keys)} {what}: {', '.join(keys[:4])}{', ...' * (len(keys) > 4)}")
+    if problems:
+        raise CheckpointError(
+            f"{place}: the weights do not fit a model of the family {family.name}: "
+            + "; ".join(problems)
+        )

@@ -1,0 +1,76 @@
+"""What a checkpoint holds of a model. What is computed with it is in `d2f.model`, which builds on
+this; what saves and adapts a model needs no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from d2f.contract import Contract
+from d2f.families import FAMILIES
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ModelParts:
+    """backbone (the transformers model), contract, tokenizer (None where the checkpoint has none),
+    adapter (the PEFT model around the backbone, or None), path (its folder, None where there is
+    none)."""
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        contract: Contract,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        adapter: PeftModel | None = None,
+        path: str | None = None,
+    ):
+        self.backbone = backbone
+        self.contract = contract
+        self.tokenizer = tokenizer
+        self.adapter = adapter
+        self.path = path
+
+    @property
+    def family(self) -> str:
+        """Name of the family in `d2f.families.FAMILIES`."""
+        return self.contract.family
+
+    @property
+    def mask_id(self) -> int | None:
+        return self.contract.mask_id
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return self.contract.end_ids
+
+    @property
+    def logit_shift(self) -> int:
+        """1 where row p-1 predicts position p, else 0."""
+        return self.contract.logit_shift
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backbone.config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was built for."""
+        return self.backbone.config.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.backbone.dtype
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the family predicts masked positions (all but plain causal models)."""
+        return FAMILIES[self.family].needs_mask

@@ -1,0 +1,100 @@
+"""Save a model in its family's own format: what the published checkpoints look like, so that the
+family's own code, and everything built on it, reads the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2f.errors import CheckpointError
+from d2f.families import FAMILIES, transformers_config
+from d2f.json_file import read_object
+from d2f.model_parts import ModelParts
+from d2f.weights import write_weights
+
+
+def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> None:
+    """Write a model without adapter to `folder`: config.json and weights in `dtype` as the family
+    publishes them, tokenizer, contract. From an official base, its own config.json and the code
+    files that it names come along.
+
+    Raises CheckpointError for a family whose format is not known or a model that it cannot say,
+    ValueError for a model with an adapter.
+    """
+    if model.adapter is not None:
+        raise ValueError("merge the adapter before saving the model")
+    family, config = FAMILIES[model.family], model.backbone.config
+    values = official_config(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        family.official_name(name): value.detach().to("cpu", dtype).contiguous()
+        for name, value in model.backbone.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    write_weights(weights, folder / "model.safetensors")
+    values["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+    for path in _code(model, values):
+        shutil.copy(path, folder)
+    model.contract.save(folder)
+
+
+def check_official(model: ModelParts) -> None:
+    """Raise CheckpointError unless `save_official` can write the model."""
+    official_config(model)
+    for name in model.backbone.state_dict():
+        FAMILIES[model.family].official_name(name)
+
+
+def official_config(model: ModelParts) -> dict[str, Any]:
+    """The model's config.json in the family's own fields: that of the base where it is an official
+    one, else made from transformers' configuration. Raises CheckpointError."""
+    family = FAMILIES[model.family]
+    if family.official_config is None:
+        known = sorted(name for name, other in FAMILIES.items() if other.official_config)
+        raise CheckpointError(
+            f"the official format is known for {' and '.join(known)}, got the family {model.family}"
+        )
+    raw = _raw_config(model)
+    values = raw if raw is not None else family.official_config(model.backbone.config)
+    values["mask_token_id"] = model.contract.mask_id
+    if values.get("auto_map") and not _code(model, values):
+        del values["auto_map"]
+    made = transformers_config(family, values).to_dict()
+    ours = model.backbone.config.to_dict()
+    differ = [k for k in _SHAPE if made.get(k) != ours.get(k)]
+    if differ:
+        raise CheckpointError(
+            f"the family {model.family} cannot say what this model is: "
+            + "; ".join(f"{k}: expected {ours.get(k)!r}, got {made.get(k)!r}" for k in differ)
+        )
+    return values
+
+
+# What decides a forward; a configuration that is read back must give the same.
+_SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings",
+)  # fmt: skip
+
+
+def _raw_config(model: ModelParts) -> dict[str, Any] | None:
+    """The base's config.json where it is an official one of the model's family."""
+    path = Path(model.path or "") / "config.json"
+    if model.path is None or not path.is_file():
+        return None
+    raw = read_object(path, CheckpointError)
+    return raw if raw.get("model_type") in FAMILIES[model.family].model_types else None
+
+
+def _code(model: ModelParts, values: Mapping[str, Any]) -> list[Path]:
+    """The files of the base's own code, where its config.json names any of them."""
+    return sorted(Path(model.path or "").glob("*.py")) if values.get("auto_map") else []
