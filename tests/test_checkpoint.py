@@ -4,6 +4,7 @@ To the last bit on a CPU that adds up as the one they were recorded on; elsewher
 rounding of fp32 lets two orders of the same sums come (`golden_facts.allowed`).
 """
 
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from golden_facts import allowed, difference, official, run
 from safetensors.torch import load_file
 from tiny import random_model
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2Tokenizer
 
 import d2f.attention
 from d2f import models
@@ -166,3 +167,20 @@ def test_a_tokenizer_without_settings_cuts_text_as_its_file_says(tmp_path, setti
     if settings is not None:
         (tmp_path / "model" / "tokenizer_config.json").write_text(settings)
     assert load_tokenizer(str(tmp_path / "model"))(text)["input_ids"] == expected
+
+
+def test_a_tokenizer_of_remote_code_is_read_as_its_familys(tmp_path):
+    """Dream's: Qwen2's files under a class that only the checkpoint's own code has."""
+    vocabulary = {letter: i for i, letter in enumerate("abcdefgh")}
+    vocabulary |= {"ab": 8, "<|mask|>": 9, "<|endoftext|>": 10}
+    end = dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>")
+    remote = {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]}
+    settings = {"tokenizer_class": "DreamTokenizer", "auto_map": remote, "mask_token": "<|mask|>"}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "Dream"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | end))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert isinstance(tokenizer, Qwen2Tokenizer)
+    assert tokenizer("abab<|mask|>c")["input_ids"] == [8, 8, 9, 2]
+    assert tokenizer.mask_token_id == 9

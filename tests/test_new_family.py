@@ -24,7 +24,7 @@ from d2f.families import FAMILIES, find_families
 from d2f.save_official import save_official
 from d2f.save_transformers import save_model
 
-FILE = r'''
+FILE = r"""
 from transformers import MistralConfig, MistralForCausalLM
 
 from d2f.families.family import Family
@@ -71,7 +71,7 @@ FAMILY = Family(
     logit_shift=1, rope_fp32=True, prompt_rule="bidirectional", end_tokens=("<|user|>",),
     scratch=MistralForCausalLM, starts=("llama",), official_config=official_config,
 )
-'''
+"""
 IDS = torch.tensor([[5, 9, 4, 31, 7, 2, 2, 18, 30, 6, 11]])
 CAUSAL = sp.causal(IDS.shape[1])
 
@@ -136,7 +136,7 @@ def test_the_official_files_have_the_familys_names(tmp_path, drift):
     assert "net.block.1.att_out.weight" in names
     assert all(name.startswith(("net.", "head.")) for name in names)
     assert {drift.native_name(name) for name in names} == model.backbone.state_dict().keys()
-    with pytest.raises(CheckpointError, match="k_norm.weight: the family drift has no name"):
+    with pytest.raises(CheckpointError, match=r"k_norm\.weight: the family drift has no"):
         drift.official_name("model.layers.0.self_attn.k_norm.weight")
 
 
