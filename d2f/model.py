@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,10 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.contract import Contract
 from d2f.model_parts import ModelParts
 from d2f.saving import save
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from d2f.compiled import CompiledRows
 
 
@@ -35,24 +32,17 @@ class Fp32Rotary(nn.Module):
         return self.rotary(x.new_empty((), dtype=torch.float32), position_ids)
 
 
+@dataclass(eq=False, repr=False)
 class DiffusionModel(ModelParts):
     """A transformers model with what decoding and training must know of it: its parts
     (`ModelParts`), and forwards over spans. Made by `d2f.load`."""
 
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        contract: Contract,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        adapter: PeftModel | None = None,
-        path: str | None = None,
-    ):
-        super().__init__(backbone, contract, tokenizer=tokenizer, adapter=adapter, path=path)
+    def __post_init__(self) -> None:
         self._merged = False
         self._compiled: CompiledRows | None = None
-        if contract.rope_fp32 and not isinstance(backbone.model.rotary_emb, Fp32Rotary):
-            backbone.model.rotary_emb = Fp32Rotary(backbone.model.rotary_emb)
+        decoder = self.backbone.model
+        if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
+            decoder.rotary_emb = Fp32Rotary(decoder.rotary_emb)
 
     def __repr__(self) -> str:
         contract = self.contract

@@ -3,6 +3,7 @@ this; what saves and adapts a model needs no more."""
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,25 +16,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+@dataclass(eq=False, repr=False)
 class ModelParts:
-    """backbone (the transformers model), contract, tokenizer (None where the checkpoint has none),
-    adapter (the PEFT model around the backbone, or None), path (its folder, None where there is
-    none)."""
+    """backbone: the transformers model. tokenizer: None where the checkpoint has none. adapter: the
+    PEFT model around the backbone, or None. path: its folder, None where there is none."""
 
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        contract: Contract,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        adapter: PeftModel | None = None,
-        path: str | None = None,
-    ):
-        self.backbone = backbone
-        self.contract = contract
-        self.tokenizer = tokenizer
-        self.adapter = adapter
-        self.path = path
+    backbone: PreTrainedModel
+    contract: Contract
+    _: KW_ONLY
+    tokenizer: PreTrainedTokenizerBase | None = None
+    adapter: PeftModel | None = None
+    path: str | None = None
 
     @property
     def family(self) -> str:

@@ -15,7 +15,7 @@ from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, transformers_config
 from d2f.json_file import read_object
 from d2f.model_parts import ModelParts
-from d2f.weights import write_weights
+from d2f.weights import weights_of, write_weights
 
 
 def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> None:
@@ -28,14 +28,10 @@ def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> Non
     """
     if model.adapter is not None:
         raise ValueError("merge the adapter before saving the model")
-    family, config = FAMILIES[model.family], model.backbone.config
     values = official_config(model)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
-        family.official_name(name): value.detach().to("cpu", dtype).contiguous()
-        for name, value in model.backbone.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
+    official_name = FAMILIES[model.family].official_name
+    weights = {official_name(k): value for k, value in weights_of(model.backbone, dtype).items()}
     write_weights(weights, folder / "model.safetensors")
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

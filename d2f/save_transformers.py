@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from d2f.model_parts import ModelParts
-from d2f.weights import write_weights
+from d2f.weights import weights_of, write_weights
 
 
 def save_model(model: ModelParts, folder: Path, *, dtype: torch.dtype, **contract: object) -> None:
@@ -22,12 +22,7 @@ def save_model(model: ModelParts, folder: Path, *, dtype: torch.dtype, **contrac
     config.dtype = dtype
     config.architectures = [type(model.backbone).__name__]
     config.save_pretrained(folder)
-    weights = {
-        name: value.detach().to("cpu", dtype).contiguous()
-        for name, value in model.backbone.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
-    }
-    write_weights(weights, folder / "model.safetensors")
+    write_weights(weights_of(model.backbone, dtype), folder / "model.safetensors")
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(folder)
     dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]

@@ -1,14 +1,27 @@
-"""Writing a weight file: what is not finite is not written."""
+"""Writing a model's weights: what is not finite is not written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from d2f.errors import CheckpointError
+
+
+def weights_of(backbone: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A model's weights by transformers' names, on the CPU in `dtype`; output weights that are the
+    embeddings are left out."""
+    tied = backbone.config.tie_word_embeddings
+    return {
+        name: value.detach().to("cpu", dtype).contiguous()
+        for name, value in backbone.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
 
 
 def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
