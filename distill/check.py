@@ -26,7 +26,7 @@ _MOST_STEPS = 1000  # of data with one
 
 
 @dataclass(frozen=True)
-class Report:
+class RunForecast:
     """What a run would do. reads: rows of a process's part that the loss reads. samples_per_epoch,
     steps_per_epoch: None for generated data, which has no end."""
 
@@ -94,7 +94,7 @@ class Report:
         return "\n".join(lines)
 
 
-def check(config: TrainConfig, processes: int = 1) -> Report:
+def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     """Look at everything that a run reads but the weights. Raises InputError for what would fail
     later: model, family and objective, tokenizer, data (every sample of a file), rows that the
     processes cannot share, an adapter that does not fit, what is decoded in evaluations, an output
@@ -124,7 +124,7 @@ def check(config: TrainConfig, processes: int = 1) -> Report:
             f"note: data.row_length {config.data.row_length} is more than the "
             f"{model.context_length} positions that the model was made for"
         )
-    return Report(
+    return RunForecast(
         config=config,
         family=model.family,
         parameters=sum(p.numel() for p in parameters),

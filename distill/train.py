@@ -107,10 +107,11 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     from distill.run.attention_choice import check_attention
     from distill.run.evaluation import Evaluator
     from distill.run.export import export_run
+    from distill.run.finite import FiniteWatch
     from distill.run.log import Log
     from distill.run.progress import Progress
+    from distill.run.stop import StopRequest
     from distill.run.training_step import Stepper, rows_at_once
-    from distill.run.watch import FiniteWatch, StopRequest
 
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,

@@ -17,7 +17,7 @@ from d2f.save_transformers import save_model
 from d2f.tasks import check, make_problems
 from decode.commands.decoder_settings import DecoderSettings
 from distill.rollouts import __main__ as rollouts
-from distill.rollouts.collect import Job, Trajectory, collect, make_jobs
+from distill.rollouts.collect import Trajectory, TrajectoryJob, collect, make_jobs
 from distill.rollouts.trajectories import Rollout, read_rollouts
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}
@@ -26,7 +26,7 @@ REVOKING = D2F | {"revoke": "always", "tau_revoke": 0.9}
 KINDS = [("wino", WINO), ("d2f", D2F), ("d2f", REVOKING)]
 
 
-def jobs_of(family: str, name: str, given: dict, count: int = 6) -> list[Job]:
+def jobs_of(family: str, name: str, given: dict, count: int = 6) -> list[TrajectoryJob]:
     settings = DecoderSettings(name, given | {"early_exit": False})
     return make_jobs(random_model(family), settings, ["countdown"], count, 0)
 

@@ -20,7 +20,7 @@ from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
 from distill.objectives.base import OBJECTIVES
 from distill.run import checkpoint
-from distill.run.watch import NonFiniteLossError, ranges
+from distill.run.finite import NonFiniteLossError, ranges
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent

@@ -25,8 +25,8 @@ from distill.data.sources import JsonLines
 from distill.rollouts.__main__ import RolloutFile
 from distill.rollouts.trajectories import Rollout
 from distill.run import checkpoint, export
+from distill.run.finite import FiniteWatch, NonFiniteLossError
 from distill.run.log import Log, keep_lines
-from distill.run.watch import FiniteWatch, NonFiniteLossError
 from distill.train import train
 
 ROWS = '{"prompt": "2+3?", "response": "5"}\n' * 20

@@ -12,7 +12,7 @@ from test_train_processes import begin, wait_for
 
 from distill.objectives.base import OBJECTIVES
 from distill.run import checkpoint
-from distill.run.watch import StopRequest
+from distill.run.stop import StopRequest
 from distill.train import train
 
 

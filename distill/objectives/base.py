@@ -17,7 +17,7 @@ from d2f.pipeline_states import read_states
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, lay_out, make_stream
 from distill.objectives.losses import weighted_cross_entropy
-from distill.run.sharding import whole
+from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
 Rows = list[list[Placed]]
@@ -269,7 +269,7 @@ class D2F(Objective):
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
         teacher = self.read_teacher(batch)
         student = self.read(batch, batch.spans)
-        head = whole(self.model.backbone.lm_head.weight)
+        head = gathered(self.model.backbone.lm_head.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
 
 

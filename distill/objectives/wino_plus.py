@@ -33,7 +33,7 @@ from distill.config import TrainConfig
 from distill.data import Sample, lay_out
 from distill.objectives.base import Batch, Objective, Rows, full_spans
 from distill.rollouts.trajectories import State, StateStream, read_rollouts, tokenizer_hash
-from distill.run.sharding import whole
+from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
 LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time
@@ -143,7 +143,7 @@ class WinoPlusObjective(Objective):
         if teacher is not None:
             teach = batch.later & ~defer
             weight = settings.kl_weight * _mean_weight(batch, teach)[teach]
-            head = whole(self.model.backbone.lm_head.weight)
+            head = gathered(self.model.backbone.lm_head.weight)
             loss = loss + masked_linear_kl(student[teach], teacher[teach], head, weight)
         return loss
 

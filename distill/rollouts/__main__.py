@@ -32,7 +32,7 @@ from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
-    from distill.rollouts.collect import Job
+    from distill.rollouts.collect import TrajectoryJob
     from distill.rollouts.trajectories import Rollout
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def describe(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[Job]
+    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[TrajectoryJob]
 ) -> dict[str, Any]:
     """What decides a run's rollouts, and what their reader checks."""
     from d2f import __version__

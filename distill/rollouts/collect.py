@@ -22,7 +22,7 @@ from distill.rollouts.trajectories import Rollout
 
 
 @dataclass(frozen=True)
-class Job:
+class TrajectoryJob:
     """A problem to decode: its name in the file, prompt ids, and decoder at temperature 0."""
 
     name: str
@@ -64,7 +64,7 @@ class Trajectory:
                     self.accepted[position] = step
                     self.proposed.setdefault((position, token), step)
 
-    def rollout(self, job: Job, result: Result, temperature: float) -> Rollout:
+    def rollout(self, job: TrajectoryJob, result: Result, temperature: float) -> Rollout:
         """The whole of a finished request."""
         place = range(len(result.raw_tokens))
         tokens = tuple(self.tokens[i] for i in place)
@@ -86,7 +86,7 @@ class Trajectory:
 
 def collect(
     model: DiffusionModel,
-    jobs: Sequence[Job],
+    jobs: Sequence[TrajectoryJob],
     *,
     first: int = 0,
     temperatures: Sequence[float] = (0.0,),
@@ -132,7 +132,7 @@ def collect(
 
 def make_jobs(
     model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[str], count: int, seed: int
-) -> list[Job]:
+) -> list[TrajectoryJob]:
     """`count` distinct training problems of each task, encoded and checked. Raises InputError."""
     if model.tokenizer is None:
         raise InputError(f"{model.path}: the tasks need a tokenizer, the checkpoint has none")
@@ -147,5 +147,5 @@ def make_jobs(
         for number, problem in enumerate(problems, 1):
             ids = encode(model, [{"role": "user", "content": problem.question}], f"{task} {number}")
             check(model, ids, decoder, f"{task} {number}")
-            jobs.append(Job(f"{task}-{number}", problem, ids, decoder))
+            jobs.append(TrajectoryJob(f"{task}-{number}", problem, ids, decoder))
     return jobs

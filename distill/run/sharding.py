@@ -19,7 +19,7 @@ Parameters = Mapping[str, nn.Parameter]
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as DeepSpeed names them too
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """A tensor that a wrapper may hold a shard of (FSDP2: DTensor; ZeRO-3: partitioned), whole and
     without gradient; the tensor itself where it is not sharded. All processes call this."""
     if isinstance(tensor, DTensor):
@@ -44,7 +44,7 @@ def own_part(tensor: Tensor) -> Tensor:
 def as_norm(norm: Tensor | float | None, device: torch.device) -> Tensor:
     """A gradient norm as clipping returned it, as a scalar tensor; 0 where there is none yet."""
     if isinstance(norm, Tensor):
-        return whole(norm)
+        return gathered(norm)
     return torch.tensor(norm or 0.0, device=device)
 
 
@@ -139,7 +139,7 @@ def _weight(accelerator: Accelerator, parameter: nn.Parameter) -> Tensor:
 
         value: Tensor = safe_get_full_fp32_param(parameter)
         return value
-    return whole(parameter)
+    return gathered(parameter)
 
 
 def _moments(
@@ -150,7 +150,7 @@ def _moments(
 
         found = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
         return found | {"step": torch.tensor(float(step))}
-    return {key: whole(value) for key, value in optimizer.state[parameter].items()}
+    return {key: gathered(value) for key, value in optimizer.state[parameter].items()}
 
 
 def _like(value: Tensor, parameter: nn.Parameter) -> Tensor:
