@@ -39,7 +39,8 @@ from d2f.span_makers import block_ends
 from decode.comparison.process_memory import peak_bytes, reset_peak
 from distill.config import TrainConfig
 from distill.data.data_config import Data
-from distill.objectives.base import D2F, Batch
+from distill.objectives.base import Batch
+from distill.objectives.d2f import D2F
 
 BLOCK_SIZE = 32
 

@@ -13,8 +13,7 @@ from distill.config import TrainConfig
 from distill.data import fill_rows
 from distill.data import plan as plan_of
 from distill.memory import Memory, estimate
-from distill.objectives.base import OBJECTIVES
-from distill.objectives.teacher import teacher_warning
+from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.run.evaluation import jobs
 from distill.run.export import as_trained
@@ -110,7 +109,7 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     reads = len(batch.rows)
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
-    doubt = teacher_warning(config)
+    doubt = objective.doubt(config)
     notes = [] if doubt is None else [doubt]
     if config.eval_every is not None:
         jobs(as_trained(model, config, hashed=False), config)

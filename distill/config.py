@@ -8,95 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticKnownError
 
-from d2f.configuration import Section, Switch, check, override, read_mapping
+from d2f.configuration import check, override, read_mapping
 from d2f.files import write_beside
-from d2f.quantities import Positive, Seed, Share, Text, Tokens
 from d2f.shipped import TRAINING, find_config
 from d2f.yaml_core import dump
-from distill.config_sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
-from distill.data.data_config import Data
+from distill.config_keys import TrainKeys
+from distill.objectives.kinds import KINDS, Kind
 from distill.unread_keys import refuse_unread
 
-# One size, several with equal shares, or sizes with their shares of the samples.
-BlockSizes = (
-    Tokens
-    | Annotated[tuple[Tokens, ...], Field(min_length=1)]
-    | Annotated[dict[Tokens, Share], Field(min_length=1)]
-)
+
+def _known(name: object) -> object:
+    """Raise what an unknown choice raises. No Literal: an objective may be added to KINDS."""
+    if not isinstance(name, str) or name not in KINDS:
+        *most, last = map(repr, KINDS)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    return name
 
 
-class TrainConfig(Section):
+class TrainConfig(TrainKeys):
     """One training run."""
 
-    objective: Literal["masked_diffusion", "next_token", "d2f", "wino_plus", "wedlm"]
+    objective: Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(KINDS)})]
     """What is trained; see docs/training.md."""
-    output: Text
-    """Folder of the run: checkpoints, log, and the result."""
-    steps: Positive
-    """Optimizer steps."""
-    data: Data
-    """What is trained on."""
-    seed: Seed = 0
-    """Of weights, noise, order of the rows and generated problems."""
-    family: Text | None = None
-    """Of the result; default: that of init. A model from scratch needs it."""
-    init: Text | None = None
-    """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""
-    init_adapter: Text | None = None
-    """Adapter of init to train on; default: a fresh one."""
-    model: ModelShape | None = None
-    """Shape of a model to start from scratch."""
-    tokenizer: Text | None = None
-    """Of a model from scratch, folder or hub name; default: the tasks' own."""
-    block_size: BlockSizes = 16
-    """Of d2f, wedlm and wino_plus (that of its rollouts): one, several with equal shares, or sizes
-    with their shares of the samples. Of several, decoders take the first."""
-    distill_target: Literal["soft", "hard"] = "soft"
-    """d2f: the teacher's distribution, or the clean ids."""
-    optimizer: Optimizer = Optimizer()
-    """AdamW and its rate."""
-    noise: Noise = Noise()
-    """Mask ratios of masked_diffusion and d2f."""
-    wino_plus: WinoPlus = WinoPlus()
-    """The objective wino_plus."""
-    lora: Lora = Lora()
-    """The adapter that is trained."""
-    wedlm: Wedlm = Wedlm()
-    """The objective wedlm."""
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Autocast of the forward pass; what is trained stays in fp32."""
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of frozen weights."""
-    quantize: Literal["none", "4bit"] = "none"
-    """Of frozen weights (QLoRA)."""
-    gradient_checkpointing: Switch = False
-    """Compute each layer again in the backward pass, for less memory."""
-    gradient_accumulation: Positive = 1
-    """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
-    attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
-    """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
-    save_every: Positive = 200
-    """Steps between checkpoints."""
-    keep: Positive = 2
-    """Newest checkpoints kept."""
-    eval_every: Positive | None = None
-    """Steps between evaluations; the last step is one. Default: none."""
-    evaluation: Evaluation = Evaluation()
-    """What is decoded then."""
-    export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Of the result."""
-    export_official: Switch = False
-    """Write the result also in the format that the family's own code reads."""
-    tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where values are logged beside log.jsonl; its files lie in output."""
-    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
-    """Of the tracker wandb."""
-    log_every: Positive = 10
-    """Steps between lines of the log."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -110,12 +48,7 @@ class TrainConfig(Section):
             raise ValueError(
                 f"objective {self.objective} trains no adapter: leave out init_adapter"
             )
-        if self.objective == "wino_plus" and len(self.block_shares) > 1:
-            raise ValueError("objective wino_plus takes one block_size, that of its rollouts")
-        if self.objective == "wino_plus" and self.data.file is None:
-            raise ValueError(
-                "objective wino_plus needs data.file: a file of distill.rollouts.__main__"
-            )
+        self.kind.check(self)
         if not self.trains_adapter and (self.quantize, self.base_dtype) != ("none", "float32"):
             raise ValueError(
                 f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "
@@ -143,26 +76,19 @@ class TrainConfig(Section):
         return self
 
     @property
+    def kind(self) -> Kind:
+        """What there is to know of the objective before torch is there."""
+        return KINDS[self.objective]
+
+    @property
     def trains_adapter(self) -> bool:
         """Whether the weights of init stay as they are and a LoRA on them is trained."""
-        adapted = self.objective == "wedlm" and self.wedlm.adapter
-        return self.objective in ("d2f", "wino_plus") or adapted
+        return self.kind.trains_adapter(self)
 
     @property
     def block_causal(self) -> bool:
         """Whether the result is a D2F student."""
-        wino_plus = self.objective == "wino_plus" and self.wino_plus.mask == "block_causal"
-        return self.objective == "d2f" or wino_plus
-
-    @property
-    def block_shares(self) -> dict[int, float]:
-        """Share of the samples that are trained with each block size, in the given order."""
-        sizes = self.block_size
-        if isinstance(sizes, int):
-            return {sizes: 1.0}
-        if not isinstance(sizes, dict):
-            return {size: sizes.count(size) / len(sizes) for size in sizes}
-        return {size: share / sum(sizes.values()) for size, share in sizes.items()}
+        return self.kind.block_causal(self)
 
     def save(self, path: Path) -> None:
         write_beside(path, dump(self.model_dump(mode="json")))

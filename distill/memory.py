@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
-from triton_kernels.masked_kl import tile_columns
+from distill.objectives import OBJECTIVES
 
 NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantised scales (QLoRA)
 
@@ -59,7 +59,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
         optimizer=8 * trained,
         activations=layers * layer,
         activations_checkpointed=layers * inputs + layer,
-        loss=_loss_bytes(model, config, reads),
+        loss=OBJECTIVES[config.objective].loss_bytes(model, config, reads),
     )
 
 
@@ -98,12 +98,3 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
 def _is_linear(name: str) -> bool:
     """Whether a parameter is a layer's own matrix (of attention or MLP)."""
     return name.endswith(("_proj.base_layer.weight", "_proj.weight"))
-
-
-def _loss_bytes(model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-    """Logits as the head gives them, in fp32, and one fp32 tensor computed of them."""
-    size = 4 if config.mixed_precision == "no" else 2
-    if config.objective == "d2f" and config.distill_target == "soft":
-        columns = min(model.vocab_size, tile_columns(reads))
-        return 2 * reads * columns * (size + 8)
-    return reads * model.vocab_size * (size + 8)

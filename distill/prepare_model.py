@@ -12,7 +12,6 @@ import d2f
 from d2f.adapters import attach, new_lora
 from d2f.build_model import build, convert
 from d2f.errors import InputError
-from d2f.families import FAMILIES
 from d2f.hub import folder_of
 from d2f.load_tokenizer import load_tokenizer
 from d2f.model import DiffusionModel
@@ -21,6 +20,7 @@ from d2f.quantize import keep_differentiable
 from d2f.save_official import check_official
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.config import TrainConfig
+from distill.objectives import OBJECTIVES
 
 
 def prepare_model(
@@ -88,22 +88,6 @@ def check_fits(model: DiffusionModel, config: TrainConfig) -> None:
     """Raise InputError where objective, family and model do not go together."""
     if model.tokenizer is None:
         raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
-    if config.objective == "next_token" and model.is_diffusion:
-        raise InputError(f"objective next_token trains the family causal, got {model.family}")
-    if config.objective != "next_token" and not model.is_diffusion:
-        raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
-    if config.objective == "d2f" and FAMILIES[model.family].prompt_rule != "bidirectional":
-        raise InputError(
-            "objective d2f needs a teacher that sees everything (families "
-            f"{', '.join(n for n, f in FAMILIES.items() if f.prompt_rule == 'bidirectional')}), "
-            f"got {model.family}"
-        )
-    if config.objective == "wedlm" and model.contract.prompt_rule != "causal":
-        raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
+    OBJECTIVES[config.objective].check_model(model, config)
     if config.export_official:
         check_official(model)
-    if config.noise.causal_share > 0 and model.logit_shift != 1:
-        raise InputError(
-            "noise.causal_share needs a family whose row p-1 predicts position p, "
-            f"got {model.family}"
-        )

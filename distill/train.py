@@ -84,7 +84,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
-    from distill.objectives.teacher import teacher_warning
+    from distill.objectives import OBJECTIVES
     from distill.run.progress import result_text
     from distill.run.run_folder import RunFolder, flat
 
@@ -94,14 +94,13 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
         return folder.place
     folder.check_inputs()
-    doubt = teacher_warning(config)
+    os.environ.setdefault("WANDB_MODE", config.wandb_mode)
+    doubt = OBJECTIVES[config.objective].doubt(config)
     if doubt is not None and _is_first():
         print(doubt, file=sys.stderr)
-    os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     from accelerate import Accelerator
 
     from distill.data import fill_rows
-    from distill.objectives.base import OBJECTIVES
     from distill.prepare_model import prepare_model
     from distill.run import checkpoint, sharding
     from distill.run.attention_choice import check_attention

@@ -5,87 +5,69 @@ weight of 0 leaves out) may stay while the switch is off."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from distill.config import TrainConfig
+from distill.config_keys import TrainKeys, section_keys
+from distill.objectives.kinds import KINDS
 
-_OF_ROWS = ("columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long",
-            "on_bad_row", "measure_rows")  # fmt: skip
-_OF_TAILS = ("train_on_padding", "padded_share", "short_tail", "tail_weight")
+_OF_TEXT = ["data." + name for name in (
+    "columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long", "on_bad_row",
+    "measure_rows",
+)]  # fmt: skip
+_OF_TAILS = ["data." + name for name in (
+    "train_on_padding", "padded_share", "short_tail", "tail_weight",
+)]  # fmt: skip
+# Every key that some runs do not read, by what does read it.
+_READERS: list[tuple[str, list[str]]] = [
+    ("a model from scratch, init has its own", ["tokenizer"]),
+    ("a run that trains a fresh adapter", section_keys("lora")),
+    ("d2f, wedlm and wino_plus", ["block_size"]),
+    (
+        "objective d2f",
+        ["distill_target", "noise.schedule", "noise.states", "noise.monotone_share"],
+    ),
+    ("monotone samples of objective d2f (noise.monotone_share)", ["noise.low", "noise.high"]),
+    (
+        "masked_diffusion, and d2f with samples of pipeline states that are drawn "
+        "(noise.monotone_share below 1, no noise.states)",
+        ["noise.min_ratio"],
+    ),
+    (
+        "objective d2f with samples of pipeline states that are drawn "
+        "(noise.monotone_share below 1, no noise.states)",
+        ["noise.most_active"],
+    ),
+    (
+        "masked_diffusion with noise.uniform_share, d2f with noise.monotone_share below 1",
+        ["noise.far_weight"],
+    ),
+    ("objective masked_diffusion", ["noise.uniform_share", "noise.causal_share"]),
+    (
+        "uniform samples of objective masked_diffusion (noise.uniform_share)",
+        ["noise.max_ratio"],
+    ),
+    ("objective masked_diffusion with noise.uniform_share below 1", ["noise.block_sizes"]),
+    ("objective wino_plus", section_keys("wino_plus")),
+    ("objective wedlm", section_keys("wedlm")),
+    ("rows of text, and wino_plus reads rollouts", _OF_TEXT),
+    ("objectives that train on a response's tail (wino_plus.tail is of its own)", _OF_TAILS),
+]
 
 
-def unread(config: TrainConfig) -> dict[str, str]:
+def unread(config: TrainKeys) -> dict[str, str]:
     """What would read each key that nothing reads, by the key with dots into its section."""
-    objective, noise = config.objective, config.noise
-    d2f, masked = objective == "d2f", objective == "masked_diffusion"
-    blocks = d2f and noise.monotone_share < 1  # samples that follow the pipeline's states
-    drawn = blocks and noise.states is None  # states that are not recorded ones
-    blockwise = masked and noise.uniform_share < 1
-    rollouts = objective == "wino_plus"
-    rules: list[tuple[bool, str, list[str]]] = [
-        (config.init is None, "a model from scratch, init has its own", ["tokenizer"]),
-        (
-            config.trains_adapter and config.init_adapter is None,
-            "a run that trains a fresh adapter",
-            _keys(config, "lora"),
-        ),
-        (d2f or objective in ("wedlm", "wino_plus"), "d2f, wedlm and wino_plus", ["block_size"]),
-        (
-            d2f,
-            "objective d2f",
-            ["distill_target", "noise.schedule", "noise.states", "noise.monotone_share"],
-        ),
-        (
-            d2f and noise.monotone_share > 0,
-            "monotone samples of objective d2f (noise.monotone_share)",
-            ["noise.low", "noise.high"],
-        ),
-        (
-            masked or drawn,
-            "masked_diffusion, and d2f with samples of pipeline states that are drawn "
-            "(noise.monotone_share below 1, no noise.states)",
-            ["noise.min_ratio"],
-        ),
-        (
-            drawn,
-            "objective d2f with samples of pipeline states that are drawn "
-            "(noise.monotone_share below 1, no noise.states)",
-            ["noise.most_active"],
-        ),
-        (
-            blocks or blockwise,
-            "masked_diffusion with noise.uniform_share, d2f with noise.monotone_share below 1",
-            ["noise.far_weight"],
-        ),
-        (masked, "objective masked_diffusion", ["noise.uniform_share", "noise.causal_share"]),
-        (
-            masked and noise.uniform_share > 0,
-            "uniform samples of objective masked_diffusion (noise.uniform_share)",
-            ["noise.max_ratio"],
-        ),
-        (
-            blockwise,
-            "objective masked_diffusion with noise.uniform_share below 1",
-            ["noise.block_sizes"],
-        ),
-        (rollouts, "objective wino_plus", _keys(config, "wino_plus")),
-        (objective == "wedlm", "objective wedlm", _keys(config, "wedlm")),
-        (
-            not rollouts,
-            "rows of text, and wino_plus reads rollouts",
-            [f"data.{name}" for name in _OF_ROWS],
-        ),
-        (
-            not rollouts and objective != "next_token",
-            "objectives that train on a response's tail (wino_plus.tail is of its own)",
-            [f"data.{name}" for name in _OF_TAILS],
-        ),
-    ]
-    return {key: reader for is_read, reader, keys in rules if not is_read for key in keys}
+    kind = KINDS[config.objective]
+    read = kind.reads(config)
+    if config.init is None:
+        read.add("tokenizer")
+    if kind.trains_adapter(config) and config.init_adapter is None:
+        read |= set(section_keys("lora"))
+    if kind.reads_text:
+        read |= {*_OF_TEXT, *(_OF_TAILS if kind.tail else ())}
+    return {key: reader for reader, keys in _READERS for key in keys if key not in read}
 
 
-def refuse_unread(config: TrainConfig) -> None:
+def refuse_unread(config: TrainKeys) -> None:
     """Raise ValueError for a key that is given though nothing reads it."""
     given = [
         f"{key}: nothing reads it here, it is for {reader}; leave it out"
@@ -96,7 +78,7 @@ def refuse_unread(config: TrainConfig) -> None:
         raise ValueError("; ".join(given))
 
 
-def value_of(config: TrainConfig, key: str) -> Any:
+def value_of(config: TrainKeys, key: str) -> Any:
     """The value of a key with dots into its section."""
     value: Any = config
     for name in key.split("."):
@@ -104,11 +86,7 @@ def value_of(config: TrainConfig, key: str) -> Any:
     return value
 
 
-def _keys(config: TrainConfig, section: str) -> list[str]:
-    return [f"{section}.{name}" for name in type(getattr(config, section)).model_fields]
-
-
-def _default(config: TrainConfig, key: str) -> Any:
+def _default(config: TrainKeys, key: str) -> Any:
     """The value that a key has where it is not given."""
     if key in ("data.padded_share", "data.short_tail") and config.data.tasks is None:
         return 0

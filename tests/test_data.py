@@ -19,7 +19,7 @@ from d2f.tasks import make_problem
 from distill.data import Stream, fill_rows, make_stream
 from distill.data.encode import Encoder
 from distill.data.screen import Fate, judge
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.train import train
 
 

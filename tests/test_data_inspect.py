@@ -17,7 +17,7 @@ from d2f.save_transformers import save_model
 from distill.config import read_config
 from distill.data import make_stream
 from distill.data.__main__ import main
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 
 
 def inspected(tmp_path, *arguments, **console):

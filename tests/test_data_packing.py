@@ -10,7 +10,7 @@ from data_rows import long_rows, pairs, run_settings, stream, write
 from tiny import fresh_model
 
 from distill.data import fill_rows, make_stream, plan
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.train import train
 
 

@@ -12,7 +12,7 @@ from tiny import random_model
 import d2f
 from d2f.save_transformers import save_model
 from distill.data import fill_rows
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.train import train
 

@@ -22,7 +22,7 @@ from d2f.spans import block_causal
 from decode.decoders.d2f import D2FSession
 from distill.config import parse_config
 from distill.data import Sample
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.train import train
 
 

@@ -18,7 +18,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.save_transformers import save_model
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.run import checkpoint
 from distill.run.finite import NonFiniteLossError, ranges
 from distill.train import train

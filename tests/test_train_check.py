@@ -18,10 +18,11 @@ from d2f.errors import InputError
 from d2f.save_transformers import save_model
 from distill import train as train_module
 from distill.check import check
-from distill.config import Lora, read_config
+from distill.config import read_config
+from distill.config_sections import Lora
 from distill.data import Stream, fill_rows
 from distill.memory import layer_bytes
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.train import train
 

@@ -19,10 +19,14 @@ from d2f.contract import FILE_NAME, Contract
 from d2f.save_transformers import save_model
 from distill.check import check
 from distill.config import TrainConfig
-from distill.objectives.teacher import teacher_warning
+from distill.objectives import OBJECTIVES
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent
+
+
+def teacher_warning(config: TrainConfig) -> str | None:
+    return OBJECTIVES[config.objective].doubt(config)
 
 
 @pytest.mark.parametrize(

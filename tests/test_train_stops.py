@@ -10,7 +10,7 @@ import torch
 from test_train import settings, weights
 from test_train_processes import begin, wait_for
 
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.run import checkpoint
 from distill.run.stop import StopRequest
 from distill.train import train

@@ -18,7 +18,7 @@ from wino_plus_runs import settings
 import d2f
 from distill.config_sections import WinoPlus
 from distill.data.__main__ import main as inspect
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES
 from distill.rollouts.trajectories import (
     Rollout,
     StateStream,

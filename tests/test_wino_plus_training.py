@@ -21,8 +21,7 @@ from d2f.errors import InputError
 from decode.commands.decoder_settings import DecoderSettings
 from distill.config import read_config
 from distill.data import Placed, fill_rows
-from distill.objectives import wino_plus
-from distill.objectives.base import OBJECTIVES
+from distill.objectives import OBJECTIVES, wino_plus
 from distill.train import train
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures

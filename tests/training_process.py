@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from distill.config import parse_config
-from distill.objectives.base import MaskedDiffusion
+from distill.objectives.masked_diffusion import MaskedDiffusion
 from distill.train import train
 
 plain_accelerator = accelerate.Accelerator

@@ -44,7 +44,7 @@ def inspect(
 
     from distill.config import read_config
     from distill.data.inspection import show
-    from distill.objectives.base import OBJECTIVES
+    from distill.objectives import OBJECTIVES
     from distill.prepare_model import prepare_model
 
     if options.samples < 1:

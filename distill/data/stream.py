@@ -142,7 +142,7 @@ def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> St
     name = config.init or config.tokenizer or "this model"
     if tokenizer is None:
         raise InputError(f"{name}: training needs a tokenizer, the checkpoint has none")
-    if config.objective != "next_token" and model.mask_id is None:
+    if config.kind.masks and model.mask_id is None:
         raise InputError(
             f"{name}: objective {config.objective} needs a mask token, the model has none: "
             "give its contract a mask_id or its tokenizer a mask_token"

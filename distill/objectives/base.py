@@ -1,8 +1,9 @@
-"""The training objectives: what a packed step feeds, which rows it reads, and its loss."""
+"""What the training objectives have in common: what a packed step feeds, which rows it reads, and
+its loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,12 +14,9 @@ from d2f import noise, spans
 from d2f.attention import SpanPlan, Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.pipeline_states import read_states
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, lay_out, make_stream
 from distill.objectives.losses import weighted_cross_entropy
-from distill.run.sharding import gathered
-from triton_kernels.masked_kl import masked_linear_kl
 
 Rows = list[list[Placed]]
 
@@ -46,9 +44,8 @@ class Batch:
 
 
 class Objective(nn.Module):
-    """Base of the objectives: a step's batch, and the loss of a batch."""
-
-    tail = True  # whether samples carry end tokens after the first
+    """Base of the objectives: a step's batch, and the loss of a batch. What a configuration must
+    know of one before torch is there is its `distill.objectives.kinds.Kind`."""
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__()
@@ -56,7 +53,25 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
+        self.tail = config.kind.tail
         self.attention: Way | None = None  # None: as decoding chooses
+
+    @classmethod
+    def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
+        """Raise InputError for a model that it cannot train."""
+        if not model.is_diffusion:
+            raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+
+    @classmethod
+    def doubt(cls, config: TrainConfig) -> str | None:
+        """A warning to print before the run begins, None where there is nothing to doubt."""
+        return None
+
+    @classmethod
+    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
+        """Memory of the loss on `reads` rows: logits as the head gives them, in fp32, and one fp32
+        tensor computed of them."""
+        return reads * model.vocab_size * (logit_bytes(config) + 8)
 
     def stream(self) -> Stream:
         """The samples that it trains on. Raises InputError."""
@@ -175,125 +190,6 @@ class Objective(nn.Module):
         return weighted_cross_entropy(logits, batch.targets, batch.weight)
 
 
-class NextToken(Objective):
-    """Autoregressive cross-entropy on the response and its first end token."""
-
-    tail = False
-
-    def is_causal(self, sample: Sample) -> bool:
-        return True
-
-    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        return np.ones(len(sample.response)), np.ones(len(sample.response))
-
-
-class MaskedDiffusion(Objective):
-    """LLaDA's objective: cross-entropy on masked tokens, weight 1 / ratio, over all tokens.
-
-    A share of the samples follows the states of block-wise decoding instead of one ratio: the
-    answer's blocks on the left revealed, one block partly masked, all on its right masked. Its
-    block counts for all of them (weight: their number / ratio), what is on its right little.
-    Another share stays next-token prediction under causal spans, so that a model that starts from
-    autoregressive weights does not forget what they can do; for shifted families only.
-    """
-
-    def is_causal(self, sample: Sample) -> bool:
-        draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
-        return bool(draw < self.config.noise.causal_share)
-
-    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, length = self.config.noise, len(sample.response)
-        if self.is_causal(sample):
-            read = (np.arange(length) < sample.answer).astype(float)
-            return read, read
-        rng = self.rng(sample)
-        even = noise.even_draw(self.config.seed, sample.index)
-        if rng.random() < settings.uniform_share:
-            ratio = settings.min_ratio + (settings.max_ratio - settings.min_ratio) * even
-            return noise.uniform_ratios(length, ratio), np.full(length, 1 / ratio)
-        ratio = settings.min_ratio + (1 - settings.min_ratio) * even
-        size = int(rng.choice(settings.block_sizes))
-        blocks = -(-sample.answer // size)
-        start = size * int(rng.integers(blocks))
-        ratios = noise.decoding_ratios(length, start, start + size, ratio)
-        far = np.arange(length) >= start + size
-        return ratios, np.where(far, settings.far_weight, blocks / ratio)
-
-
-class D2F(Objective):
-    """Discrete diffusion forcing: the block-causal student learns the distribution that the same
-    weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
-
-    def __init__(self, model: DiffusionModel, config: TrainConfig):
-        super().__init__(model, config)
-        path = config.noise.states
-        self.states = None if path is None else read_states(path)
-        lacking = set(config.block_shares) - set(self.states.by_size if self.states else ())
-        if self.states is not None and lacking:
-            raise InputError(
-                f"{path}: expected states of the block sizes {list(config.block_shares)}, "
-                f"got {list(self.states.by_size)}"
-            )
-
-    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, size = self.config.noise, self.block_size(sample)
-        rng, length = self.rng(sample), len(sample.response)
-        if rng.random() < settings.monotone_share:
-            draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
-            ratios = draw(length, size, settings.low, settings.high, rng)
-            return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
-        if self.states is not None:
-            ratios, end = self.states.draw(length, size, rng)
-        else:
-            low, most = settings.min_ratio, settings.most_active
-            ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
-            fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
-            end = fresh + size
-        far = np.arange(length) >= end
-        weight = 1 / np.where(ratios > 0, ratios, 1.0)
-        return ratios, np.where(far, settings.far_weight, weight)
-
-    def share(self, sample: Sample, masked: np.ndarray) -> float:
-        return float(self.importance(sample)[masked].sum())
-
-    def sample_spans(self, sample: Sample) -> Tensor:
-        return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))
-
-    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
-        own, _ = super().spans(rows, length)
-        return own, full_spans(rows, length)
-
-    def forward(self, batch: Batch) -> Tensor:
-        if self.config.distill_target == "hard":
-            student = self.read(batch, batch.spans)
-            return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
-        teacher = self.read_teacher(batch)
-        student = self.read(batch, batch.spans)
-        head = gathered(self.model.backbone.lm_head.weight)
-        return masked_linear_kl(student, teacher, head, batch.weight)
-
-
-def _wino_plus(model: DiffusionModel, config: TrainConfig) -> Objective:
-    from distill.objectives.wino_plus import WinoPlusObjective  # which builds on this file
-
-    return WinoPlusObjective(model, config)
-
-
-def _wedlm(model: DiffusionModel, config: TrainConfig) -> Objective:
-    from distill.objectives.wedlm import WeDLM  # which builds on this file
-
-    return WeDLM(model, config)
-
-
-OBJECTIVES: dict[str, Callable[[DiffusionModel, TrainConfig], Objective]] = {
-    "next_token": NextToken,
-    "masked_diffusion": MaskedDiffusion,
-    "d2f": D2F,
-    "wino_plus": _wino_plus,
-    "wedlm": _wedlm,
-}
-
-
 def full_spans(rows: Rows, length: int) -> Tensor:
     """Spans ``[R, length, 1, 2]`` of packed rows whose samples are read bidirectionally."""
     own = [spans.pack([spans.bidirectional(len(p.sample)) for p in row], length) for row in rows]
@@ -305,3 +201,8 @@ def samples_of(rows: Rows) -> Iterator[tuple[int, Placed]]:
     for r, row in enumerate(rows):
         for placed in row:
             yield r, placed
+
+
+def logit_bytes(config: TrainConfig) -> int:
+    """Of a logit as the head gives it."""
+    return 4 if config.mixed_precision == "no" else 2

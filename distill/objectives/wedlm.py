@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2f import noise, spans
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from distill.config import TrainConfig
 from distill.data import Sample
 from distill.objectives.base import Batch, Objective, Rows, samples_of
 
@@ -48,6 +51,12 @@ class WeDLM(Objective):
     as a block with a mask has gamma >= 1 / (2 x block size)). Next-token loss: the mean over the
     response. In all of them end tokens after the first count `data.tail_weight`.
     """
+
+    @classmethod
+    def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
+        super().check_model(model, config)
+        if model.contract.prompt_rule != "causal":
+            raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         size, prompt = self.block_size(sample), len(sample.prompt)

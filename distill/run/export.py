@@ -19,19 +19,12 @@ from d2f.save_transformers import save_model
 from d2f.write_errors import says_what_is_kept
 from distill.config import TrainConfig
 from distill.data import Stream
-from distill.objectives.base import OBJECTIVES, Objective
+from distill.objectives import OBJECTIVES
+from distill.objectives.base import Objective
 from distill.prepare_model import prepare_model
 from distill.run import checkpoint, sharding
 from distill.run.card import CARD, card
 from distill.run.run_folder import RunFolder
-
-_PROMPT_RULES = {
-    "next_token": "causal",
-    "masked_diffusion": "bidirectional",
-    "d2f": "block",
-    "wedlm": "causal",
-    "wino_plus": "bidirectional",
-}
 
 
 def as_trained(
@@ -39,16 +32,7 @@ def as_trained(
 ) -> DiffusionModel:
     """The same modules with the contract of what the run makes of them. hashed: with the hash of
     an adapter's base, which reads some of its weights."""
-    changes: dict[str, object] = {
-        "objective": config.objective,
-        "prompt_rule": _PROMPT_RULES[config.objective],
-    }
-    if config.block_causal:  # what decoding must know of a D2F student, whatever it was trained by
-        changes |= {"objective": "d2f", "prompt_rule": "block"}
-    if config.block_causal or config.objective in ("wedlm", "wino_plus"):
-        changes["block_size"] = next(iter(config.block_shares))
-    if config.objective == "d2f":
-        changes["noise"] = (config.noise.low, config.noise.high)
+    changes = config.kind.contract(config)
     if model.adapter is not None:
         assert config.init is not None and model.path is not None
         here = Path(config.init)

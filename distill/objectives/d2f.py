@@ -1,0 +1,145 @@
+"""Discrete diffusion forcing (D2F, arXiv 2508.09192, section 3): a student that reads block
+by block learns from the same weights read bidirectionally.
+
+A prompt of 2 tokens and a response of 4 in blocks of 2; M is masked, more of them to the right:
+
+    position            0 1 | 2 3 | 4 5
+    fed to both         p p | a M | M M
+    student's position 2 sees [0, 4), position 4 [0, 6): the end of its own block
+    teacher's positions all see [0, 6)
+    loss                KL(teacher || student) at 3, 4, 5, each with weight 1 / ratio of its block
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from d2f import noise, spans
+from d2f.hub import folder_of
+from d2f.contract import Contract
+from d2f.errors import InputError
+from d2f.families import FAMILIES
+from d2f.model import DiffusionModel
+from d2f.models import resolve
+from d2f.pipeline_states import read_states
+from distill.config import TrainConfig
+from distill.data import Sample
+from distill.objectives.base import Batch, Objective, Rows, full_spans, logit_bytes
+from distill.objectives.kinds import KINDS
+from distill.objectives.losses import weighted_cross_entropy
+from distill.run.sharding import gathered
+from triton_kernels.masked_kl import masked_linear_kl, tile_columns
+
+
+class D2F(Objective):
+    """Discrete diffusion forcing: the block-causal student learns the distribution that the same
+    weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__(model, config)
+        path = config.noise.states
+        self.states = None if path is None else read_states(path)
+        lacking = set(config.block_shares) - set(self.states.by_size if self.states else ())
+        if self.states is not None and lacking:
+            raise InputError(
+                f"{path}: expected states of the block sizes {list(config.block_shares)}, "
+                f"got {list(self.states.by_size)}"
+            )
+
+    @classmethod
+    def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
+        super().check_model(model, config)
+        fitting = [name for name, f in FAMILIES.items() if f.prompt_rule == "bidirectional"]
+        if model.family not in fitting:
+            raise InputError(
+                f"objective d2f needs a teacher that sees everything (families "
+                f"{', '.join(fitting)}), got {model.family}"
+            )
+
+    @classmethod
+    def doubt(cls, config: TrainConfig) -> str | None:
+        return None if config.init is None else teacher_warning(config.init)
+
+    @classmethod
+    def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
+        if config.distill_target == "hard":
+            return super().loss_bytes(model, config, reads)
+        columns = min(model.vocab_size, tile_columns(reads))  # the kernel's, for two models
+        return 2 * reads * columns * (logit_bytes(config) + 8)
+
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        settings, size = self.config.noise, self.block_size(sample)
+        rng, length = self.rng(sample), len(sample.response)
+        if rng.random() < settings.monotone_share:
+            draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
+            ratios = draw(length, size, settings.low, settings.high, rng)
+            return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
+        if self.states is not None:
+            ratios, end = self.states.draw(length, size, rng)
+        else:
+            low, most = settings.min_ratio, settings.most_active
+            ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
+            fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
+            end = fresh + size
+        far = np.arange(length) >= end
+        weight = 1 / np.where(ratios > 0, ratios, 1.0)
+        return ratios, np.where(far, settings.far_weight, weight)
+
+    def share(self, sample: Sample, masked: np.ndarray) -> float:
+        return float(self.importance(sample)[masked].sum())
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))
+
+    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
+        own, _ = super().spans(rows, length)
+        return own, full_spans(rows, length)
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.config.distill_target == "hard":
+            student = self.read(batch, batch.spans)
+            return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
+        teacher = self.read_teacher(batch)
+        student = self.read(batch, batch.spans)
+        head = gathered(self.model.backbone.lm_head.weight)
+        return masked_linear_kl(student, teacher, head, batch.weight)
+
+
+def teacher_warning(init: str) -> str | None:
+    """What is wrong with `init` as the teacher of a d2f run, which is the same weights without the
+    adapter, read bidirectionally; None where nothing is known to be.
+
+    A checkpoint of this project says in its contract what it was trained by, and nothing where it
+    was converted and not trained. A published one has no contract: there its kind of model counts.
+    """
+    folder = folder_of(resolve(init), weights=False)
+    contract = Contract.load(folder)
+    if contract is None:
+        known = "was never" if _is_autoregressive(folder) else None
+        why = "it is an autoregressive model"
+    elif contract.objective is None:
+        known, why = "may never have been", "its contract names no objective"
+    else:
+        causal = KINDS[contract.objective].prompt_rule == "causal"
+        known = "was never" if causal else None
+        why = f"its contract says objective {contract.objective}"
+    if known is None:
+        return None
+    return (
+        f"warning: init {init} {known} trained to read both sides ({why}). The teacher of "
+        "objective d2f is init itself, read so: untrained it teaches nothing of use; train it by "
+        "objective masked_diffusion first"
+    )
+
+
+def _is_autoregressive(folder: Path) -> bool:
+    """By config.json; one that cannot be read is for loading to refuse."""
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return kind in FAMILIES["causal"].model_types

@@ -1,0 +1,64 @@
+"""Masked diffusion (LLaDA, arXiv 2502.09992): each token hidden with a probability, the model reads
+both sides and predicts what is hidden.
+
+An answer of six tokens, three draws of it (M: masked, c: read causally):
+
+    one ratio, 0.5         a M c M M f     weight 1 / 0.5 on each M
+    block-wise, blocks     a b | M d | M M   left of the block revealed, the block at its ratio r,
+      of 2, the second                       right of it all masked; weight 3 blocks / r in the
+                                             block, `noise.far_weight` on its right
+    causal_share           a b c d e f     nothing hidden, each row predicts the next token
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from d2f import noise
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from distill.config import TrainConfig
+from distill.data import Sample
+from distill.objectives.base import Objective
+
+
+class MaskedDiffusion(Objective):
+    """LLaDA's objective: cross-entropy on masked tokens, weight 1 / ratio, over all tokens.
+
+    A share of the samples follows the states of block-wise decoding instead of one ratio: the
+    answer's blocks on the left revealed, one block partly masked, all on its right masked. Its
+    block counts for all of them (weight: their number / ratio), what is on its right little.
+    Another share stays next-token prediction under causal spans, so that a model that starts from
+    autoregressive weights does not forget what they can do; for shifted families only.
+    """
+
+    @classmethod
+    def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
+        super().check_model(model, config)
+        if config.noise.causal_share > 0 and model.logit_shift != 1:
+            raise InputError(
+                "noise.causal_share needs a family whose row p-1 predicts position p, "
+                f"got {model.family}"
+            )
+
+    def is_causal(self, sample: Sample) -> bool:
+        draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
+        return bool(draw < self.config.noise.causal_share)
+
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        settings, length = self.config.noise, len(sample.response)
+        if self.is_causal(sample):
+            read = (np.arange(length) < sample.answer).astype(float)
+            return read, read
+        rng = self.rng(sample)
+        even = noise.even_draw(self.config.seed, sample.index)
+        if rng.random() < settings.uniform_share:
+            ratio = settings.min_ratio + (settings.max_ratio - settings.min_ratio) * even
+            return noise.uniform_ratios(length, ratio), np.full(length, 1 / ratio)
+        ratio = settings.min_ratio + (1 - settings.min_ratio) * even
+        size = int(rng.choice(settings.block_sizes))
+        blocks = -(-sample.answer // size)
+        start = size * int(rng.integers(blocks))
+        ratios = noise.decoding_ratios(length, start, start + size, ratio)
+        far = np.arange(length) >= start + size
+        return ratios, np.where(far, settings.far_weight, blocks / ratio)
