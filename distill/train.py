@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +84,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     """
     from distill.objectives import OBJECTIVES
     from distill.run.progress import result_text
-    from distill.run.run_folder import RunFolder, flat
+    from distill.run.run_folder import RunFolder
 
     folder = RunFolder(config)
     if folder.is_finished:
@@ -98,106 +96,15 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     doubt = OBJECTIVES[config.objective].doubt(config)
     if doubt is not None and _is_first():
         print(doubt, file=sys.stderr)
-    from accelerate import Accelerator
+    from distill.run.training import Training
 
-    from distill.data import fill_rows
-    from distill.prepare_model import prepare_model
-    from distill.run import checkpoint, sharding
-    from distill.run.attention_choice import check_attention
-    from distill.run.evaluation import Evaluator
-    from distill.run.export import export_run
-    from distill.run.finite import FiniteWatch
-    from distill.run.log import Log
-    from distill.run.progress import Progress
-    from distill.run.stop import StopRequest
-    from distill.run.training_step import Stepper, rows_at_once
-
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        gradient_accumulation_steps=config.gradient_accumulation,
-        log_with=None if config.tracker == "none" else config.tracker,
-        project_dir=folder.place,
-    )
-    is_main = accelerator.is_main_process
-    check_attention(config.attention, accelerator.device)
-    rows_at_once(config, accelerator.num_processes)
-    quantized = config.quantize != "none"
-    model = prepare_model(config, accelerator.device if quantized else "cpu")
-    objective = OBJECTIVES[config.objective](model, config)
-    objective.train()
-    stream = objective.stream()
-    evaluator = Evaluator(model, config, accelerator) if config.eval_every else None
-    stepper = Stepper(accelerator, objective, config)
-    trainable, optimizer = stepper.trainable, stepper.optimizer
-
-    done, sample = 0, 0
-    saved = checkpoint.newest(folder.checkpoints)
-    if saved is not None:
-        done, sample = saved["step"], saved["sample"]
-        sharding.write_state(accelerator, trainable, optimizer, saved)
-    if is_main:
-        for said in (stream.report() and f"data: {stream.report()}", folder.begin(done)):
-            if said:
-                print(said)
-    if config.tracker != "none":
-        # What wandb writes lies with the run, not in the working folder.
-        where = {"wandb": {"dir": str(folder.place)}}
-        keys = flat(config.model_dump(mode="json"))
-        accelerator.init_trackers("d2f", config=keys, init_kwargs=where)
-
-    began = time.time()
-    log = Log(folder.log) if is_main else None
-    start, last = done, config.steps if stop_after is None else min(config.steps, done + stop_after)
-    progress = Progress(done, config.steps, shown=is_main)
-    watch = FiniteWatch(accelerator)
-    stop, stopped = StopRequest(accelerator.num_processes, says=is_main), 0
-    with stop.listening():
-        while done < last and not stopped:
-            rows, following = fill_rows(stream, sample)
-            loss, norm, rate = stepper.take(done, rows)
-            progress.step()
-            done, sample = done + 1, following
-            # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
-            seen = (loss,) if accelerator.scaler is not None else (loss, norm)
-            watch.see(done, [p.sample.index for row in rows for p in row], *seen)
-            stopped = stop.asked()
-            evaluated = evaluator is not None and evaluator.due(done)
-            logged = evaluated or done % config.log_every == 0 or done == config.steps
-            if logged or done == start + 1:
-                watch.check()
-                total = accelerator.reduce(loss, "sum").item()
-                progress.report(done, total, rate, last=done == last or bool(stopped))
-            if logged:
-                values = {"loss": total, "lr": rate, "grad_norm": float(norm)}
-                values["samples"] = sample
-                values.update(stream.counts())
-                if evaluator is not None and evaluated:
-                    watch.check_state(done, trainable, optimizer)
-                    values |= evaluator.run(done) if is_main else {}
-                accelerator.log(values, step=done)
-                if log is not None:
-                    log.write({"step": done, **values, "seconds": round(time.time() - began, 1)})
-            if done % config.save_every == 0 or done == last or stopped:
-                watch.check()
-                watch.check_state(done, trainable, optimizer)
-                state = sharding.read_state(accelerator, trainable, optimizer, done)
-                if is_main:
-                    whole = {"step": done, "sample": sample, **state}
-                    checkpoint.save(folder.checkpoints, done, whole, config.keep)
-    progress.close()
-    if log is not None:
-        log.close()
-    if done == config.steps:
-        export_run(accelerator, objective, stream, folder)
-        if is_main:
-            print(result_text(config, folder.expected))
-        return folder.place
-    accelerator.end_training()
-    if stopped and is_main:
-        name = signal.Signals(stopped).name
-        print(f"stopped by {name} after step {done}, which is saved: the same command goes on")
-    if stopped == signal.SIGINT:
-        raise KeyboardInterrupt
+    training = Training(folder, stop_after)
+    with training.listening():
+        while training.goes_on:
+            result = training.step()
+            training.report(result)
+            training.save()
+    training.finish()
     return folder.place
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,15 @@ from distill.config import TrainConfig
 from distill.objectives.base import Batch, Objective, Rows
 from distill.run import checkpoint, sharding
 from distill.run.attention_choice import attention_dtype, choose_attention
+
+
+class StepResult(NamedTuple):
+    """Of a step. loss: this process's part of it, a scalar; norm: of the gradient before clipping,
+    a scalar; rate: the learning rate that it was taken with."""
+
+    loss: Tensor
+    norm: Tensor
+    rate: float
 
 
 class Stepper:
@@ -40,9 +49,8 @@ class Stepper:
         self.wrapped, self.optimizer = sharding.prepare(accelerator, objective, optimizer)
         self.trainable = checkpoint.trainable(objective)
 
-    def take(self, done: int, rows: Rows) -> tuple[Tensor, Tensor, float]:
-        """(this process's part of the loss, gradient norm before clipping, learning rate) of the
-        step after `done` steps."""
+    def take(self, done: int, rows: Rows) -> StepResult:
+        """Take the step after `done` steps."""
         accelerator, rate = self.accelerator, learning_rate(self.config, done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -64,7 +72,7 @@ class Stepper:
         norm = accelerator.clip_grad_norm_(list(self.trainable.values()), clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, sharding.as_norm(norm, accelerator.device), rate
+        return StepResult(loss, sharding.as_norm(norm, accelerator.device), rate)
 
     def _choose_attention(self, batch: Batch) -> None:
         chosen: list[Any] = [None]  # by one process for all
