@@ -62,7 +62,7 @@ class RunForecast:
         kept = f"4-bit, {config.base_dtype}" if config.quantize == "4bit" else config.base_dtype
         used = {False: "", True: "  <- this run"}
         checkpointing = config.gradient_checkpointing
-        rows = [
+        needs = [
             (f"weights ({kept})", memory.weights, ""),
             ("adapter", memory.adapter, ""),
             ("gradients", memory.gradients, ""),
@@ -85,7 +85,7 @@ class RunForecast:
             f"{self.rows_at_once} rows, {self.reads} rows read at once",
             f"data: {epoch}",
             "memory of a process that holds the model whole, estimated, GiB:",
-            *(f"  {name:<36}{size / 2**30:9.3f}{mark}" for name, size, mark in rows),
+            *(f"  {name:<36}{size / 2**30:9.3f}{mark}" for name, size, mark in needs),
             "FSDP2 and ZeRO-3 divide weights, adapter, gradients and optimizer by the processes, "
             "ZeRO-2 the last two.",
             *self.notes,

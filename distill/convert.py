@@ -163,14 +163,14 @@ def _make_room(model: DiffusionModel, mask_id: int) -> str:
     """Resize the embeddings where the mask id does not fit in them; what was done."""
     import torch
 
-    rows = model.vocab_size
-    if mask_id < rows:
-        return f"embeddings: their {rows} rows have room for it, none was added"
+    size = model.vocab_size
+    if mask_id < size:
+        return f"embeddings: their {size} rows have room for it, none was added"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the new rows are drawn: the same each time
         model.backbone.resize_token_embeddings(mask_id + 1, mean_resizing=True)
     return (
-        f"embeddings: resized from {rows} to {model.vocab_size} rows, the new ones drawn around "
+        f"embeddings: resized from {size} to {model.vocab_size} rows, the new ones drawn around "
         "the mean of the others"
     )
 

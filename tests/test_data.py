@@ -237,14 +237,14 @@ def test_a_model_without_mask_id_is_an_error_before_any_work(tmp_path):
 def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
     path = str(write(tmp_path / "d.jsonl", pairs(40)))
     found = stream(file=path, seed=3)
-    orders = [[found.row(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
+    orders = [[found.record(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
     assert all(sorted(order) == list(range(40)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     again = stream(file=path, seed=3)
-    assert [again.row(i) for i in reversed(range(120))] == [
+    assert [again.record(i) for i in reversed(range(120))] == [
         row for order in orders for row in order
     ][::-1]
-    assert [stream(file=path, seed=4).row(i) for i in range(40)] != orders[0]
+    assert [stream(file=path, seed=4).record(i) for i in range(40)] != orders[0]
 
 
 def test_generated_samples_are_template_text_and_answer():

@@ -96,11 +96,11 @@ def test_a_file_that_shrinks_is_an_error_that_names_it(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(ROWS * 1000)
     source = JsonLines(path)
-    assert source.row(19_999)["response"] == "5"
+    assert source.record(19_999)["response"] == "5"
     path.write_text(ROWS)
-    assert source.row(3)["response"] == "5"
+    assert source.record(3)["response"] == "5"
     with pytest.raises(InputError, match=r"d\.jsonl has become shorter while it is read"):
-        source.row(19_999)
+        source.record(19_999)
 
 
 # Weights that are not finite

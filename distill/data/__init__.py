@@ -1,5 +1,9 @@
 """Training data: samples by index from generated tasks, files or data sets, packed into rows.
 
+A record is a line of a file or an entry of a data set, as it lies there (a user is told of a row,
+as in the keys on_bad_row and measure_rows); a sample is one record as token ids, with its tail of
+end tokens; a row is what a forward is fed, `data.row_length` places that hold several samples.
+
 Importing this package loads nothing heavy; torch comes with the first use. `python -m distill.data
 --inspect` shows what a model will see.
 """

@@ -1,4 +1,4 @@
-"""A row of a file or data set as chat messages and a response."""
+"""A record of a file or data set as chat messages and a response."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distill.data.data_config import Columns
 
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")
-_LONGEST = 400  # characters of why a row is bad
+_LONGEST = 400  # characters of why a record is bad
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxdict = _REPR.maxlist = 3
@@ -19,9 +19,9 @@ _REPR.maxlevel = 2
 _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
 
 
-class BadRow(Exception):
-    """A row that cannot be trained on, and why, in one line that can be printed; who reads the row
-    knows where it is."""
+class BadRecord(Exception):
+    """A record that cannot be trained on, and why, in one line that can be printed; who reads the
+    record knows where it is."""
 
     def __init__(self, why: str):
         line = " ".join(why.split())
@@ -37,63 +37,65 @@ class Pair:
 
 
 def needed(columns: Columns) -> list[str]:
-    """The columns that a row must have."""
+    """The columns that a record must have."""
     names = (columns.prompt, columns.response, columns.messages, columns.system)
     return [name for name in names if name is not None]
 
 
-def read_pair(row: Any, columns: Columns | None) -> Pair:
-    """A row's prompt and response. columns: None takes `messages` where the row has them, else
-    `prompt` and `response`. Raises BadRow."""
-    if not isinstance(row, Mapping):
-        raise BadRow(f"expected an object of prompt and response or of messages, got {_short(row)}")
-    layout = columns or (_MESSAGES if row.get("messages") is not None else _PAIR)
+def read_pair(record: Any, columns: Columns | None) -> Pair:
+    """A record's prompt and response. columns: None takes `messages` where the record has them,
+    else `prompt` and `response`. Raises BadRecord."""
+    if not isinstance(record, Mapping):
+        raise BadRecord(
+            f"expected an object of prompt and response or of messages, got {_short(record)}"
+        )
+    layout = columns or (_MESSAGES if record.get("messages") is not None else _PAIR)
     system: list[dict[str, str]] = []
-    if layout.system is not None and row.get(layout.system):
-        system = [{"role": "system", "content": _text(row, layout.system)}]
+    if layout.system is not None and record.get(layout.system):
+        system = [{"role": "system", "content": _text(record, layout.system)}]
     if layout.messages is not None:
-        asked, response = _last_turn(row, layout)
+        asked, response = _last_turn(record, layout)
         return Pair(system + asked, response)
     assert layout.prompt is not None and layout.response is not None
-    lacking = [name for name in (layout.prompt, layout.response) if name not in row]
+    lacking = [name for name in (layout.prompt, layout.response) if name not in record]
     if lacking:
-        raise BadRow(
+        raise BadRecord(
             f"expected {layout.prompt} and {layout.response}, got the keys "
-            f"{', '.join(map(str, row))[:200] or 'none'}; data.columns names others"
+            f"{', '.join(map(str, record))[:200] or 'none'}; data.columns names others"
         )
-    asked = [{"role": "user", "content": _text(row, layout.prompt)}]
-    return Pair(system + asked, _text(row, layout.response))
+    asked = [{"role": "user", "content": _text(record, layout.prompt)}]
+    return Pair(system + asked, _text(record, layout.response))
 
 
-def _last_turn(row: Mapping[str, Any], layout: Columns) -> tuple[list[dict[str, str]], str]:
+def _last_turn(record: Mapping[str, Any], layout: Columns) -> tuple[list[dict[str, str]], str]:
     """The turns before the last assistant turn, and that turn; what follows it is not read."""
-    turns = row.get(layout.messages or "")
+    turns = record.get(layout.messages or "")
     if not isinstance(turns, list) or not turns:
-        raise BadRow(f"{layout.messages} must be a list of messages, got {_short(turns)}")
+        raise BadRecord(f"{layout.messages} must be a list of messages, got {_short(turns)}")
     messages: list[dict[str, str]] = []
     for turn in turns:
         if not isinstance(turn, Mapping) or layout.role not in turn:
-            raise BadRow(
+            raise BadRecord(
                 f"a message must have {layout.role} and {layout.content}, got {_short(turn)}"
             )
         role = _text(turn, layout.role)
         messages.append({"role": _ROLES.get(role, role), "content": _text(turn, layout.content)})
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise BadRow(f"{layout.messages} has no assistant turn, which would be the response")
+        raise BadRecord(f"{layout.messages} has no assistant turn, which would be the response")
     if answers[-1] == 0:
-        raise BadRow(f"{layout.messages} has nothing before the assistant's turn")
+        raise BadRecord(f"{layout.messages} has nothing before the assistant's turn")
     return messages[: answers[-1]], messages[answers[-1]]["content"]
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
+def _text(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"{name} must be non-empty text, got {_short(value)}")
+        raise BadRecord(f"{name} must be non-empty text, got {_short(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can write it, no tokenizer can read it
-        raise BadRow(
+        raise BadRecord(
             f"{name} must be text, got half a surrogate pair at character {error.start}: "
             f"{_short(value[error.start :])}"
         ) from error

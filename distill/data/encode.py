@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from d2f import chat
 from d2f.errors import InputError
-from distill.data.columns import BadRow, Pair
+from distill.data.columns import BadRecord, Pair
 from distill.data.data_config import Data
 
 
@@ -53,14 +53,14 @@ class Encoder:
                     f"data.end_token must be a token of the tokenizer, got {data.end_token!r}"
                 )
 
-    def encode(self, pairs: Sequence[Pair]) -> list[Encoded | BadRow]:
+    def encode(self, pairs: Sequence[Pair]) -> list[Encoded | BadRecord]:
         """The ids of each pair, or why it has none."""
-        found: list[Encoded | BadRow | None] = [None] * len(pairs)
+        found: list[Encoded | BadRecord | None] = [None] * len(pairs)
         texts = []
         for i, pair in enumerate(pairs):
             try:
                 texts.append((i, self.prompt_text(pair.messages), pair.response))
-            except BadRow as error:
+            except BadRecord as error:
                 found[i] = error
         if texts:
             # A template writes its own special tokens.
@@ -71,28 +71,28 @@ class Encoder:
         return [entry for entry in found if entry is not None]
 
     def prompt_text(self, messages: list[dict[str, str]]) -> str:
-        """The prompt up to where the response begins. Raises BadRow."""
+        """The prompt up to where the response begins. Raises BadRecord."""
         if not self.templated:
             if len(messages) > 1:
-                raise BadRow("several messages need a chat template, data.chat_template is none")
+                raise BadRecord("several messages need a chat template, data.chat_template is none")
             return messages[0]["content"]
         try:
             return chat.render(self.tokenizer, messages)
         except InputError as error:
-            raise BadRow(str(error)) from error
+            raise BadRecord(str(error)) from error
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         ids: Any = self.tokenizer(texts, add_special_tokens=special)["input_ids"]
         return list(ids)
 
-    def _checked(self, prompt: list[int], response: list[int]) -> Encoded | BadRow:
+    def _checked(self, prompt: list[int], response: list[int]) -> Encoded | BadRecord:
         for name, ids in (("prompt", prompt), ("response", response)):
             if not ids:
-                return BadRow(f"the {name} has no tokens")
+                return BadRecord(f"the {name} has no tokens")
             if self.mask_id is not None and self.mask_id in ids:
-                return BadRow(f"the {name} contains the mask token (id {self.mask_id})")
+                return BadRecord(f"the {name} contains the mask token (id {self.mask_id})")
         if self.end_id in response:
-            return BadRow(
+            return BadRecord(
                 f"the response contains its end token (id {self.end_id}) at token "
                 f"{response.index(self.end_id)}: expected text, which gets one at its end"
             )

@@ -14,7 +14,7 @@ class Plan:
     """Means over the steps that were packed. tokens_per_step: places that hold a sample, of
     `places_per_step`; response_tokens_per_step: of them, those that noise may mask.
     samples_per_epoch, steps_per_epoch: None for generated tasks, which never repeat.
-    samples_per_epoch is an estimate where the rows are not measured (`data.measure_rows`),
+    samples_per_epoch is an estimate where the records are not measured (`data.measure_rows`),
     steps_per_epoch where is_exact is false, as not all of an epoch was packed."""
 
     steps: int

@@ -1,4 +1,4 @@
-"""Token lengths of a large set's rows, kept between runs: counting them anew takes minutes."""
+"""Token lengths of a large set's records, kept between runs: counting them anew takes minutes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from d2f.files import make_folder, writing
 from distill.data.data_config import Data
 from distill.data.encode import Encoder
 
-BROKEN = -1  # in place of a broken row's lengths
-SMALL = 1000  # a set of fewer rows is counted faster than a file is worth
+BROKEN = -1  # in place of a broken record's lengths
+SMALL = 1000  # a set of fewer records is counted faster than a file is worth
 
 Lengths = NDArray[np.int32]
 
 
 class LengthsFile:
-    """Lengths of prompt and response, int32 ``[rows, 2]``, under the user's cache folder
-    (`XDG_CACHE_HOME`), by the content of the data, of the tokenizer, and of what turns rows into
-    tokens. A folder that cannot be written is no error: the lengths are counted again."""
+    """Lengths of prompt and response, int32 ``[records, 2]``, under the user's cache folder
+    (`XDG_CACHE_HOME`), by the content of the data, of the tokenizer, and of what turns records
+    into tokens. A folder that cannot be written is no error: the lengths are counted again."""
 
     def __init__(self, digest: str, data: Data, encoder: Encoder):
         backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
@@ -38,15 +38,15 @@ class LengthsFile:
             name = hashlib.sha256(key.encode()).hexdigest()[:32]
             self.path = cache / "d2f-toolkit" / "lengths" / f"{name}.npy"
 
-    def read(self, rows: int) -> Lengths | None:
+    def read(self, records: int) -> Lengths | None:
         """What was kept, None where there is nothing that fits."""
-        if self.path is None or rows < SMALL:
+        if self.path is None or records < SMALL:
             return None
         try:
             found = np.load(self.path)
         except (OSError, ValueError, EOFError):
             return None
-        return found if found.shape == (rows, 2) and found.dtype == np.int32 else None
+        return found if found.shape == (records, 2) and found.dtype == np.int32 else None
 
     def write(self, lengths: Lengths) -> None:
         """Keep lengths, whole or not at all."""

@@ -1,7 +1,13 @@
 """Samples packed into rows: the same stream whatever the processes or resumes.
 
-A step is `rows` packed rows. Samples are taken in order; each goes to the first row with room;
-the first that fits nowhere opens the next step. So the position in the data is one number.
+A row is `data.row_length` places that are fed as one sequence; its samples do not see each other.
+A step is `data.rows` rows, over all processes. Samples are taken in order; each goes to the first
+row with room; the first that fits nowhere opens the next step. So the position in the data is one
+number. Two rows of 8 places and samples 0, 1, 2, ... of 5, 4, 3, 4 and 2 tokens:
+
+    row 0      0 0 0 0 0 2 2 2    sample 2 fits in beside 0
+    row 1      1 1 1 1 3 3 3 3    sample 4 fits in neither: it is the first of the next step
+    positions  0 1 2 3 4 0 1 2    in row 0; each sample counts its own
 """
 
 from __future__ import annotations

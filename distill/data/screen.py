@@ -1,4 +1,4 @@
-"""Which rows of a file or data set are trained on: lengths and broken rows, judged and counted."""
+"""Which records of a file or data set are trained on: too long and broken ones, counted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 from d2f.errors import InputError
 from distill.data import lengths
-from distill.data.columns import BadRow, Pair, read_pair
+from distill.data.columns import BadRecord, Pair, read_pair
 from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
 from distill.data.sources import Source
 
 
 class Fate(IntEnum):
-    """What becomes of a row."""
+    """What becomes of a record."""
 
     UNSEEN = 0
     WHOLE = 1
@@ -43,12 +43,12 @@ def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
 
 
 class Screen:
-    """The rows of a source that pass, encoded. fates: of each row, int8 ``[rows]``.
+    """The records of a source that pass, encoded. fates: of each record, int8 ``[records]``.
 
-    A set of at most `data.measure_rows` rows is measured whole at once; of a larger one only the
-    form of the rows is checked, and lengths are judged as they come. Raises InputError that names
-    the row for a broken or too long one where the configuration does not say otherwise, and where
-    no row is left.
+    A set of at most `data.measure_rows` records is measured whole at once; of a larger one only the
+    form of the records is checked, and lengths are judged as they come. Raises InputError that
+    names the record for a broken or too long one where the configuration does not say otherwise,
+    and where no record is left.
     """
 
     def __init__(self, source: Source, data: Data, encoder: Encoder):
@@ -58,34 +58,34 @@ class Screen:
         self._first_broken: str | None = None
         if self.measured:
             for first, found in self._measure():
-                for row, (prompt, response) in enumerate(found.tolist(), first):
+                for record, (prompt, response) in enumerate(found.tolist(), first):
                     if prompt != lengths.BROKEN:
-                        self._settle(row, prompt, response)
-                    elif self.fates[row] != Fate.BROKEN:  # known from a file of lengths
-                        self._encode(row)
+                        self._settle(record, prompt, response)
+                    elif self.fates[record] != Fate.BROKEN:  # known from a file of lengths
+                        self._encode(record)
         else:
             for first, pairs in self._pairs():
-                for row, pair in enumerate(pairs, first):
-                    if isinstance(pair, BadRow):
-                        self._broken(row, pair)
+                for record, pair in enumerate(pairs, first):
+                    if isinstance(pair, BadRecord):
+                        self._broken(record, pair)
         self.refuse_nothing_left()
 
     def __len__(self) -> int:
         return len(self.fates)
 
-    def encoded(self, row: int) -> Encoded | None:
-        """The ids of a row, a long response cut where the configuration says so; None for a row
+    def encoded(self, record: int) -> Encoded | None:
+        """The ids of a record, a long response cut where the configuration says so; None for one
         that is left out."""
-        if self.fates[row] > Fate.TRUNCATED:
+        if self.fates[record] > Fate.TRUNCATED:
             return None
-        whole = self._encode(row)
+        whole = self._encode(record)
         if whole is None:
             return None
-        kept = self._settle(row, len(whole.prompt), len(whole.response))
+        kept = self._settle(record, len(whole.prompt), len(whole.response))
         return Encoded(whole.prompt, whole.response[:kept]) if kept else None
 
     def count(self, *fates: Fate) -> int:
-        """The number of rows of these fates, as far as known."""
+        """The number of records of these fates, as far as known."""
         return int(np.isin(self.fates, fates).sum())
 
     def counts(self) -> dict[str, int]:
@@ -97,7 +97,7 @@ class Screen:
         }
 
     def report(self) -> str:
-        """One line: rows used, and how many were cut, dropped or broken, where any were."""
+        """One line: records used, and how many were cut, dropped or broken, where any were."""
         used = self.count(Fate.WHOLE, Fate.TRUNCATED)
         said = {
             Fate.TRUNCATED: "of them with a cut response",
@@ -110,12 +110,12 @@ class Screen:
         return f"{self.source.name}: " + ", ".join([f"{used} of {len(self)} rows used", *parts])
 
     def refuse_nothing_left(self) -> None:
-        """Raise InputError where every row is left out."""
+        """Raise InputError where every record is left out."""
         if not self.count(Fate.UNSEEN, Fate.WHOLE, Fate.TRUNCATED):
             raise InputError(f"no row is left to train on; {self.report()}")
 
-    def _settle(self, row: int, prompt: int, response: int) -> int:
-        """Judge a row and note its fate; the tokens of its response that are kept."""
+    def _settle(self, record: int, prompt: int, response: int) -> int:
+        """Judge a record and note its fate; the tokens of its response that are kept."""
         fate, kept = judge(prompt, response, self.data)
         if self.data.on_long == "error" and not kept:
             limits = ", ".join(
@@ -124,14 +124,14 @@ class Screen:
                 if getattr(self.data, name) is not None
             )
             raise InputError(
-                f"{self.source.where(row)}: the prompt has {prompt} tokens and the response "
+                f"{self.source.where(record)}: the prompt has {prompt} tokens and the response "
                 f"{response}, {limits}; data.on_long: drop or truncate goes on without it"
             )
-        self.fates[row] = fate
+        self.fates[record] = fate
         return kept
 
     def _measure(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """Chunks of rows: the first's number and tokens of prompt and response, ``[rows, 2]``."""
+        """Chunks of records: the first's number, tokens of prompt and response ``[records, 2]``."""
         file = lengths.LengthsFile(self.source.digest, self.data, self.encoder)
         known = file.read(len(self))
         if known is not None:
@@ -143,7 +143,7 @@ class Screen:
             part = np.full((len(pairs), 2), lengths.BROKEN, dtype=np.int32)
             for i, pair in enumerate(pairs):
                 found = next(encoded) if isinstance(pair, Pair) else pair
-                if isinstance(found, BadRow):
+                if isinstance(found, BadRecord):
                     self._broken(first + i, found)
                 else:
                     part[i] = len(found.prompt), len(found.response)
@@ -151,32 +151,32 @@ class Screen:
             yield first, part
         file.write(np.concatenate(parts))
 
-    def _pairs(self) -> Iterator[tuple[int, list[Pair | BadRow]]]:
-        """Chunks of rows: the first's number, and each as a pair or why it is none."""
+    def _pairs(self) -> Iterator[tuple[int, list[Pair | BadRecord]]]:
+        """Chunks of records: the first's number, and each as a pair or why it is none."""
         first = 0
         with tqdm(total=len(self), desc="rows", disable=None, leave=False) as bar:
-            for chunk in self.source.rows():
-                yield first, [self._pair(row) for row in chunk]
+            for chunk in self.source.records():
+                yield first, [self._pair(record) for record in chunk]
                 first += len(chunk)
                 bar.update(len(chunk))
 
-    def _pair(self, row: object) -> Pair | BadRow:
+    def _pair(self, record: object) -> Pair | BadRecord:
         try:
-            return row if isinstance(row, BadRow) else read_pair(row, self.data.layout)
-        except BadRow as error:
+            return record if isinstance(record, BadRecord) else read_pair(record, self.data.layout)
+        except BadRecord as error:
             return error
 
-    def _encode(self, row: int) -> Encoded | None:
-        pair = self._pair(self.source.attempt(row))
+    def _encode(self, record: int) -> Encoded | None:
+        pair = self._pair(self.source.attempt(record))
         found = self.encoder.encode([pair])[0] if isinstance(pair, Pair) else pair
         if isinstance(found, Encoded):
             return found
-        self._broken(row, found)
+        self._broken(record, found)
         return None
 
-    def _broken(self, row: int, error: BadRow) -> None:
-        said = f"{self.source.where(row)}: {error}"
+    def _broken(self, record: int, error: BadRecord) -> None:
+        said = f"{self.source.where(record)}: {error}"
         if self.data.on_bad_row == "error":
             raise InputError(f"{said}; data.on_bad_row: skip goes on without it")
         self._first_broken = self._first_broken or said
-        self.fates[row] = Fate.BROKEN
+        self.fates[record] = Fate.BROKEN

@@ -1,4 +1,4 @@
-"""Rows by number from a JSONL file, a parquet file or a Hugging Face data set."""
+"""Records by number from a JSONL file, a parquet file or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from d2f.errors import InputError
-from distill.data.columns import BadRow, needed
+from distill.data.columns import BadRecord, needed
 from distill.data.data_config import Columns, Data
 
 _CHUNK = 1000
@@ -21,38 +21,38 @@ _USUAL = ("prompt", "response", "messages")
 
 
 class Source(ABC):
-    """Rows by number, kept on disk. name: what to call it. digest: of its content."""
+    """Records by number, kept on disk. name: what to call it. digest: of its content."""
 
     name: str
     digest: str
 
     @abstractmethod
     def __len__(self) -> int:
-        """The number of rows."""
+        """The number of records."""
 
     @abstractmethod
-    def row(self, number: int) -> Any:
-        """Row `number`, counted from 0. Raises BadRow."""
+    def record(self, number: int) -> Any:
+        """Record `number`, counted from 0. Raises BadRecord."""
 
     def where(self, number: int) -> str:
-        """How to find a row."""
+        """How to find a record."""
         return f"{self.name}, row {number}"
 
-    def rows(self) -> Iterator[list[Any]]:
-        """All rows in chunks, a BadRow in the place of one that cannot be read."""
+    def records(self) -> Iterator[list[Any]]:
+        """All records in chunks, a BadRecord in the place of one that cannot be read."""
         for start in range(0, len(self), _CHUNK):
             yield [self.attempt(i) for i in range(start, min(start + _CHUNK, len(self)))]
 
     def attempt(self, number: int) -> Any:
-        """Row `number`, a BadRow where it cannot be read."""
+        """Record `number`, a BadRecord where it cannot be read."""
         try:
-            return self.row(number)
-        except BadRow as error:
+            return self.record(number)
+        except BadRecord as error:
             return error
 
 
 class JsonLines(Source):
-    """A JSONL file: only where its lines begin is in memory. Blank lines are no rows. It is read
+    """A JSONL file: only where its lines begin is in memory. Blank lines are no records. It is read
     and not mapped into memory, where a file that shrinks would end the process (SIGBUS)."""
 
     def __init__(self, path: Path):
@@ -85,14 +85,14 @@ class JsonLines(Source):
     def where(self, number: int) -> str:
         return f"{self.name}, line {self._numbers[number]}"
 
-    def row(self, number: int) -> Any:
+    def record(self, number: int) -> Any:
         line = self._bytes(int(self._starts[number]), int(self._starts[number + 1])).strip()
         try:
             return json.loads(line.decode("utf-8-sig"))
         except ValueError as error:  # of the JSON, of the encoding, or a number of 5000 digits
-            raise BadRow(f"not JSON ({error}): {line[:60]!r}") from error
+            raise BadRecord(f"not JSON ({error}): {line[:60]!r}") from error
         except RecursionError as error:
-            raise BadRow(f"JSON that is nested too deeply: {line[:60]!r}") from error
+            raise BadRecord(f"JSON that is nested too deeply: {line[:60]!r}") from error
 
     def _bytes(self, start: int, end: int) -> bytes:
         """The file between two places. Raises InputError where it has become shorter."""
@@ -130,13 +130,13 @@ class Table(Source):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def row(self, number: int) -> Any:
+    def record(self, number: int) -> Any:
         try:
             return self._dataset[number]
         except (OSError, ValueError) as error:  # as Arrow's errors are; text that is not UTF-8
-            raise BadRow(f"cannot be read: {_first(error)}") from error
+            raise BadRecord(f"cannot be read: {_first(error)}") from error
 
-    def rows(self) -> Iterator[list[Any]]:
+    def records(self) -> Iterator[list[Any]]:
         for start in range(0, len(self), _CHUNK):
             numbers = range(start, min(start + _CHUNK, len(self)))
             try:
@@ -149,7 +149,7 @@ class Table(Source):
 
 
 def open_source(data: Data) -> Source:
-    """The rows of `data.file` or `data.dataset`. Raises InputError that says what there is."""
+    """The records of `data.file` or `data.dataset`. Raises InputError that says what there is."""
     if data.dataset is not None:
         split = data.split or "train"
         dataset = _load(data.dataset, data.dataset_config, data.split)

@@ -1,4 +1,4 @@
-"""Samples by index, from generated tasks or from the rows of a file or data set."""
+"""Samples by index, from generated tasks or from the records of a file or data set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d2f import noise
 from d2f.errors import InputError
 from d2f.tasks import make_problem
 from d2f.tasks.registry import RESPONSE_LENGTH
-from distill.data.columns import BadRow, Pair
+from distill.data.columns import BadRecord, Pair
 from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
 from distill.data.samples import Sample
@@ -29,7 +29,7 @@ class Stream:
 
     end_id: fills the tail, and ends a response where `data.end_token` does not say otherwise. tail:
     whether samples carry end tokens after the first. mask_id: the model's, which no text of a file
-    may contain. screen: of the rows of a file or data set, None for generated tasks. Raises
+    may contain. screen: of the records of a file or data set, None for generated tasks. Raises
     InputError for data that cannot be trained on.
     """
 
@@ -55,11 +55,11 @@ class Stream:
         else:
             self.screen = Screen(open_source(data), data, self.encoder)
             self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=int))
-            self._draw = self._from_rows
+            self._draw = self._from_records
 
     def sample(self, index: int) -> Sample | None:
-        """Sample `index`, None where its row is left out. Raises InputError if it cannot fit in a
-        row, or where every row is left out."""
+        """Sample `index`, None where its record is left out. Raises InputError if it cannot fit in
+        a row, or where every record is left out."""
         drawn = self._draw(index)
         if drawn is None:
             assert self.screen is not None
@@ -92,9 +92,9 @@ class Stream:
         none."""
         return None if self.screen is None else len(self.screen)
 
-    def row(self, index: int) -> int:
-        """The row of a file or data set that sample `index` comes from: each epoch has an order of
-        its own, from (seed, epoch)."""
+    def record(self, index: int) -> int:
+        """The record of a file or data set that sample `index` comes from: each epoch has an order
+        of its own, from (seed, epoch)."""
         assert self.screen is not None
         epoch, place = divmod(index, len(self.screen))
         if epoch != self._order[0]:
@@ -106,7 +106,7 @@ class Stream:
         """Where sample `index` comes from."""
         if self.screen is None:
             return "generated"
-        return self.screen.source.where(self.row(index))
+        return self.screen.source.where(self.record(index))
 
     def report(self) -> str | None:
         """What was left out and cut, in one line; None for generated tasks."""
@@ -123,20 +123,20 @@ class Stream:
         problem = make_problem(name, "train", index, self.seed)
         pair = Pair([{"role": "user", "content": problem.question}], problem.answer)
         encoded = self.encoder.encode([pair])[0]
-        if isinstance(encoded, BadRow):
+        if isinstance(encoded, BadRecord):
             raise InputError(f"sample {index} of the task {name}: {encoded}")
         return encoded, RESPONSE_LENGTH[name]
 
-    def _from_rows(self, index: int) -> tuple[Encoded, int] | None:
+    def _from_records(self, index: int) -> tuple[Encoded, int] | None:
         assert self.screen is not None
-        encoded = self.screen.encoded(self.row(index))
+        encoded = self.screen.encoded(self.record(index))
         if encoded is None:
             return None
         return encoded, self.data.max_response or self.data.row_length - len(encoded.prompt)
 
 
 def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> Stream:
-    """The stream of a run. tail: see Stream. Raises InputError, before any row is read, for a
+    """The stream of a run. tail: see Stream. Raises InputError, before any record is read, for a
     model or tokenizer that the objective cannot be trained with."""
     data, tokenizer = config.data, model.tokenizer
     name = config.init or config.tokenizer or "this model"

@@ -25,9 +25,10 @@ Rows = list[list[Placed]]
 class Batch:
     """One process's part of a step.
 
-    input_ids, positions: int64 ``[R, L]``. spans: int32 ``[R, L, 1, 2]``; teacher_spans: the same
-    for the D2F teacher. rows: int64 ``[N]``, flat places of the rows that are read; targets: int64
-    ``[N]``, the clean ids they predict; weight: fp32 ``[N]``, normalised over the whole step.
+    input_ids, positions: int64 ``[R, L]``, packed rows (`distill.data.packing`). spans: int32
+    ``[R, L, 1, 2]``; teacher_spans: the same for the D2F teacher. rows: int64 ``[N]``, which of the
+    R x L places the loss reads; targets: int64 ``[N]``, the clean ids they predict; weight: fp32
+    ``[N]``, normalised over the whole step.
     """
 
     input_ids: Tensor

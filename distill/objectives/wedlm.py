@@ -6,7 +6,13 @@ response tokens is masked and the observed tokens are moved before the masked on
 position it has in the text. A row of x_t sees the clean blocks before its own, and its own block up
 to itself: so a masked token sees all that is observed in its block, as in streaming decoding. Its
 own row predicts it, without a shift; the rows of x_0 predict the next token, as in any causal
-model.
+model. A prompt p q and a response a b c d in blocks of 3, of which b and d are masked (M):
+
+    row       0 1 2   3 4 5 | 6 7 8   9 10 11
+    fed       p q a   b c d | p q a   c  M  M    in the last block, c is moved before the masks
+    position  0 1 2   3 4 5 | 0 1 2   4  3  5
+    row 10 sees rows [0, 3) and [9, 11), and predicts b; row 11 [0, 3) and [9, 12), and d
+    row 4 sees rows [0, 5), and predicts d; rows 1 to 3 predict a, b and c in the same way
 """
 
 from __future__ import annotations

@@ -11,6 +11,14 @@ final tokens, and the model's prediction v with confidence c and entropy H (nats
     L_sharp   = mean over C_t of H,    C_t = {l in A_t : v = y, c < tau2}
     L_kl      = mean over B_t without R_t of KL(teacher || student)
 
+A response of four tokens, decided at the steps 0 2 1 1, as it is fed before step t = 1 (M: masked):
+
+    position  0  1  2  3
+    fed       y  M  M  M
+    A_1             x  x    learn y; in C_1 too where v = y but c < tau2: made surer
+    B_1          x          in R_1 where v != y and c >= tau1: made less sure; else it learns the
+                            teacher's distribution (L_kl)
+
 R_t and C_t are chosen without gradient, the mean of an empty set is 0. The last term goes with
 D2F: the teacher is the same weights without the adapter, bidirectional, on the same masked input.
 The paper has no tail and no L_kl; its code takes R_t from the block of the first token of A_t only

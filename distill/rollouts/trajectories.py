@@ -3,7 +3,13 @@
 A rollout is a verified response with the step (forward, from 0) that decided each token for good:
 ``t_l = min{t : y_l is the final token after every forward j >= t}``. Its states are what the
 decoder saw before each forward that decided something for good: the tokens with ``t_l < t``
-revealed, the others masked. `distill.rollouts.__main__` writes the file that is read here.
+revealed, the others masked. Four tokens a b c d with steps 0 2 1 1 have three states (M: masked):
+
+    before step 0    M M M M    a is decided now, the others later
+    before step 1    a M M M    c and d now, b later
+    before step 2    a M c d    b now
+
+`distill.rollouts.__main__` writes the file that is read here.
 """
 
 from __future__ import annotations
@@ -133,7 +139,8 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def random_steps(steps: Ints, block_size: int, rng: np.random.Generator) -> Ints:
     """The paper's ablation: each block's steps given to random positions of it, every step to at
-    least one; so the block has the same states in number, decided in no sensible order."""
+    least one; so the block has the same states in number, decided in no sensible order. A block's
+    steps 0 0 2 1 may become 2 0 1 1."""
     mixed = np.empty_like(steps)
     for start in range(0, len(steps), block_size):
         values = np.unique(steps[start : start + block_size])

@@ -32,7 +32,7 @@ def card(
     values = config.model_dump(mode="json")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = lines[-1]
-    rows = [
+    entries = [
         ("made by", f"d2f-toolkit {d2f.__version__}"),
         ("command", "`accelerate launch -m distill.train --config config.yaml`"),
         ("starts from", config.init or "random weights"),
@@ -40,15 +40,15 @@ def card(
         (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
     ]
     if config.data.file is not None:
-        rows.append(
+        entries.append(
             (
                 f"SHA-256 of {Path(config.data.file).name}",
                 f"`{file_digest(Path(config.data.file))}`",
             )
         )
-    rows.append(("steps", f"{last['step']:,}, {last['samples']:,} samples"))
-    rows += [("", extension_text(config, more)) for more in extended or []]
-    table = [f"| {name} | {value} |" for name, value in rows]
+    entries.append(("steps", f"{last['step']:,}, {last['samples']:,} samples"))
+    entries += [("", extension_text(config, more)) for more in extended or []]
+    table = [f"| {name} | {value} |" for name, value in entries]
     return "\n".join(
         [
             f"# {Path(config.output).name}",
