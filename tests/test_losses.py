@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from d2f import spans
-from distill.objectives.losses import weighted_cross_entropy
+from distill.objectives.base import weighted_cross_entropy
 from triton_kernels.masked_kl import masked_linear_kl
 
 GOLDEN = Path(__file__).parent / "golden" / "llada-tiny"

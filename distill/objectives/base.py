@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from d2f import noise, spans
@@ -16,7 +17,6 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, lay_out, make_stream
-from distill.objectives.losses import weighted_cross_entropy
 
 Rows = list[list[Placed]]
 
@@ -189,6 +189,13 @@ class Objective(nn.Module):
         """The loss of a batch, a scalar."""
         logits = self.model.head(self.read(batch, batch.spans))
         return weighted_cross_entropy(logits, batch.targets, batch.weight)
+
+
+def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Sum over rows of weight x cross-entropy of logits ``[N, V]`` with target ids ``[N]``, in fp32
+    at least."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return (F.cross_entropy(wide, targets, reduction="none") * weight).sum()
 
 
 def full_spans(rows: Rows, length: int) -> Tensor:

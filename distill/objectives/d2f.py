@@ -28,9 +28,15 @@ from d2f.models import resolve
 from d2f.pipeline_states import read_states
 from distill.config import TrainConfig
 from distill.data import Sample
-from distill.objectives.base import Batch, Objective, Rows, full_spans, logit_bytes
+from distill.objectives.base import (
+    Batch,
+    Objective,
+    Rows,
+    full_spans,
+    logit_bytes,
+    weighted_cross_entropy,
+)
 from distill.objectives.kinds import KINDS
-from distill.objectives.losses import weighted_cross_entropy
 from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_columns
 
