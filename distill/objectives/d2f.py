@@ -19,10 +19,10 @@ import numpy as np
 from torch import Tensor
 
 from d2f import noise, spans
-from d2f.hub import folder_of
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.families import FAMILIES
+from d2f.hub import folder_of
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.pipeline_states import read_states
