@@ -26,7 +26,6 @@ from shadows import (
 from tiny import random_model
 
 import decode
-from d2f import spans as sp
 from d2f.errors import InputError
 from tests.references.d2f_revoke import decode_d2f_revoking
 
@@ -240,9 +239,15 @@ def test_the_shadows_are_those_of_the_masks_as_spans(blocks):
         session.spare.update({2: 5, 6: 5})
         step = session.step()
     found = spans_as_mask(step.spans, session.slots)
-    first = step.positions[0]
-    truth = spans_as_mask(sp.d2f_shadow(9, 2, 4, blocks).numpy(), 9 + 4 + 3)
-    assert np.array_equal(found, truth[first:])
+    ends = [2, 2, 6, 6, 6, 6, 9, 9, 9]  # prompt of 2, blocks of 4 and 3
+    counterparts = [p for p in range(9) for block in blocks if ends[p] == (6, 9)[block]]
+    truth = np.zeros((9 + len(counterparts), 9 + 4 + 3), dtype=bool)
+    for row, position in enumerate([*range(9), *counterparts]):
+        truth[row, : ends[position]] = True
+        if row >= 9:  # a shadow: not its counterpart, but its own shadow block
+            truth[row, position] = False
+            truth[row, slice(9, 13) if ends[position] == 6 else slice(13, 16)] = True
+    assert np.array_equal(found, truth[step.positions[0] :])
 
 
 BAD = [

@@ -15,7 +15,6 @@ from tiny import fresh_model, tokenizer
 import decode
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.spans import candidate_branches
 from decode.decoders.freedave import FreeDaveSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
@@ -158,7 +157,7 @@ def test_a_branch_sees_one_state_and_writes_only_slots_of_its_request(
         engine.advance()
 
 
-def test_the_mask_of_a_step_is_that_of_candidate_branches():
+def test_a_row_of_a_step_sees_the_prefix_and_its_own_branch():
     """On a bidirectional model with the prefix cached, one block: a prefix and d branches."""
     session = decode.FreeDave(max_new_tokens=6, cache="prefix", drafts=4).begin(
         [7, 8, 9], model_of("llada", None).contract
@@ -167,9 +166,10 @@ def test_the_mask_of_a_step_is_that_of_candidate_branches():
     session.accept(script(session, session.step()))
     spans = torch.from_numpy(session.step().spans)
     mask = span_mask(spans, session.slots)
-    kept = torch.arange(session.slots) != session.scratch - 1  # the spare slot, seen by none
-    assert not mask[:, ~kept].any()
-    assert torch.equal(mask[:, kept], span_mask(candidate_branches(3, 4, 6), 3 + 4 * 6))
+    branch = torch.arange(4).repeat_interleave(6)
+    own = torch.cat((torch.full((3,), -1), branch[:6], torch.tensor([9]), branch[6:]))
+    # by slot: prefix, state x, the spare slot (seen by none), the three branches
+    assert torch.equal(mask, (own == -1) | (own == branch[:, None]))
 
 
 @pytest.mark.parametrize(

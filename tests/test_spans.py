@@ -1,12 +1,13 @@
 """Every mask of the field, as spans, against the predicate allow(q, k) that defines it."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f import spans as sp
-from d2f.span_makers import block_ends
+from d2f.span_makers import block_ends, branch_spans, prefix, shadow_spans, stack, widened
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 12)
@@ -23,6 +24,7 @@ def seen(spans, keys):
 
 def same(spans, queries, keys, allow):
     """The spans are well formed and are exactly the predicate."""
+    spans = torch.as_tensor(spans, dtype=torch.int32)
     sp.validate(spans, keys)
     assert spans.shape[0] == queries
     assert seen(spans, keys) == [{k for k in range(keys) if allow(q, k)} for q in range(queries)]
@@ -75,6 +77,16 @@ def test_block_ends_are_one_past_the_last_position_of_the_same_block(case):
     assert block_ends(*case).tolist() == want
 
 
+def block_diffusion_training(length, size):
+    """The mask of SDAR's and BD3-LM's training on [noisy; clean], which nothing here trains with:
+    shows that two spans a query say it, and starts no query's first range at 0."""
+    ends = block_ends(length, 0, size)
+    starts = np.arange(length) // size * size
+    noisy = stack((starts, ends), (length, length + starts))
+    clean = stack((length, length + ends), (0, np.zeros_like(ends)))
+    return torch.from_numpy(np.concatenate((noisy, clean))).to(torch.int32)
+
+
 @given(lengths, sizes)
 def test_block_diffusion_training_on_noisy_then_clean(length, size):
     def allow(q, k):
@@ -86,7 +98,7 @@ def test_block_diffusion_training_on_noisy_then_clean(length, size):
             return q_block > k_block
         return not k_noisy and q_block >= k_block
 
-    same(sp.block_diffusion_training(length, size), 2 * length, 2 * length, allow)
+    same(block_diffusion_training(length, size), 2 * length, 2 * length, allow)
 
 
 @given(lengths, sizes)
@@ -101,63 +113,71 @@ def test_wedlm_training_on_clean_then_reordered(length, size):
 
 
 @given(st.data())
-def test_wino_shadow_sees_all_but_its_counterpart(data):
+def test_the_shadow_of_a_sequence_sees_all_but_its_counterpart(data):
+    """WINO on a bidirectional model; the shadow's slots follow the sequence's."""
     length = data.draw(st.integers(1, 40))
     block = data.draw(st.integers(1, length))
     start = data.draw(st.integers(0, length - block))
-
-    def allow(q, k):
-        return k < length if q < length else k != start + q - length
-
-    total = length + block
-    same(sp.wino_shadow(length, start, block), total, total, allow)
+    hidden, total = np.arange(start, start + block), length + block
+    spans = shadow_spans(hidden, hidden + 1, np.full(block, length), length, total)
+    same(spans, block, total, lambda row, k: k != start + row)
 
 
 @given(st.data())
-def test_d2f_shadow_sees_its_past_its_block_without_its_counterpart_and_its_own_shadow(data):
+def test_the_shadow_of_a_block_sees_what_the_block_sees_without_its_counterpart(data):
+    """WINO's check inside the D2F pipeline: the blocks up to its own, and its own shadow."""
     length = data.draw(st.integers(1, 40))
     prompt = data.draw(st.integers(0, length - 1))
     size = data.draw(sizes)
-    count = -(-(length - prompt) // size)
-    blocks = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=4))
+    position = data.draw(st.integers(prompt, length - 1))
+    ends = block_ends(length, prompt, size)
+    hidden = np.flatnonzero(ends == ends[position])
+    hidden = hidden[hidden >= prompt]
+    slot = length + data.draw(st.integers(0, 9))  # of the shadow, others before it
+    spans = shadow_spans(hidden, hidden + 1, ends[hidden], slot, slot + len(hidden))
 
-    shadow_of = []  # (block, counterpart) of each shadow row
-    for block in blocks:
-        start = prompt + block * size
-        shadow_of += [(block, i) for i in range(start, min(start + size, length))]
-
-    def allow(q, k):
-        if q < length:
-            return k < length and d2f_block(k, prompt, size) <= d2f_block(q, prompt, size)
-        block, counterpart = shadow_of[q - length]
+    def allow(row, k):
         if k < length:
-            return d2f_block(k, prompt, size) <= block + 1 and k != counterpart
-        return shadow_of[k - length][0] == block
+            return d2f_block(k, prompt, size) <= d2f_block(position, prompt, size) and (
+                k != hidden[row]
+            )
+        return slot <= k < slot + len(hidden)
 
-    total = length + len(shadow_of)
-    same(sp.d2f_shadow(length, prompt, size, blocks), total, total, allow)
+    same(spans, len(hidden), slot + len(hidden) + 3, allow)
 
 
-@given(st.integers(0, 20), st.integers(1, 5), st.integers(1, 8))
-def test_candidate_branches_share_the_prefix_only(prefix, branches, length):
-    rows = branches * length
+@given(st.data())
+def test_a_branch_sees_itself_where_it_is_another_state_and_the_sequence_elsewhere(data):
+    """FreeDave's candidates: position p of a branch lies in a scratch slot for p in
+    [shared, stop), in slot p otherwise; a row sees the positions before its end."""
+    length, prompt, size = data.draw(prompted())
+    stop = data.draw(st.integers(0, length))
+    shared = data.draw(st.integers(0, stop))
+    scratch = length + data.draw(st.integers(0, 9))
+    ends = block_ends(length, prompt, size)[:stop]
 
     def allow(q, k):
-        return k < prefix or (k - prefix) // length == q // length
+        if k < length:
+            return k < ends[q] and not shared <= k < stop
+        return scratch <= k < scratch + stop - shared and k - scratch + shared < ends[q]
 
-    same(sp.candidate_branches(prefix, branches, length), rows, prefix + rows, allow)
+    same(branch_spans(ends, shared, stop, scratch), stop, scratch + stop - shared + 3, allow)
 
 
 @st.composite
 def any_spans(draw):
     """Spans of one sequence over as many keys as queries, K from 1 to 3."""
-    kind = draw(st.integers(0, 2))
+    kind = draw(st.integers(0, 3))
     length, prompt, size = draw(prompted())
     if kind == 0:
         return sp.block_causal(length, prompt, size)
     if kind == 1:
         return sp.wedlm_training(length, size)
-    return sp.d2f_shadow(length, prompt, size, [0] if prompt < length else [])
+    if kind == 2:
+        return block_diffusion_training(length, size)
+    own, hidden = np.full(length, length), np.arange(prompt, length)  # a sequence with a shadow
+    rest = shadow_spans(hidden, hidden + 1, own[prompt:], length, 2 * length - prompt)
+    return torch.from_numpy(np.concatenate((widened(prefix(own), 3), rest))).to(torch.int32)
 
 
 @given(any_spans(), st.integers(0, 50))
@@ -226,16 +246,8 @@ def test_validate_takes_touching_and_empty_ranges_and_leading_dimensions():
         (lambda: sp.block_causal(8, 4, 0), "block_size must be at least 1, got 0"),
         (lambda: sp.block_causal(8, 9, 4), r"prompt_length must lie in \[0, 8\], got 9"),
         (lambda: sp.block_causal(8, -1, 4), "prompt_length must lie in"),
-        (lambda: sp.block_diffusion_training(8, 0), "block_size must be at least 1"),
+        (lambda: sp.wedlm_training(-1, 2), "length must be at least 0"),
         (lambda: sp.wedlm_training(8, 0), "block_size must be at least 1"),
-        (lambda: sp.wino_shadow(8, 0, 0), "block_length must be at least 1"),
-        (lambda: sp.wino_shadow(8, 5, 4), r"must start in \[0, 4\], got 5"),
-        (lambda: sp.wino_shadow(8, -1, 4), "must start in"),
-        (lambda: sp.d2f_shadow(8, 4, 4, [1]), "block 1 does not lie"),
-        (lambda: sp.d2f_shadow(8, 4, 4, [-1]), "block -1 does not lie"),
-        (lambda: sp.candidate_branches(4, 0, 2), "branches must be at least 1"),
-        (lambda: sp.candidate_branches(4, 2, 0), "branch_length must be at least 1"),
-        (lambda: sp.candidate_branches(-1, 2, 2), "prefix must be at least 0"),
         (lambda: sp.widen(sp.wedlm_training(4, 2), 1), "does not fit in 1"),
         (lambda: sp.pack([sp.causal(4), sp.causal(4)], 7), "do not fit in a row of 7"),
     ],

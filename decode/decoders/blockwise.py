@@ -24,6 +24,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from d2f.span_makers import prefix
 from decode.decoders.base import Decoder, MaskedSession
 from decode.decoders.options import (
     block_size_option,
@@ -137,15 +138,13 @@ class BlockwiseSession(MaskedSession):
         self.refreshed = self.block
         rows = self.wanted - self.contract.logit_shift
         fed = np.arange(min(first, int(rows[0])), stop)
-        spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
-        spans[:, 0, 1] = self.ends[fed]
         if first == self.final:
             self.final = int(np.searchsorted(self.ends[:stop], self.settled_end, "right"))
         return Step(
             tokens=self.x[fed],
             positions=fed,
             slots=np.where(fed < first, len(self.x), fed),  # a row fed again to be read: to scratch
-            spans=spans,
+            spans=prefix(self.ends[fed]),
             read=rows - fed[0],
             cached=cached,
         )

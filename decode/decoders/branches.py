@@ -1,6 +1,6 @@
 """Several states of one request in one forward: its own rows in its own slots, and beside them
 branches, which are rows of other states of the same sequence in scratch slots (FreeDave's
-candidates, arXiv 2510.00294; their masks are `d2f.spans.candidate_branches`, cut to what is fed).
+candidates, arXiv 2510.00294; their spans: `d2f.span_makers.branch_spans`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from d2f.span_makers import branch_spans, widened
 from decode.engine.step import Ints, Predictions, Step
 
 
@@ -40,21 +41,14 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
     if not branches:
         return own
     first = int(own.positions[own.slots == own.positions][0])  # rows before it keep their slots
-    spans = np.pad(own.spans, ((0, 0), (0, 3 - own.spans.shape[1]), (0, 0)))
-    columns = [[own.tokens], [own.positions], [own.slots], [spans], [own.read]]
+    columns = [[own.tokens], [own.positions], [own.slots], [widened(own.spans, 3)], [own.read]]
     fed_rows = len(own.tokens)
     for branch in branches:
         low = max(first, int(np.searchsorted(branch.ends, branch.differs, "right")))
         shared = branch.ends[branch.rows] <= branch.differs
         alone = branch.rows[~shared]
         fed = np.arange(min(low, int(alone[0])) if len(alone) else low, branch.stop)
-        ends = branch.ends[fed]
-        spans = np.zeros((len(fed), 3, 2), dtype=np.int64)
-        spans[:, 0, 1] = np.minimum(low, ends)
-        spans[:, 1, 0] = scratch
-        spans[:, 1, 1] = scratch + np.clip(ends, low, branch.stop) - low
-        behind = ends > branch.stop
-        spans[behind, 2, 0], spans[behind, 2, 1] = branch.stop, ends[behind]
+        spans = branch_spans(branch.ends[fed], low, branch.stop, scratch)
         slots = np.where(fed < low, spare, scratch + fed - low)
         begin = int(fed[0]) if len(fed) else low
         read = np.where(shared, branch.rows - own.positions[0], fed_rows + branch.rows - begin)

@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from d2f.contract import Contract
+from d2f.span_makers import shadow_spans, widened
 from decode.engine.step import Floats, Ints, Step
 
 
@@ -49,20 +50,18 @@ def add_shadow(
         positions = np.arange(start, end)
         tokens = np.full(end - start, contract.mask_id)
         slots = slot + positions - start
-        seen = slot + np.minimum(ends[start:end], end) - start
-        hidden = positions - leakage  # none
-        spans = _spans(positions, hidden, ends[start:end], np.full(end - start, slot), seen)
+        seen = ends[start:end]
+        own_end = slot + np.minimum(seen, end) - start
+        spans = shadow_spans(positions, positions + 1 - leakage, seen, slot, own_end)
         read = verified - start
-    fed, ranges = len(step.tokens), step.spans.shape[1]
-    all_spans = np.zeros((fed + len(tokens), 3, 2), dtype=np.int64)
-    all_spans[:fed, :ranges], all_spans[fed:] = step.spans, spans
+    fed = len(step.tokens)
     named = np.zeros(len(step.read), dtype=np.int64) if step.named is None else step.named
     return replace(
         step,
         tokens=np.concatenate([step.tokens, tokens]),
         positions=np.concatenate([step.positions, positions]),
         slots=np.concatenate([step.slots, slots]),
-        spans=all_spans,
+        spans=np.concatenate([widened(step.spans, 3), spans]),
         read=np.concatenate([step.read, fed + read]),
         named=np.concatenate([named, x[verified]]),
     )
@@ -82,22 +81,12 @@ def _pairs(
     """Tokens, positions, slots, spans of the pairs, and which of these rows are read."""
     before, copies = verified - 1, slot + 2 * np.arange(len(verified))
     sees = ends[before] > verified
-    spans = _spans(
-        before,
-        verified - leakage,
-        np.maximum(ends[before], verified + 1 - leakage),
-        copies,
-        copies + 1 + sees,
-    )
+    behind = verified + 1 - leakage
+    seen = np.maximum(ends[before], behind)
+    spans = shadow_spans(before, behind, seen, copies, copies + 1 + sees)
     fed = np.stack([np.ones_like(sees), sees], axis=1)  # [V, 2]: copy, mask
     tokens = np.stack([x[before], np.full(len(verified), mask_id)], axis=1)[fed]
     positions = np.stack([before, verified], axis=1)[fed]
     slots = np.stack([copies, copies + 1], axis=1)[fed]
     read = np.cumsum(fed).reshape(fed.shape)[:, 0] - 1
     return tokens, positions, slots, np.repeat(spans, fed.sum(1), axis=0), read
-
-
-def _spans(first: Ints, last: Ints, ends: Ints, low: Ints, high: Ints) -> Ints:
-    """Spans ``[R, 3, 2]``: ``[0, ends)`` without ``[first, last]``, and ``[low, high)``."""
-    ranges = (np.zeros_like(first), first), (last + 1, ends), (low, high)
-    return np.stack([np.stack(pair, axis=-1) for pair in ranges], axis=1)

@@ -32,6 +32,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from d2f.span_makers import prefix
 from decode.decoders.base import Card, Decoder, MaskedSession
 from decode.decoders.checks import not_negative
 from decode.decoders.options import max_new_tokens_option, option
@@ -189,13 +190,11 @@ class WeDLMSession(MaskedSession):
         fed = np.arange(self.committed, self.end)
         filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
         order = np.concatenate((filled, self.wanted))
-        spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
-        spans[:, 0, 1] = fed + 1
         return Step(
             tokens=self.x[order],
             positions=order,
             slots=fed,
-            spans=spans,
+            spans=prefix(fed + 1),
             read=np.concatenate(
                 (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
             ),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from d2f.attention import Segment, SpanPlan
+from d2f.span_makers import widened
 from decode.engine.request import Request
 from decode.engine.step import Ints, Step
 
@@ -62,12 +63,6 @@ def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
         first = own.stop
     tokens, positions, slots, ranges, read = (np.concatenate(column) for column in columns)
     return FlatRows(tokens, positions, slots, ranges, read, segments)
-
-
-def widened(spans: Ints, width: int) -> Ints:
-    """Spans ``[T, K, 2]`` as ``[T, width, 2]``, the ranges that were lacking empty."""
-    lacking = width - spans.shape[1]
-    return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
 
 
 def _segment(rows: slice, step: Step, base: int) -> Segment:

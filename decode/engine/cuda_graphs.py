@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.model import DiffusionModel
-from decode.engine.batch import FlatRows, widened
+from d2f.span_makers import widened
+from decode.engine.batch import FlatRows
 from decode.engine.sampling import greedy_table
 from decode.engine.step import Ints
 from triton_kernels.span_attention import MAX_SPANS

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from d2f.span_makers import Ints as Ints
+from d2f.span_makers import prefix
+
 Floats = NDArray[np.float32]
 
 
@@ -60,13 +62,11 @@ def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_sh
     if len(rows) and rows[0] < first:
         first = int(rows[0])
     fed = np.arange(first, len(ends))
-    spans = np.zeros((len(fed), 1, 2), dtype=np.int64)
-    spans[:, 0, 1] = ends[first:]
     return Step(
         tokens=x[first : len(ends)],
         positions=fed,
         slots=fed,
-        spans=spans,
+        spans=prefix(ends[first:]),
         read=rows - first,
         cached=cached,
     )
