@@ -40,7 +40,7 @@ from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from decode.engine.batch import FlatRows
-from decode.engine.cuda_graphs import StaticRows
+from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.sampling import greedy_table
 from triton_kernels.choice import VARIABLE
 
@@ -118,18 +118,18 @@ def ours(model: DiffusionModel, rows: int, cached: int, device: str) -> dict[str
 
     ways: dict[str, Forward] = {"eager": eager}
     if device == "cuda":
-        static, plain = StaticRows(model, cache), StaticRows(model, cache)
+        static, plain = GraphForwards(model, cache), GraphForwards(model, cache)
         flexible = SpanPlan(torch.from_numpy(flat.spans).to(device, torch.int32), way="flex")
-        ways["graph"] = lambda: _landed(static, flat)
-        ways["sdpa"] = lambda: _without_kernels(lambda: _landed(plain, flat))
+        ways["graph"] = lambda: _finished(static, flat)
+        ways["sdpa"] = lambda: _without_kernels(lambda: _finished(plain, flat))
         ways["flex"] = lambda: eager(flexible)
     return ways
 
 
-def _landed(static: StaticRows, flat: FlatRows) -> object:
-    wait = static.start(flat, None)
-    assert wait is not None
-    return wait()
+def _finished(static: GraphForwards, flat: FlatRows) -> object:
+    pending = static.start(flat, None)
+    assert pending is not None
+    return pending()
 
 
 def _without_kernels(run: Forward) -> object:

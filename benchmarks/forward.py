@@ -40,8 +40,8 @@ from d2f.tasks import make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.decoders import Decoder
 from decode.engine.batch import FlatRows
-from decode.engine.cuda_graphs import StaticRows
-from decode.engine.engine import Engine, Flight
+from decode.engine.cuda_graphs import GraphForwards
+from decode.engine.engine import Engine, StartedForward
 from decode.engine.prompts import encode
 from decode.engine.request import Request
 
@@ -89,10 +89,10 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
         ("build", decode.engine.engine, "join"),
         ("build", FlatRows, "on"),
         ("model", model, "decode_rows"),
-        ("model", StaticRows, "start"),
+        ("model", GraphForwards, "start"),
         ("predict", decode.engine.engine, "table_of"),
         ("predict", decode.engine.engine, "split"),
-        ("wait", Flight, "table"),
+        ("wait", StartedForward, "wait"),
         ("accept", Request, "accept"),
         ("event", Request, "event"),
     ]

@@ -62,16 +62,16 @@ def shallow_model(family: str) -> DiffusionModel:
 
 
 def told(
-    step: Step, confidence: list[float], named: list[float] | None = None, token: int = 9
+    step: Step, confidence: list[float], queried: list[float] | None = None, token: int = 9
 ) -> Predictions:
-    """Predictions: confidence of the masked rows, named of the shadow's."""
+    """Predictions: confidence of the masked rows, queried of the shadow's."""
     count = len(step.read)
     both = np.zeros(count, np.float32), np.zeros(count, np.float32)
     both[0][: len(confidence)] = confidence
-    if named is not None:
-        assert len(confidence) + len(named) == count
-        both[1][len(confidence) :] = named
-    probability = None if step.named is None else both[1]
+    if queried is not None:
+        assert len(confidence) + len(queried) == count
+        both[1][len(confidence) :] = queried
+    probability = None if step.queried_tokens is None else both[1]
     return Predictions(np.full(count, token), both[0], probability)
 
 
@@ -83,7 +83,7 @@ def random_answer(rng: np.random.Generator, tokens: int = 6) -> Callable[[Step],
         token = rng.integers(END, tokens, count)
         token[token == MASK] = 2
         values = rng.random((2, count)).astype(np.float32)
-        return Predictions(token, values[0], None if step.named is None else values[1])
+        return Predictions(token, values[0], None if step.queried_tokens is None else values[1])
 
     return answer
 

@@ -156,7 +156,7 @@ def test_always_takes_back_less_than_the_last_deciding_forward_decided():
     assert session.blocks()[0].tokens == (9, None, None, 9)
     assert session.settled == []
     step = session.step()
-    assert step.named is None  # one was decided: nothing to spare
+    assert step.queried_tokens is None  # one was decided: nothing to spare
     session.accept(told(step, [0.9, 0.9], token=8))
     assert session.settled == [9, 8, 8, 9]
     counts = {"drafted": 6, "revoked": 2, "revoked_changed": 2}
@@ -169,7 +169,7 @@ def test_a_block_that_waits_for_the_one_before_is_still_verified():
     session.accept(told(session.step(), [0.1] * 3 + [0.9] * 4))
     assert [b.state for b in session.blocks()] == ["fully active", "semi-active"]
     step = session.step()
-    assert step.named[2:].tolist() == [9] * 4
+    assert step.queried_tokens[2:].tolist() == [9] * 4
     session.accept(told(step, [0.1] * 2, [0.1, 1.0, 1.0, 1.0]))
     assert session.blocks()[1].tokens == (None, 9, 9, 9)
 
@@ -180,14 +180,14 @@ def test_commit_verifies_a_block_once_more_and_caches_nothing_after_one_refused(
     session.accept(told(session.step(), [0.9] + [0.9] * 4))
     assert [b.state for b in session.blocks()] == ["to cache", "to cache"]
     step = session.step()
-    assert len(step.named) == 8
+    assert len(step.queried_tokens) == 8
     session.accept(told(step, [], [1.0, 0.1, 1.0, 1.0] + [0.1] * 4))
     assert [b.state for b in session.blocks()] == ["fully active", "fully active"]
     assert session.blocks()[0].tokens == (9, None, 9, 9)
     assert session.blocks()[1].tokens == (9,) * 4  # verified when its turn comes
     session.accept(told(session.step(), [0.9], token=8))
     step = session.step()
-    assert len(step.named) == 3 + 4 and step.cached == 2  # what was taken back once stays
+    assert len(step.queried_tokens) == 3 + 4 and step.cached == 2  # what was taken back once stays
     session.accept(told(step, [], [1.0] * 7))
     assert session.step() is None
     assert session.settled == [9, 8, 9, 9, 9, 9, 9, 9]
@@ -221,7 +221,8 @@ def test_early_exit_waits_until_the_end_is_final():
     session = start("commit")
     session.accept(told(session.step(), [0.9] * 4, token=END))
     step = session.step()
-    assert step is not None and step.named.tolist() == [END] * 4  # decided, but not verified
+    assert step is not None  # decided, but not verified
+    assert step.queried_tokens.tolist() == [END] * 4
     session.accept(told(step, [], [1.0] * 4))
     assert session.step() is None and session.settled == [END] * 4
 

@@ -152,8 +152,9 @@ def test_no_option_is_counted_up_to(huge, plain):
         for session, step in zip(sessions, steps, strict=True):
             confidence = np.linspace(0.1, 0.95, len(step.read)).tolist()
             made = predictions(step, confidence)
-            named = None if step.named is None else np.ones(len(step.read), np.float32)
-            session.accept(replace(made, named=named))
+            asked = step.queried_tokens is not None
+            ones = np.ones(len(step.read), np.float32) if asked else None
+            session.accept(replace(made, queried_probability=ones))
         assert sessions[0].tokens == sessions[1].tokens
     assert len(sessions[0].tokens) == 9
 

@@ -18,9 +18,10 @@ from decode.engine import cuda_graphs
 from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, predict, split
+from decode.engine.sampling import PredictionRequest, Sampler, split
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Step
+from tests.references.predictions import predict
 from triton_kernels.span_attention import span_mask
 
 CPU = torch.device("cpu")
@@ -139,12 +140,12 @@ def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_siz
     assert {size for size, _ in engine.static._forwards} <= {5, 8, 16, 24}
 
 
-def test_static_forwards_give_named_probabilities_and_scores():
+def test_static_forwards_give_queried_probabilities_and_scores():
     model = random_model("llada")
     tokens, ids = np.array([5, 6, 7]), np.array([9, 4])
     asked = Step(
         tokens, np.arange(3), np.arange(3), np.array([[[0, 3]]] * 3), np.array([2, 0]), cached=0,
-        named=ids, uncertainty=True,
+        queried_tokens=ids, uncertainty=True,
     )  # fmt: skip
     rows = join([(request(0), asked)])
     sampler = Sampler(Sampling(), model.mask_id)
@@ -155,10 +156,10 @@ def test_static_forwards_give_named_probabilities_and_scores():
     with torch.inference_mode():
         logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
         want = predict(logits, groups, 1)[0]
-    table = cuda_graphs.StaticRows(model, model.new_cache(9)).start(rows, ids)()
+    table = cuda_graphs.GraphForwards(model, model.new_cache(9)).start(rows, ids)()
     got = split(table, groups)[0]
     assert got.token.tolist() == want.token.tolist()
-    for name in ("confidence", "named", "entropy", "margin"):
+    for name in ("confidence", "queried_probability", "entropy", "margin"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)
 
 

@@ -18,8 +18,9 @@ import decode
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
-from decode.engine.sampling import PredictionRequest, Sampler, keep_top, predict
+from decode.engine.sampling import PredictionRequest, Sampler, keep_top
 from decode.engine.sampling_options import Sampling
+from tests.references.predictions import predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -233,20 +234,21 @@ def test_each_request_gets_the_scores_that_its_step_asked_for():
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 5.0, 1.0]])
     sampler = Sampler(Sampling(), mask_id=3)
     p = logits.double().softmax(-1)
-    plain, named, scored = predict(
+    plain, queried, scored = predict(
         logits,
         [
             PredictionRequest(sampler, 1),
-            PredictionRequest(sampler, 1, named=np.array([2])),
+            PredictionRequest(sampler, 1, queried_tokens=np.array([2])),
             PredictionRequest(sampler, 1, uncertainty=True),
         ],
         1,
     )
-    assert plain.named is plain.entropy is plain.margin is named.entropy is scored.named is None
-    assert named.named == pytest.approx([p[1, 2].item()])
+    assert plain.queried_probability is plain.entropy is plain.margin is None
+    assert queried.entropy is scored.queried_probability is None
+    assert queried.queried_probability == pytest.approx([p[1, 2].item()])
     assert scored.entropy == pytest.approx([-(p[2] * p[2].log()).sum().item()])
     assert scored.margin == pytest.approx([(p[2, 2] - p[2, 0]).item()])
-    assert [x.token.tolist() for x in (plain, named, scored)] == [[0], [1], [2]]
+    assert [x.token.tolist() for x in (plain, queried, scored)] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

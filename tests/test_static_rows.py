@@ -34,13 +34,13 @@ def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, togethe
     plain = decode.generate(model, prompts, decoder)
     requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
     padded = []
-    real = cuda_graphs.StaticForward.start
+    real = cuda_graphs.GraphForward.start
 
-    def counted(self, rows, named):
+    def counted(self, rows, queried):
         padded.append(self.host.shape[1] - len(rows.tokens))
-        return real(self, rows, named)
+        return real(self, rows, queried)
 
-    monkeypatch.setattr(cuda_graphs.StaticForward, "start", counted)
+    monkeypatch.setattr(cuda_graphs.GraphForward, "start", counted)
     slots = sum(request.session.slots for request in requests)  # not one more
     engine = Engine(model, batch_size=together, slots=slots, static=True)
     for request in requests:

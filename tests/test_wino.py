@@ -122,7 +122,7 @@ def test_early_exit_waits_until_an_end_can_no_longer_be_taken_back():
     session.accept(told(session.step(), [0.8, 0.8, 0.1, 0.1], token=END))
     assert session.settled == []
     step = session.step()
-    assert step is not None and step.named[2:].tolist() == [END, END]
+    assert step is not None and step.queried_tokens[2:].tolist() == [END, END]
     session.accept(told(step, [0.8, 0.8], [0.1, 1.0]))
     session.accept(told(session.step(), [0.8]))
     assert session.step() is None and session.settled == [9, END, 9, 9]
@@ -141,7 +141,7 @@ def test_a_forward_takes_back_fewer_than_the_one_before_decided():
     session.accept(told(step, [0.1] * 4 + [0.9], [0.1, 0.1, 0.1], token=7))
     assert session.blocks()[0].tokens == (9, None, None, 8, 8, None, None, 7)
     step = session.step()  # the forward before decided one token: none can be taken back
-    assert len(step.tokens) == len(session.x) and step.named is None
+    assert len(step.tokens) == len(session.x) and step.queried_tokens is None
     session.accept(told(step, [0.9, 0.2, 0.2, 0.2], token=9))
     assert session.counts == {"drafted": 7, "revoked": 2, "revoked_changed": 0}
 
@@ -186,7 +186,7 @@ def test_a_shadow_that_always_agrees_is_draft_only_and_tau2_0_feeds_none(taus, s
     sessions = [decoder.begin([5, 6], CONTRACT) for decoder in (sure, free)]
     rng = np.random.default_rng(seed)
     while (steps := [s.step() for s in sessions])[0] is not None:
-        assert steps[1].named is None and len(steps[1].tokens) == 16
+        assert steps[1].queried_tokens is None and len(steps[1].tokens) == 16
         confidence = rng.random(len(sessions[1].wanted)).tolist()
         for session, step in zip(sessions, steps, strict=True):
             session.accept(told(step, confidence, [1.0] * (len(step.read) - len(confidence))))
@@ -258,7 +258,7 @@ def test_the_shadow_is_that_of_the_paper():
     truth[[11, 12, 13, 14], [2, 3, 4, 5]] = False
     assert np.array_equal(found, truth)
     assert step.positions.tolist() == [*range(11), 2, 3, 4, 5]
-    assert step.read.tolist() == [4, 5, 11, 12] and step.named[2:].tolist() == [9, 9]
+    assert step.read.tolist() == [4, 5, 11, 12] and step.queried_tokens[2:].tolist() == [9, 9]
 
 
 def test_a_shifted_family_reads_copies_of_the_rows_before():

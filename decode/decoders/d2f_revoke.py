@@ -91,9 +91,11 @@ class RevokingSession(D2FSession):
     def _checked(self, predictions: Predictions) -> Checked:
         """What the step's shadows said, block after block."""
         checked, first = [], len(self.wanted)
-        named = predictions.named if predictions.named is not None else np.zeros(0, np.float32)
+        probability = predictions.queried_probability
+        if probability is None:  # nothing is in doubt
+            probability = np.zeros(0, np.float32)
         for block, positions in self.verified:
-            checked.append((block, positions, named[first : first + len(positions)]))
+            checked.append((block, positions, probability[first : first + len(positions)]))
             first += len(positions)
         return checked
 

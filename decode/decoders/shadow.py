@@ -35,7 +35,7 @@ def add_shadow(
     """The step with the shadow of the block ``[start, end)`` of the sequence x, after its own rows.
 
     ends: position p sees ``[0, ends[p])``. verified: int64 ``[V]``, the positions of the block to
-    predict again; their rows are read last, each naming its token. Nothing is added for none.
+    predict again; their rows are read last, each querying its token. Nothing is added for none.
     slot: the first of the shadow's scratch slots, `shadow_slots` many. leakage: a shadow sees the
     token of its position too.
     """
@@ -55,7 +55,9 @@ def add_shadow(
         spans = shadow_spans(positions, positions + 1 - leakage, seen, slot, own_end)
         read = verified - start
     fed = len(step.tokens)
-    named = np.zeros(len(step.read), dtype=np.int64) if step.named is None else step.named
+    queried = step.queried_tokens
+    if queried is None:
+        queried = np.zeros(len(step.read), dtype=np.int64)
     return replace(
         step,
         tokens=np.concatenate([step.tokens, tokens]),
@@ -63,7 +65,7 @@ def add_shadow(
         slots=np.concatenate([step.slots, slots]),
         spans=np.concatenate([widened(step.spans, 3), spans]),
         read=np.concatenate([step.read, fed + read]),
-        named=np.concatenate([named, x[verified]]),
+        queried_tokens=np.concatenate([queried, x[verified]]),
     )
 
 

@@ -140,8 +140,8 @@ class WinoSession(BlockwiseSession):
         drafted = len(self.revealed)
         self.forwards += 1
         if len(self.verified):
-            assert predictions.named is not None
-            probability = predictions.named[len(self.wanted) :]
+            assert predictions.queried_probability is not None
+            probability = predictions.queried_probability[len(self.wanted) :]
             chosen = weakest(probability, self.decoder.tau2, self._most(drafted))
             self.revocations.revoke(self.verified[chosen])
         self.last = drafted

@@ -49,7 +49,18 @@ class Rows:
 
 
 def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
-    """The steps of all requests one after the other, slots counted from each request's base."""
+    """The steps of all requests one after the other, slots counted from each request's base. Two
+    requests, the first in the slots from 0 on, the second in those from 6 on::
+
+        request    base    slots of its step    spans of its step       read of its step
+        a          0       2 3                  [0, 4) [0, 4)           1
+        b          6       0 1 2                [0, 1) [0, 2) [0, 3)    2
+
+        joined             2 3 6 7 8            [0, 4) [0, 4)           1 4
+                                                [6, 7) [6, 8) [6, 9)
+
+    No row sees a slot of another request, so each computes what it would compute alone.
+    """
     width = max(step.spans.shape[1] for _, step in fed)
     columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
     segments, first = [], 0
@@ -69,5 +80,6 @@ def _segment(rows: slice, step: Step, base: int) -> Segment:
     """The slots that the rows of one request see: from its first to the last that one sees."""
     starts, ends = step.spans[..., 0], step.spans[..., 1]  # [T, K]
     last = int(ends.max())
+    # Where every row sees all of them, attention over the segment needs no mask at all.
     whole = not starts.any() and int(ends.min()) == last  # an empty range ends where it starts
     return Segment(rows, slice(base, base + last), whole)

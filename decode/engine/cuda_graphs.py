@@ -2,7 +2,14 @@
 GPU, a CUDA graph a size, replayed with one copy in and one small copy out.
 
 A row that pads has an empty span and writes to the cache's last slot, which belongs to no request:
-the other rows compute what they would without it.
+the other rows compute what they would without it. Three rows in a forward of four, 100 slots
+in the cache::
+
+    tokens       9       m       m       0
+    positions    2       3       4       0
+    slots        2       3       4       99        the trash slot
+    spans        [0, 4)  [0, 4)  [0, 6)  [0, 0)
+    read         1       2       0       0         beyond the two that are wanted: not looked at
 """
 
 from __future__ import annotations
@@ -28,11 +35,14 @@ from triton_kernels.span_attention import MAX_SPANS
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 VARIABLE = "D2F_GRAPHS"
 
+# Rows of the one array ``[_QUERIED + 1, size]`` that holds all inputs of a forward, so that they
+# cross to the device in one copy.
 _TOKENS, _POSITIONS, _SLOTS, _SPANS = 0, 1, 2, 3
 _READ = _SPANS + 2 * MAX_SPANS
-_NAMED = _READ + 1
+_QUERIED = _READ + 1
 
-Wait = Callable[[], NDArray[np.float64]]
+PendingTable = Callable[[], NDArray[np.float64]]
+"""Waits for a forward that was started and gives its table (`decode.engine.sampling.table_of`)."""
 
 
 def graphs_wanted(device: torch.device) -> bool:
@@ -40,16 +50,17 @@ def graphs_wanted(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE) != "0"
 
 
-class StaticRows:
-    """The forwards of one model and one cache, by size; the cache's last slot is theirs."""
+class GraphForwards:
+    """The forwards of one model and one cache, by size; the cache's last slot is theirs. A size is
+    made when a forward first needs it: two of them, with and without scores."""
 
     def __init__(self, model: DiffusionModel, cache: SlotCache):
         self.model, self.cache = model, cache
         cuda = model.device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if cuda else None  # memory that graphs share
-        self._forwards: dict[tuple[int, bool], StaticForward] = {}
+        self._forwards: dict[tuple[int, bool], GraphForward] = {}
 
-    def start(self, rows: FlatRows, named: Ints | None) -> Wait | None:
+    def start(self, rows: FlatRows, queried: Ints | None) -> PendingTable | None:
         """Start the forward of greedy rows; what it returns waits for the table of
         `decode.engine.sampling.greedy_table`, longer by the rows that pad. None where no size is
         large enough."""
@@ -57,16 +68,16 @@ class StaticRows:
         size = next((size for size in SIZES if size >= count), None)
         if size is None:
             return None
-        key = (size, named is not None)
+        key = (size, queried is not None)
         if key not in self._forwards:
-            self._forwards[key] = StaticForward(
-                self.model, self.cache, size, named is not None, self.pool
+            self._forwards[key] = GraphForward(
+                self.model, self.cache, size, queried is not None, self.pool
             )
-        return self._forwards[key].start(rows, named)
+        return self._forwards[key].start(rows, queried)
 
 
-class StaticForward:
-    """One size. scores: whether its table has the rows of named tokens, entropy and margin. pool:
+class GraphForward:
+    """One size. scores: whether its table has the rows of queried tokens, entropy and margin. pool:
     of CUDA graphs, which run one after the other and so may share their memory."""
 
     def __init__(self, model: DiffusionModel, cache: SlotCache, size: int, scores: bool, pool: Any):
@@ -74,17 +85,17 @@ class StaticForward:
         self.model, self.cache, self.scores = model, cache, scores
         self.trash = cache.layers[0][0].shape[2] - 1
         self.cuda = model.device.type == "cuda"
-        self.host = torch.zeros(_NAMED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
+        self.host = torch.zeros(_QUERIED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
         self.inputs = torch.zeros_like(self.host, device=model.device)
         shape = (5 if scores else 2, size)
         self.table = torch.zeros(shape, dtype=torch.float64, device=model.device)
         self.found = torch.zeros(shape, dtype=torch.float64, pin_memory=self.cuda)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.tried = not self.cuda  # to capture it
+        self.tried = not self.cuda  # to capture it, once
 
-    def start(self, rows: FlatRows, named: Ints | None) -> Wait:
-        """As in `StaticRows`; the one before must have been waited for."""
-        self._fill(rows, named)
+    def start(self, rows: FlatRows, queried: Ints | None) -> PendingTable:
+        """As in `GraphForwards`; the one before must have been waited for."""
+        self._fill(rows, queried)  # the buffers of the one before are overwritten
         with torch.inference_mode():
             self.inputs.copy_(self.host, non_blocking=True)
             if self.graph is not None:
@@ -96,7 +107,7 @@ class StaticForward:
             self.found.copy_(self.table, non_blocking=True)
         if not self.cuda:
             return self.found.numpy
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # the host goes on meanwhile; who wants the table waits here
         done.record()
 
         def wait() -> NDArray[np.float64]:
@@ -105,16 +116,16 @@ class StaticForward:
 
         return wait
 
-    def _fill(self, rows: FlatRows, named: Ints | None) -> None:
+    def _fill(self, rows: FlatRows, queried: Ints | None) -> None:
         host, count = self.host.numpy(), len(rows.tokens)
-        host[:] = 0
+        host[:] = 0  # also the spans of rows that pad: [0, 0), empty
         host[_SLOTS, count:] = self.trash
         host[_TOKENS, :count], host[_POSITIONS, :count] = rows.tokens, rows.positions
         host[_SLOTS, :count] = rows.slots
         host[_SPANS:_READ, :count] = widened(rows.spans, MAX_SPANS).reshape(count, -1).T
         host[_READ, : len(rows.read)] = rows.read
-        if named is not None:
-            host[_NAMED, : len(named)] = named
+        if queried is not None:
+            host[_QUERIED, : len(queried)] = queried
 
     def _compute(self) -> None:
         """From the inputs to the table, without a look at any value on the host."""
@@ -124,8 +135,8 @@ class StaticForward:
         logits = self.model.decode_rows(
             x[_TOKENS], x[_POSITIONS], SpanPlan(spans), self.cache, x[_READ]
         )
-        named = x[_NAMED] if self.scores else None
-        self.table.copy_(greedy_table(logits, self.model.mask_id, named))
+        queried = x[_QUERIED] if self.scores else None
+        self.table.copy_(greedy_table(logits, self.model.mask_id, queried))
 
     def _capture(self) -> None:
         """Record `_compute` as a graph; it has run once, so all that it needs is compiled."""

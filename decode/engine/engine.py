@@ -20,10 +20,10 @@ from d2f.cache import SlotCache, SlotPool
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.engine.batch import FlatRows, join
-from decode.engine.cuda_graphs import StaticRows, Wait, graphs_wanted
+from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted
 from decode.engine.request import Request
 from decode.engine.result import Event
-from decode.engine.sampling import PredictionRequest, named_ids, split, table_of
+from decode.engine.sampling import PredictionRequest, queried_tokens, split, table_of
 from decode.engine.step import Predictions, Step
 
 
@@ -49,14 +49,14 @@ class Engine:
         if static is None:
             static = graphs_wanted(self.device)
         self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
-        self.static = StaticRows(model, self.cache) if static else None
+        self.static = GraphForwards(model, self.cache) if static else None
         self.pool = SlotPool(slots)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = self.device.type == "cuda"  # start the next forward before events are taken
-        self._flight: Flight | None = None
+        self._started: StartedForward | None = None
 
     def submit(self, request: Request) -> None:
         """Queue a request; it enters when there is room. Allowed while the engine runs."""
@@ -82,11 +82,11 @@ class Engine:
         """Do one forward; the events of the requests that were in it. On a GPU the next one is
         started before they are handed over, so that it runs beside what the caller does with
         them."""
-        if self._flight is None:
-            self._start()
-        events = self._land()
+        if self._started is None:
+            self._start_forward()
+        events = self._finish_forward()
         if self.early:
-            self._start()
+            self._start_forward()
         failed, self._failed = self._failed, []
         return events + failed
 
@@ -98,7 +98,7 @@ class Engine:
             except Exception as error:
                 self._failed.append(self.waiting.popleft().fail(error, now))
                 continue
-            if base is None:
+            if base is None:  # first come, first served: smaller ones behind it wait too
                 return
             self.waiting.popleft()
             request.start(base, now)
@@ -118,7 +118,7 @@ class Engine:
             self.cache.clear(request.base, self.pool.end(request.base))
         self.pool.free(request.base)
 
-    def _start(self) -> None:
+    def _start_forward(self) -> None:
         """Admit what fits and start the forward of all requests that run."""
         self._admit()
         steps = [(request, request.next_step) for request in self.running]
@@ -126,17 +126,20 @@ class Engine:
         if not fed:
             return
         self.forwards += 1
+        # A step belongs to the forward that it was started in: a request that is cancelled now, or
+        # admitted, changes the next one only.
         groups = [
-            PredictionRequest(request.sampler, len(step.read), step.named, step.uncertainty)
-            for request, step in fed
+            PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
+            for r, step in fed
         ]
-        rows, wait = join(fed), None
+        rows, pending = join(fed), None
+        # Draws at a temperature come from each request's own generator on the host: no graph.
         if self.static is not None and all(group.greedy for group in groups):
             scored = any(group.scored for group in groups)
-            wait = self.static.start(rows, named_ids(groups) if scored else None)
-        self._flight = Flight(fed, groups, wait or self._compute(rows, groups))
+            pending = self.static.start(rows, queried_tokens(groups) if scored else None)
+        self._started = StartedForward(fed, groups, pending or self._compute(rows, groups))
 
-    def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> Wait:
+    def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> PendingTable:
         """The forward of any number of rows; what it returns waits for the table."""
         with torch.inference_mode():
             rows = flat.on(self.device)
@@ -145,21 +148,21 @@ class Engine:
                 rows.tokens, rows.positions, rows.plan, self.cache, rows.read
             )
             table = table_of(logits, groups)
-        return lambda: table.cpu().numpy()
+        return lambda: table.cpu().numpy()  # the copy waits for the device
 
-    def _land(self) -> list[Event]:
+    def _finish_forward(self) -> list[Event]:
         """Wait for the forward and hand its predictions to the requests."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        forward, self._started = self._started, None
+        if forward is None:
             return []
         events = []
-        found = split(flight.table(), flight.groups)
+        found = split(forward.wait(), forward.groups)
         for (request, step), group, predictions in zip(
-            flight.fed, flight.groups, found, strict=True
+            forward.fed, forward.groups, found, strict=True
         ):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
-            if predictions is None and len(flight.fed) > 1:
+            if predictions is None and len(forward.fed) > 1:  # perhaps another's fault
                 predictions = self._alone(request, step, group)
             events.append(self._accept(request, step, predictions))
         return events
@@ -186,13 +189,13 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A forward that was started."""
+class StartedForward:
+    """A forward that runs, or has run: which steps are in it, what each wants, its table."""
 
     fed: list[tuple[Request, Step]]
     groups: list[PredictionRequest]
-    wait: Wait
+    pending: PendingTable
 
-    def table(self) -> NDArray[np.float64]:
-        """Its predictions, waited for."""
-        return self.wait()
+    def wait(self) -> NDArray[np.float64]:
+        """Its table, as `decode.engine.sampling.table_of` has it."""
+        return self.pending()

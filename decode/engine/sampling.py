@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2f.errors import NonFiniteLogitsError
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
@@ -38,6 +37,7 @@ class Sampler:
         self._before = self.generator.get_state()
         scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
         uniform = torch.rand(logits.shape, generator=self.generator)
+        # argmax of logits + Gumbel noise is a draw from their softmax (the Gumbel-max trick).
         gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
         return (scaled + gumbel.to(logits.device)).argmax(-1)
 
@@ -50,6 +50,7 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if top_p < 1:
         ordered, index = logits.sort(dim=-1, descending=True, stable=True)
+        # Kept: every token before whose own the probabilities do not yet sum to top_p.
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         beyond = before >= top_p
         beyond[..., 0] = False  # also where top_p is 0 in fp32
@@ -60,11 +61,12 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What one request wants of its `count` rows; named and uncertainty as in `Step`."""
+    """What one request wants of its `count` rows; queried_tokens and uncertainty as in
+    `Step`."""
 
     sampler: Sampler
     count: int
-    named: Ints | None = None
+    queried_tokens: Ints | None = None
     uncertainty: bool = False
 
     @property
@@ -74,55 +76,39 @@ class PredictionRequest:
     @property
     def scored(self) -> bool:
         """Whether it wants more than token and confidence."""
-        return self.uncertainty or self.named is not None
-
-
-def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> list[Predictions]:
-    """Predictions of each group from logits ``[N, V]`` of one model, rows group after group.
-
-    Raises NonFiniteLogitsError that names the forward.
-    """
-    found = []
-    for predictions in split(table_of(logits, groups).cpu().numpy(), groups):
-        if predictions is None:
-            raise NonFiniteLogitsError(
-                f"the model gave NaN or infinite logits at forward {forward}"
-            )
-        found.append(predictions)
-    return found
+        return self.uncertainty or self.queried_tokens is not None
 
 
 def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
     """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 5, N]`` of what
     `Predictions` has, in its order: so that it crosses from the device in one transfer."""
     mask_id, scores = groups[0].sampler.mask_id, any(group.scored for group in groups)
-    named = named_ids(groups) if scores else None
-    ids = None if named is None else torch.from_numpy(named).to(logits.device)
+    queried = torch.from_numpy(queried_tokens(groups)).to(logits.device) if scores else None
     if all(group.greedy for group in groups):
-        return greedy_table(logits, mask_id, ids)
-    wide = logits.float()
+        return greedy_table(logits, mask_id, queried)
+    wide = logits.float()  # probabilities are never computed in less than fp32
     parts = _without(wide, mask_id).split([group.count for group in groups])
     chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
-    return _table(wide, torch.cat(chosen), mask_id, ids)
+    return _table(wide, torch.cat(chosen), mask_id, queried)
 
 
-def greedy_table(logits: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
-    """The table of greedy choices; 5 rows where tokens ``[N]`` are named, else 2."""
+def greedy_table(logits: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
+    """The table of greedy choices; 5 rows where tokens ``[N]`` are queried, else 2."""
     if use_kernel("confidence", logits):
-        found = confidence_of_logits(logits, mask_id=mask_id, named=named, kernel=True)
+        found = confidence_of_logits(logits, mask_id=mask_id, named=queried, kernel=True)
         columns = [found.token, found.probability]
         if found.named is not None:
             columns += [found.named, found.entropy, found.margin]
         return torch.stack([column.double() for column in columns])
     wide = logits.float()
-    return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, named)
+    return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, queried)
 
 
 def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[Predictions | None]:
     """Predictions of each group from the table of all, which may be longer; None for a group whose
     own logits are not finite."""
     count = sum(group.count for group in groups)
-    finite = np.isfinite(table[1])
+    finite = np.isfinite(table[1])  # one NaN or infinity in a row makes its softmax NaN
     tokens = np.where(finite, table[0], 0)[:count].astype(np.int64)
     values = table[1:, :count].astype(np.float32)
     results: list[Predictions | None] = []
@@ -133,22 +119,24 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
         if not finite[part].all():
             results.append(None)
             continue
-        named = None if group.named is None else values[1, part]
+        queried = None if group.queried_tokens is None else values[1, part]
+        # What another group asked for is in the table, too, and not handed out.
         scores = (values[2, part], values[3, part]) if group.uncertainty else (None, None)
-        results.append(Predictions(tokens[part], values[0, part], named, *scores))
+        results.append(Predictions(tokens[part], values[0, part], queried, *scores))
     return results
 
 
-def named_ids(groups: list[PredictionRequest]) -> Ints:
+def queried_tokens(groups: list[PredictionRequest]) -> Ints:
     """The tokens whose probability is wanted, ``[N]``, 0 where none is."""
-    parts = [np.zeros(g.count, dtype=np.int64) if g.named is None else g.named for g in groups]
+    none = np.zeros(max(group.count for group in groups), dtype=np.int64)
+    parts = [none[: g.count] if g.queried_tokens is None else g.queried_tokens for g in groups]
     return np.concatenate(parts)
 
 
-def _table(wide: Tensor, token: Tensor, mask_id: int | None, named: Tensor | None) -> Tensor:
+def _table(wide: Tensor, token: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
     columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
-    if named is not None:
-        found = confidence_reference(wide, mask_id=mask_id, named=named)
+    if queried is not None:
+        found = confidence_reference(wide, mask_id=mask_id, named=queried)
         assert found.named is not None
         columns += [found.named, found.entropy, found.margin]
     return torch.stack([column.double() for column in columns])

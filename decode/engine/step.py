@@ -20,8 +20,21 @@ class Step:
     tokens, positions, slots: ``[T]``, what is fed, where it stands, which slot it overwrites.
     spans: ``[T, K, 2]``, the slots that each row sees. read: ``[N]``, the rows whose predictions
     are wanted; a row may be read more than once. cached: how many leading slots were final before
-    this step. named: ``[N]``, of each row that is read a token whose probability is wanted.
-    uncertainty: whether entropy and margin are wanted.
+    this step. queried_tokens: ``[N]``, a token for each row that is read, whose probability is
+    wanted beside that of the chosen one. uncertainty: whether entropy and margin are wanted.
+
+    D2F with a cached prompt ``7 8`` and two open blocks of 2, of which position 2 is decided (9)
+    and the others hold the mask id m::
+
+        position     0 1 | 2       3       | 4       5
+        x            7 8 | 9       m       | m       m
+
+        tokens             9       m         m       m
+        positions          2       3         4       5
+        slots              2       3         4       5
+        spans              [0, 4)  [0, 4)    [0, 6)  [0, 6)
+        read                       1         2       3      (Dream's rows: 0, 1, 2)
+        cached       2
     """
 
     tokens: Ints
@@ -30,7 +43,7 @@ class Step:
     spans: Ints
     read: Ints
     cached: int
-    named: Ints | None = None
+    queried_tokens: Ints | None = None
     uncertainty: bool = False
 
 
@@ -39,14 +52,14 @@ class Predictions:
     """Of each row that was read, from its logits in fp32.
 
     token: int64 ``[N]``, the chosen one, never the mask id. The others are fp32 ``[N]``, under the
-    full softmax. confidence: probability of that token. named: probability of the token that the
-    step named. entropy: in nats. margin: difference of the two largest probabilities, the mask id's
-    left out. None where the step did not ask.
+    full softmax. confidence: probability of that token. queried_probability: that of the token that
+    the step queried. entropy: in nats. margin: difference of the two largest probabilities, the
+    mask id's left out. None where the step did not ask.
     """
 
     token: Ints
     confidence: Floats
-    named: Floats | None = None
+    queried_probability: Floats | None = None
     entropy: Floats | None = None
     margin: Floats | None = None
 
@@ -56,9 +69,15 @@ def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_sh
 
     ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted
     family reads row p - 1 for position p, and where that row is already cached it is fed again
-    (its keys and values do not change).
+    (its keys and values do not change). With blocks ``[2, 4)`` and ``[4, 6)``, the first cached::
+
+        feed(x, first=4, ends=[2 2 4 4 6 6], wanted=[4 5], ...)
+
+        logit_shift    positions fed    spans                   read
+        0              4 5              [0, 6) [0, 6)           0 1
+        1              3 4 5            [0, 4) [0, 6) [0, 6)    0 1    (rows of positions 3 and 4)
     """
-    rows = wanted - logit_shift
+    rows = wanted - logit_shift  # by position
     if len(rows) and rows[0] < first:
         first = int(rows[0])
     fed = np.arange(first, len(ends))

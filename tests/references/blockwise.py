@@ -24,7 +24,8 @@ from decode import EntropyBounded, Factor, Static, Threshold
 from decode.decoders.blockwise import Blockwise
 from decode.decoders.visibility import SDAR_BLOCK_SIZE
 from decode.engine.result import Revealed
-from decode.engine.sampling import PredictionRequest, Sampler, predict
+from decode.engine.sampling import PredictionRequest, Sampler
+from tests.references.predictions import predict
 
 
 class Dense(SpanPlan):

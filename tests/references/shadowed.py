@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.engine.sampling import PredictionRequest, Sampler, predict
+from decode.engine.sampling import PredictionRequest, Sampler
 from tests.references.d2f import DensePlan
+from tests.references.predictions import predict
 
 
 def dense_logits(

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from d2f.model import DiffusionModel
 from decode import WeDLM
-from decode.engine.sampling import PredictionRequest, Sampler, predict
+from decode.engine.sampling import PredictionRequest, Sampler
 from tests.references.d2f import DensePlan
+from tests.references.predictions import predict
 
 
 def streaming_mask(filled: list[bool]) -> Tensor:

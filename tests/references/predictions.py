@@ -1,0 +1,24 @@
+"""Predictions of whole groups at once, by what the engine takes them with."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from d2f.errors import NonFiniteLogitsError
+from decode.engine.sampling import PredictionRequest, split, table_of
+from decode.engine.step import Predictions
+
+
+def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> list[Predictions]:
+    """Predictions of each group from logits ``[N, V]`` of one model, rows group after group.
+
+    Raises NonFiniteLogitsError that names the forward.
+    """
+    found = []
+    for predictions in split(table_of(logits, groups).cpu().numpy(), groups):
+        if predictions is None:
+            raise NonFiniteLogitsError(
+                f"the model gave NaN or infinite logits at forward {forward}"
+            )
+        found.append(predictions)
+    return found
