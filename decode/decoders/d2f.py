@@ -1,9 +1,5 @@
-"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3; order of events as in its code).
-
-Blocks are appended while earlier ones are still being decoded. A block is semi-active (reveals only
-confident tokens) until its predecessor is decoded to tau_act, then fully active (reveals at least
-one token a forward). A block without masks whose predecessors are done is fed once more, inside
-a forward that also advances later blocks, and from then on is cached, exactly.
+"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3): its options. The pipeline is in
+`decode.decoders.d2f_session`; its two variants have a file each, as they have papers of their own.
 """
 
 from __future__ import annotations
@@ -12,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card, Decoder, MaskedSession
+from decode.decoders.base import Card, Decoder
 from decode.decoders.checks import greedy_only, ratio
+from decode.decoders.d2f_lossless import LosslessSession
+from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
+from decode.decoders.d2f_session import D2FSession, PipelineRules
 from decode.decoders.options import (
     DEFAULT_BLOCK_SIZE,
     block_size_option,
@@ -26,8 +23,6 @@ from decode.decoders.options import (
     option,
 )
 from decode.decoders.visibility import mask_kind
-from decode.engine.result import BlockState, BlockView
-from decode.engine.step import Ints, Predictions, Step, feed
 
 Revoke = Literal["always", "commit"]
 
@@ -130,145 +125,19 @@ class D2F(Decoder):
         )
 
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
-        if self.lossless is not None:
-            from decode.decoders.d2f_lossless import LosslessSession
-
-            return LosslessSession(self, prompt, contract)
-        if self.revoke is not None and self.tau_revoke > 0:
-            from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
-
-            kind = AlwaysSession if self.revoke == "always" else CommitSession
-            return kind(self, prompt, contract)
-        return D2FSession(self, prompt, contract)
-
-
-class Block:
-    """Positions ``[start, end)`` of the sequence, how many of them are masked, their state."""
-
-    def __init__(self, start: int, end: int):
-        self.start, self.end = start, end
-        self.masked = end - start
-        self.state: BlockState = "semi-active"
-        self.full = False  # sticky: the predecessor has reached tau_act
-
-    @property
-    def active(self) -> bool:
-        return self.state in ("semi-active", "fully active")
-
-    @property
-    def decoded(self) -> float:
-        """Share of the positions that are decoded. Divided last, as the official code does: only
-        then does k of n reach a threshold of k / n."""
-        size = self.end - self.start
-        return (size - self.masked) / size
-
-
-class D2FSession(MaskedSession):
-    """One request in the pipeline. counts: ``active_blocks``, summed over the forwards."""
-
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.length, contract)
-        self.decoder = decoder
-        self.size = decoder.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
-        start = Block(0, len(prompt))
-        start.state, start.masked = "to cache", 0
-        self.pipeline = [start]
-        self.cached = 0
-        self.ended = False  # an end id was revealed: no block is appended any more
-        self.limit = len(self.x)  # with early_exit, nothing after the first end id matters
-        self.wanted = np.zeros(0, dtype=np.int64)
-        self.counts["active_blocks"] = 0
-
-    def step(self) -> Step | None:
-        if not self.advance():
-            return None
-        self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
-        step = feed(
-            self.x,
-            self.cached,
-            self.ends(),
-            self.wanted,
-            cached=self.cached,
-            logit_shift=self.contract.logit_shift,
+        rules = PipelineRules(
+            max_new_tokens=self.length,
+            block_size=self.block_size or contract.block_size or DEFAULT_BLOCK_SIZE,
+            tau_add=self.tau_add,
+            tau_act=self.tau_act,
+            tau_conf=self.tau_conf,
+            early_exit=self.early_exit,
+            states=self.lossless or 1,
+            tau_revoke=self.tau_revoke,
         )
-        self._fed()
-        return step
-
-    def advance(self) -> bool:
-        """Append and activate blocks, say what is wanted; False where the request is done."""
-        self._append()
-        self._activate()
-        if self._done():
-            return False
-        self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
-        return True
-
-    def ends(self) -> Ints:
-        """Where what each opened position sees ends."""
-        ends = np.empty(self.pipeline[-1].end, dtype=np.int64)
-        for block in self.pipeline:
-            ends[block.start : block.end] = block.end
-        return ends
-
-    def accept(self, predictions: Predictions) -> None:
-        self.revealed = []
-        for block in self.pipeline:
-            if block.active:
-                self._reveal_in(block, predictions)
-        self._close()
-        if self.decoder.early_exit and self.limit < len(self.x):
-            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
-
-    def _done(self) -> bool:
-        if not any(block.active for block in self.pipeline):
-            return True
-        return self.decoder.early_exit and not self.masked[: self.limit].any()
-
-    def _fed(self) -> None:
-        """Finished blocks are in the cache with this step."""
-        for block in self.pipeline:
-            if block.state == "to cache":
-                block.state = "cached"
-                self.cached = block.end
-
-    def _close(self) -> None:
-        """Finish the blocks without masks that no active block precedes."""
-        waiting = False
-        for block in self.pipeline:
-            if block.active and not waiting and not block.masked:
-                block.state = "to cache"
-            waiting = waiting or block.active
-
-    def _append(self) -> None:
-        last = self.pipeline[-1]
-        room = last.end < len(self.x)
-        if room and not self.ended and last.decoded >= self.decoder.tau_add:
-            self.pipeline.append(Block(last.end, min(last.end + self.size, len(self.x))))
-
-    def _activate(self) -> None:
-        for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
-            if before.decoded >= self.decoder.tau_act:
-                block.full = True
-                if block.state == "semi-active":
-                    block.state = "fully active"
-
-    def _reveal_in(self, block: Block, predictions: Predictions) -> None:
-        low, high = np.searchsorted(self.wanted, (block.start, block.end))
-        confidence = predictions.confidence[low:high]
-        chosen = np.flatnonzero(confidence > self.decoder.tau_conf)
-        if not len(chosen) and block.full and len(confidence):
-            chosen = np.array([confidence.argmax()])
-        for i in low + chosen:
-            position, token = int(self.wanted[i]), int(predictions.token[i])
-            self.reveal(position, token, float(predictions.confidence[i]))
-            block.masked -= 1
-            if token in self.contract.end_ids:
-                self.ended = True
-                self.limit = min(self.limit, position + 1)
-
-    def blocks(self) -> list[BlockView]:
-        shift = self.prompt_length
-        return [
-            BlockView(b.start - shift, b.end - shift, b.state, self.view(b.start, b.end))
-            for b in self.pipeline[1:]
-        ]
+        kind = D2FSession
+        if self.lossless is not None:
+            kind = LosslessSession
+        elif self.revoke is not None and self.tau_revoke > 0:
+            kind = AlwaysSession if self.revoke == "always" else CommitSession
+        return kind(prompt, contract, rules)

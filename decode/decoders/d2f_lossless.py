@@ -19,7 +19,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.d2f import D2F, D2FSession
+from decode.decoders.d2f_session import D2FSession, PipelineRules
 from decode.engine.step import Predictions, Step
 
 
@@ -30,21 +30,17 @@ class LosslessSession(D2FSession):
     and how many of them were ``accepted``.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
-        super().__init__(decoder, prompt, contract)
+    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
+        super().__init__(prompt, contract, rules)
+        # Of branches in a forward; each state decides a token more than the one before.
+        self.most = min(rules.states - 1, rules.max_new_tokens)
         self.branches: list[D2FSession] = []
         self.guesses: dict[int, tuple[int, float]] = {}
         self.counts |= {"drafted": 0, "accepted": 0}
 
     @property
     def slots(self) -> int:
-        return len(self.x) + 1 + self._most * self.decoder.length
-
-    @property
-    def _most(self) -> int:
-        """The most branches of a forward. Each state decides a token more than the one before."""
-        assert self.decoder.lossless is not None
-        return min(self.decoder.lossless - 1, self.decoder.length)
+        return len(self.x) + 1 + self.most * self.rules.max_new_tokens
 
     def step(self) -> Step | None:
         own = super().step()
@@ -85,7 +81,7 @@ class LosslessSession(D2FSession):
         """States after this one by the stale predictions, as far as these tell."""
         states: list[D2FSession] = []
         state: D2FSession = self
-        while len(states) < self._most and self._tells(state):
+        while len(states) < self.most and self._tells(state):
             state = _fork(state)
             unknown = (0, -1.0)  # a block that was not open: it reveals nothing yet
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]

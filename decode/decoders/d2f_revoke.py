@@ -16,12 +16,14 @@ from collections import Counter
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.d2f import D2F, Block, D2FSession
+from decode.decoders.d2f_session import D2FSession, PipelineBlock, PipelineRules
 from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.engine.step import Floats, Ints, Predictions, Step
 
-Checked = list[tuple[Block, Ints, Floats]]  # a block, its positions, their shadow's probabilities
+Checked = list[
+    tuple[PipelineBlock, Ints, Floats]
+]  # a block, its positions, their shadow's probabilities
 
 
 class RevokingSession(D2FSession):
@@ -30,10 +32,10 @@ class RevokingSession(D2FSession):
     verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
-        super().__init__(decoder, prompt, contract)
+    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
+        super().__init__(prompt, contract, rules)
         self.revocations = Revocations(self)
-        self.verified: list[tuple[Block, Ints]] = []
+        self.verified: list[tuple[PipelineBlock, Ints]] = []
 
     @property
     def slots(self) -> int:
@@ -49,7 +51,7 @@ class RevokingSession(D2FSession):
         return end
 
     @abc.abstractmethod
-    def _doubtful(self, block: Block) -> Ints:
+    def _doubtful(self, block: PipelineBlock) -> Ints:
         """Positions of a block whose tokens may be taken back after the next forward."""
 
     @abc.abstractmethod
@@ -83,7 +85,7 @@ class RevokingSession(D2FSession):
         self.ended = bool(np.isin(response, self.contract.end_ids).any())
         self.revocations.count()
 
-    def revoke_in(self, block: Block, positions: Ints) -> None:
+    def revoke_in(self, block: PipelineBlock, positions: Ints) -> None:
         """Take decided positions of a block back."""
         self.revocations.revoke(positions)
         block.masked += len(positions)
@@ -100,7 +102,7 @@ class RevokingSession(D2FSession):
         return checked
 
     def _done(self) -> bool:
-        if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
+        if self.rules.early_exit and any(t in self.contract.end_ids for t in self.settled):
             return True
         return not any(block.active or len(self._doubtful(block)) for block in self.pipeline)
 
@@ -114,11 +116,11 @@ class AlwaysSession(RevokingSession):
     for its predecessor is verified too. A finished block whose predecessors are finished is final.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
         self.spare: Counter[int] = Counter()  # tokens that may be taken back, by a block's start
-        super().__init__(decoder, prompt, contract)
+        super().__init__(prompt, contract, rules)
 
-    def _doubtful(self, block: Block) -> Ints:
+    def _doubtful(self, block: PipelineBlock) -> Ints:
         if not (block.active and self.spare[block.start]):
             return np.zeros(0, dtype=np.int64)
         return block.start + np.flatnonzero(~self.masked[block.start : block.end])
@@ -126,7 +128,7 @@ class AlwaysSession(RevokingSession):
     def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
         for block, positions, probability in checked:
             spare = self.spare[block.start]
-            chosen = weakest(probability, self.decoder.tau_revoke, spare)
+            chosen = weakest(probability, self.rules.tau_revoke, spare)
             self.revoke_in(block, positions[chosen])
             decided = drafted.get(block.start, 0)
             self.spare[block.start] = decided - 1 if decided else spare - len(chosen)
@@ -141,11 +143,11 @@ class CommitSession(RevokingSession):
     verified too, by a forward that the plain pipeline does not have.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
-        super().__init__(decoder, prompt, contract)
+    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
+        super().__init__(prompt, contract, rules)
         self.sure = np.arange(len(self.x)) < len(prompt)  # never taken back (again)
 
-    def _doubtful(self, block: Block) -> Ints:
+    def _doubtful(self, block: PipelineBlock) -> Ints:
         if block.state != "to cache":
             return np.zeros(0, dtype=np.int64)
         return block.start + np.flatnonzero(~self.sure[block.start : block.end])
@@ -159,7 +161,7 @@ class CommitSession(RevokingSession):
             if block.state != "to cache":
                 continue
             if not refused:
-                chosen = weakest(probability, self.decoder.tau_revoke, len(positions))
+                chosen = weakest(probability, self.rules.tau_revoke, len(positions))
                 self.revoke_in(block, positions[chosen])
                 self.sure[positions[chosen]] = True
                 refused = len(chosen) > 0

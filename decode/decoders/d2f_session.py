@@ -1,0 +1,166 @@
+"""D2F's pipeline (arXiv 2508.09192, section 3.3; order of events as in its code).
+
+Blocks are appended while earlier ones are still being decoded. A block is semi-active (reveals only
+confident tokens) until its predecessor is decoded to tau_act, then fully active (reveals at least
+one token a forward). A block without masks whose predecessors are done is fed once more, inside
+a forward that also advances later blocks, and from then on is cached, exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from d2f.contract import Contract
+from decode.decoders.base import MaskedSession
+from decode.engine.result import BlockState, BlockView
+from decode.engine.step import Ints, Predictions, Step, feed
+
+
+@dataclass(frozen=True)
+class PipelineRules:
+    """The options of `decode.decoders.d2f.D2F` as its sessions read them: what they left open is
+    known by now. states: that a forward checks, the option lossless. tau_revoke: of revoke."""
+
+    max_new_tokens: int
+    block_size: int
+    tau_add: float
+    tau_act: float
+    tau_conf: float
+    early_exit: bool
+    states: int
+    tau_revoke: float
+
+
+class PipelineBlock:
+    """Positions ``[start, end)`` of the sequence, how many of them are masked, their state."""
+
+    def __init__(self, start: int, end: int):
+        self.start, self.end = start, end
+        self.masked = end - start
+        self.state: BlockState = "semi-active"
+        self.full = False  # sticky: the predecessor has reached tau_act
+
+    @property
+    def active(self) -> bool:
+        return self.state in ("semi-active", "fully active")
+
+    @property
+    def decoded(self) -> float:
+        """Share of the positions that are decoded. Divided last, as the official code does: only
+        then does k of n reach a threshold of k / n."""
+        size = self.end - self.start
+        return (size - self.masked) / size
+
+
+class D2FSession(MaskedSession):
+    """One request in the pipeline. counts: ``active_blocks``, summed over the forwards."""
+
+    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
+        super().__init__(prompt, rules.max_new_tokens, contract)
+        self.rules = rules
+        start = PipelineBlock(0, len(prompt))
+        start.state, start.masked = "to cache", 0
+        self.pipeline = [start]
+        self.cached = 0
+        self.ended = False  # an end id was revealed: no block is appended any more
+        self.limit = len(self.x)  # with early_exit, nothing after the first end id matters
+        self.wanted = np.zeros(0, dtype=np.int64)
+        self.counts["active_blocks"] = 0
+
+    def step(self) -> Step | None:
+        if not self.advance():
+            return None
+        self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
+        step = feed(
+            self.x,
+            self.cached,
+            self.ends(),
+            self.wanted,
+            cached=self.cached,
+            logit_shift=self.contract.logit_shift,
+        )
+        self._fed()
+        return step
+
+    def advance(self) -> bool:
+        """Append and activate blocks, say what is wanted; False where the request is done."""
+        self._append()
+        self._activate()
+        if self._done():
+            return False
+        self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
+        return True
+
+    def ends(self) -> Ints:
+        """Where what each opened position sees ends."""
+        ends = np.empty(self.pipeline[-1].end, dtype=np.int64)
+        for block in self.pipeline:
+            ends[block.start : block.end] = block.end
+        return ends
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        for block in self.pipeline:
+            if block.active:
+                self._reveal_in(block, predictions)
+        self._close()
+        if self.rules.early_exit and self.limit < len(self.x):
+            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
+
+    def _done(self) -> bool:
+        if not any(block.active for block in self.pipeline):
+            return True
+        return self.rules.early_exit and not self.masked[: self.limit].any()
+
+    def _fed(self) -> None:
+        """Finished blocks are in the cache with this step."""
+        for block in self.pipeline:
+            if block.state == "to cache":
+                block.state = "cached"
+                self.cached = block.end
+
+    def _close(self) -> None:
+        """Finish the blocks without masks that no active block precedes."""
+        waiting = False
+        for block in self.pipeline:
+            if block.active and not waiting and not block.masked:
+                block.state = "to cache"
+            waiting = waiting or block.active
+
+    def _append(self) -> None:
+        last = self.pipeline[-1]
+        room = last.end < len(self.x)
+        if room and not self.ended and last.decoded >= self.rules.tau_add:
+            self.pipeline.append(
+                PipelineBlock(last.end, min(last.end + self.rules.block_size, len(self.x)))
+            )
+
+    def _activate(self) -> None:
+        for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
+            if before.decoded >= self.rules.tau_act:
+                block.full = True
+                if block.state == "semi-active":
+                    block.state = "fully active"
+
+    def _reveal_in(self, block: PipelineBlock, predictions: Predictions) -> None:
+        low, high = np.searchsorted(self.wanted, (block.start, block.end))
+        confidence = predictions.confidence[low:high]
+        chosen = np.flatnonzero(confidence > self.rules.tau_conf)
+        if not len(chosen) and block.full and len(confidence):
+            chosen = np.array([confidence.argmax()])
+        for i in low + chosen:
+            position, token = int(self.wanted[i]), int(predictions.token[i])
+            self.reveal(position, token, float(predictions.confidence[i]))
+            block.masked -= 1
+            if token in self.contract.end_ids:
+                self.ended = True
+                self.limit = min(self.limit, position + 1)
+
+    def blocks(self) -> list[BlockView]:
+        shift = self.prompt_length
+        return [
+            BlockView(b.start - shift, b.end - shift, b.state, self.view(b.start, b.end))
+            for b in self.pipeline[1:]
+        ]
