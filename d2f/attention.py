@@ -25,7 +25,12 @@ Way = Literal["kernel", "sdpa", "flex"]
 class Segment:
     """Rows ``[rows.start, rows.stop)`` of a flat batch and the slots they may see.
 
-    whole: every row sees all of the slots, so there is nothing to mask.
+    whole: every row sees all of the slots, so there is nothing to mask. Two requests, the slots of
+    the second from 6 on::
+
+        spans of the batch                         segments
+        [0, 4) [0, 4)   [6, 7) [6, 8) [6, 9)       rows 0 1: slots 0 to 3, whole
+                                                   rows 2 3 4: slots 6 to 8, a mask of 3 x 3
     """
 
     rows: slice
@@ -92,6 +97,7 @@ class SpanPlan:
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
         else:
+            # Request by request: a mask over the whole batch and cache would be mostly False.
             parts = [
                 masked_attention(
                     query[:, :, part.rows],

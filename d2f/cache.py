@@ -1,7 +1,13 @@
 """The key-value cache: slots that a forward pass overwrites.
 
 What is fed is rewritten, what is not fed stays. There is no commit operation: an exact cache is a
-block fed once more with its final tokens and then no longer fed.
+block fed once more with its final tokens and then no longer fed. D2F with a prompt of 2 and a block
+of 2 (positions 2 and 3), whose two masks are decided one a forward::
+
+    forward    feeds positions    slots 0 1 2 3 then hold the keys and values of
+    1          0 1 2 3            p p m m
+    2              2 3            p p a m
+    3              2 3            p p a b     final: from here on nobody feeds them, they are cached
 """
 
 from __future__ import annotations
@@ -39,6 +45,8 @@ class SlotCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write rows ``[1, H_kv, T, D]`` to their slots; return the layer's whole buffers."""
+        # Nothing is appended: transformers hands a layer's new rows over and gets all slots back;
+        # which of them a row sees, the spans of the forward say.
         if self.slots is None:
             raise RuntimeError("SlotCache.slots must be set before a forward")
         k, v = self.layers[layer_idx]
@@ -71,7 +79,15 @@ class SlotCache:
 
 
 class SlotPool:
-    """Which slots of a flat buffer belong to which request: contiguous runs, first fit."""
+    """Which slots of a flat buffer belong to which request: contiguous runs, first fit::
+
+    10 slots         0 1 2 3 4 5 6 7 8 9
+    allocate(4)      a a a a . . . . . .    0
+    allocate(3)      a a a a b b b . . .    4
+    free(0)          . . . . b b b . . .
+    allocate(5)                             None: it waits until b is done
+    allocate(2)      c c . . b b b . . .    0
+    """
 
     def __init__(self, slots: int):
         self.slots = slots

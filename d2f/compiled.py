@@ -96,6 +96,8 @@ class CompiledRows:
         }
         self._run = torch.compile(hidden, dynamic=True, fullgraph=True, options=options)
         try:
+            # One row has a graph of its own; the second number of rows makes them symbolic in the
+            # other graph, and the third shows that it serves any.
             for rows in (1, 3, 2):
                 self._try(rows, new_cache(rows), backbone.device)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -109,7 +111,7 @@ class CompiledRows:
         self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache
     ) -> Tensor:
         """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
-        _running.cache, _running.plan = cache, plan
+        _running.cache, _running.plan = cache, plan  # what `d2f::attend` finds inside the graph
         try:
             out: Tensor = self._run(tokens[None], positions[None])[0]
         finally:

@@ -33,7 +33,8 @@ def monotone_ratios(
     """D2F's noise: one ratio a block, non-decreasing from left to right, all in [low, high].
 
     p_1 = low + (high - low) u, p_b = p_(b-1) + u_b (high - p_1) / (N - 1), as the official code
-    draws it (D2F, section 3; the paper's bounds are 0.3 and 0.7, the code's 0.2 and 0.7).
+    draws it (D2F, section 3; the paper's bounds are 0.3 and 0.7, the code's 0.2 and 0.7). With
+    blocks of 2 and a last one of 1, in [0.3, 0.7]: .31 .31 .42 .42 .66.
     """
     check_bounds(low, high)
     blocks = -(-length // block_size)
@@ -62,7 +63,7 @@ def uniform_ratios(length: int, ratio: float) -> Ratios:
 
 def decoding_ratios(length: int, start: int, end: int, ratio: float) -> Ratios:
     """A state of block-wise decoding: what is left of ``[start, end)`` revealed (0), the block
-    masked with `ratio`, all on its right masked (1)."""
+    masked with `ratio`, all on its right masked (1): of 6, ``[2, 4)``, 0.5: 0 0 .5 .5 1 1."""
     position = np.arange(length)
     return np.where(position < start, 0.0, np.where(position < end, ratio, 1.0))
 
@@ -77,7 +78,7 @@ def pipeline_ratios(
 ) -> Ratios:
     """The states of pipelined decoding, which the published training never visits: blocks on the
     left revealed, then monotone ratios in [low, high] over a few blocks, at most most_active, then
-    freshly appended blocks (1)."""
+    freshly appended blocks (1). With blocks of 2, say 0 0 .4 .4 .6 .6 1 1."""
     check_bounds(low, high)
     blocks = -(-length // block_size)
     first = int(rng.integers(blocks))
@@ -111,7 +112,11 @@ def draw_counts(
 
 def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int64]:
     """WeDLM's order of a sequence (section 3): in each block of `block_size` the observed
-    positions, then the masked ones, each ascending. Positions in that order, int64 ``[length]``."""
+    positions, then the masked ones, each ascending. Positions in that order, int64 ``[length]``::
+
+        masked     0 1 0 | 1 0 0      blocks of 3
+        order      0 2 1 | 4 5 3
+    """
     return np.lexsort((masked, np.arange(len(masked)) // block_size))
 
 

@@ -64,6 +64,7 @@ class PackedModel:
     """The same model with its layers packed, for `torch.compile`; all other weights are shared."""
 
     def __init__(self, backbone: PreTrainedModel):
+        # deepcopy's memo: what is in it already is not copied, so the twin shares every tensor.
         shared = itertools.chain(backbone.parameters(), backbone.buffers())
         twin = copy.deepcopy(backbone, {id(tensor): tensor for tensor in shared})
         self.model: nn.Module = twin.model
@@ -103,7 +104,7 @@ class _Product:
         self.parts: tuple[Tensor, ...] = ()
 
     def part(self, x: Tensor, i: int) -> Tensor:
-        if self.x is not x:
+        if self.x is not x:  # q_proj, k_proj and v_proj are called with the very same tensor
             self.x = x
             self.parts = torch.ops.d2f.packed_linear(x, self.handle).split(self.outputs, -1)
         return self.parts[i]

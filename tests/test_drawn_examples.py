@@ -1,18 +1,29 @@
 """The examples drawn in docstrings, computed: a drawing that the code does not keep is worse than
 none. Each test is named after the docstring that it holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from shadows import CONTRACT, SHIFTED
+from shadows import MASK as M
 from tiny import random_model
 
+import decode
+from d2f.cache import SlotPool
+from d2f.noise import decoding_ratios, observed_first
 from d2f.span_makers import block_ends, branch_spans, shadow_spans
 from d2f.spans import block_causal, wedlm_training
+from decode.decoders.branches import Branch, with_branches
+from decode.decoders.shadow import add_shadow
 from decode.engine.batch import join
 from decode.engine.cuda_graphs import GraphForward
-from decode.engine.step import Step, feed
+from decode.engine.step import Predictions, Step, feed
 
-M = 1  # the mask id
+CAUSAL = replace(CONTRACT, prompt_rule="causal")
+BLOCKS = {"objective": "d2f", "block_size": 2}
+A, B, C, D = 31, 32, 33, 34  # tokens of the response
 
 
 def ints(*values):
@@ -90,6 +101,9 @@ def test_join():
     rows = join([(Placed(0), a), (Placed(6), b)])
     assert rows.slots.tolist() == [2, 3, 6, 7, 8] and rows.read.tolist() == [1, 4]
     assert rows.spans[:, 0].tolist() == [[0, 4], [0, 4], [6, 7], [6, 8], [6, 9]]
+    first, second = rows.segments
+    assert (first.rows, first.slots, first.whole) == (slice(0, 2), slice(0, 4), True)
+    assert (second.rows, second.slots, second.whole) == (slice(2, 5), slice(6, 9), False)
 
 
 def test_rows_that_pad():
@@ -106,3 +120,232 @@ def test_rows_that_pad():
         [1, 2, 0, 0], [0, 0, 0, 0],
     ]  # fmt: skip
     assert forward.host.dtype == torch.int64
+
+
+def seen(spans):
+    """Which slots each row sees."""
+    return [sorted(s for a, b in row for s in range(a, b)) for row in spans.tolist()]
+
+
+def answer(session, step, tokens, confidence=0.5, entropy=0.5, queried=None):
+    """Hand a step its predictions, in the order of its reads."""
+    n = len(step.read)
+    values = [np.full(n, v, np.float32) if np.isscalar(v) else np.array(v, np.float32)
+              for v in (confidence, entropy)]  # fmt: skip
+    probability = None
+    if step.queried_tokens is not None:
+        probability = np.ones(n, np.float32)
+        probability[n - len(queried) :] = queried
+    session.accept(Predictions(np.array(tokens), values[0], probability, values[1]))
+
+
+@pytest.mark.parametrize(
+    ("differs", "positions", "slots", "sees"),
+    [
+        (3, [2, 3, 4, 5], [7, 8, 9, 10],
+         [[0, 1, 7, 8]] * 2 + [[0, 1, 7, 8, 9, 10]] * 2),
+        (4, [4, 5], [7, 8], [[0, 1, 2, 3, 7, 8]] * 2),
+    ],
+)  # fmt: skip
+def test_with_branches(differs, positions, slots, sees):
+    ends, x = ints(2, 2, 4, 4, 6, 6), ints(7, 8, 22, M, M, M)
+    own = feed(x, 2, ends, ints(3, 4, 5), cached=2, logit_shift=0)
+    assert seen(own.spans) == [[0, 1, 2, 3]] * 2 + [[0, 1, 2, 3, 4, 5]] * 2
+    other = x.copy()
+    other[differs] = 23
+    step = with_branches(own, [Branch(other, ends, 6, differs, ints(4, 5))], scratch=7, spare=6)
+    assert step.positions[4:].tolist() == positions and step.slots[4:].tolist() == slots
+    assert step.tokens[4:].tolist() == other[positions].tolist()
+    assert seen(step.spans[4:]) == sees
+    assert step.read[3:].tolist() == [4 + positions.index(p) for p in (4, 5)]
+
+
+def test_shadow_module():
+    x, ends, verified = ints(7, 8, 9, 9), ints(2, 2, 4, 4), ints(2, 3)
+    own = feed(x, 2, ends, ints(), cached=2, logit_shift=0)
+    block = add_shadow(own, x, ends, 2, 4, verified, 4, CONTRACT)
+    assert block.tokens[2:].tolist() == [M, M] and block.slots[2:].tolist() == [4, 5]
+    assert seen(block.spans[2:]) == [[0, 1, 3, 4, 5], [0, 1, 2, 4, 5]]
+    pairs = add_shadow(own, x, ends, 2, 4, verified, 4, SHIFTED)
+    assert pairs.positions[2:].tolist() == [1, 2, 3] and pairs.tokens[2:].tolist() == [8, 9, M]
+    assert pairs.slots[2:].tolist() == [4, 6, 7] and pairs.read.tolist() == [2, 3]
+    assert seen(pairs.spans[2:]) == [[0, 4], [0, 1, 6, 7], [0, 1, 6, 7]]
+
+
+def test_blockwise_module():
+    fed = {}
+    for cache, contract in (
+        ("none", CONTRACT), ("prefix", CONTRACT), ("dual", CONTRACT),
+        ("block-causal", replace(CONTRACT, **BLOCKS)),
+    ):  # fmt: skip
+        policy = "none" if cache == "block-causal" else cache
+        decoder = decode.Static(block_size=2, max_new_tokens=4, cache=policy)
+        session = decoder.begin([7, 8], contract)
+        fed[cache] = []
+        for _ in range(4):
+            step = session.step()
+            fed[cache].append(step.positions.tolist())
+            answer(session, step, [9] * len(step.read))
+    everything = [0, 1, 2, 3, 4, 5]
+    assert fed == {
+        "none": [everything] * 4,
+        "prefix": [everything, [2, 3, 4, 5], everything, [4, 5]],
+        "dual": [everything, [2, 3], everything, [4, 5]],
+        "block-causal": [[0, 1, 2, 3], [2, 3], [2, 3, 4, 5], [4, 5]],
+    }
+
+
+def test_blockwise_feed_rows():
+    session = decode.Static(block_size=2, max_new_tokens=4, cache="dual").begin([7, 8], SHIFTED)
+    for _ in range(3):
+        step = session.step()
+        answer(session, step, [9] * len(step.read), np.arange(len(step.read)) / 9 + 0.1)
+    step = session.step()
+    assert session.wanted.tolist() == [4]
+    assert step.positions.tolist() == [3, 4, 5] and step.slots.tolist() == [6, 4, 5]
+    assert step.read.tolist() == [0]
+
+
+def test_d2f_session_module():
+    session = decode.D2F(2, tau_add=0.5, tau_act=1.0, tau_conf=0.9, max_new_tokens=4).begin(
+        [7, 8], CONTRACT
+    )
+    for state, tokens, confidence in (
+        ([("fully active", (None, None))], [A, 9], [0.95, 0.3]),
+        ([("fully active", (A, None)), ("semi-active", (None, None))], [B, C, 9], [0.3, 0.95, 0.3]),
+        ([("cached", (A, B)), ("fully active", (C, None))], [D], 0.3),
+    ):
+        step = session.step()
+        assert [(b.state, b.tokens) for b in session.blocks()] == state
+        answer(session, step, tokens, confidence)
+    assert step.positions.tolist() == [2, 3, 4, 5], "block 1 is fed with its final tokens"
+    assert session.step() is None and session.tokens == [A, B, C, D]
+
+
+def test_d2f_lossless_module():
+    session = decode.D2F(
+        2, tau_add=0.5, tau_act=1.0, tau_conf=0.9, max_new_tokens=4, lossless=2
+    ).begin([7, 8], CONTRACT)
+    answer(session, session.step(), [A, B], [0.95, 0.6])
+    step = session.step()
+    assert step.tokens.tolist() == [A, M, M, M, A, B, M, M]
+    answer(session, step, [B, 9, 9, C, 9], 0.3)
+    assert session.tokens == [A, B, C]
+    answer(session, session.step(), [D], 0.3)
+    assert session.step() is None and session.tokens == [A, B, C, D]
+
+
+def test_d2f_revoke_always():
+    decoder = decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="always", tau_revoke=0.9)
+    session = decoder.begin([7, 8], CONTRACT)
+    facts = []
+    for confidence, shadow in (
+        ([0.9, 0.9, 0.9, 0.3], []), ([0.3] * 4, [0.2, 0.1, 0.95]), ([0.9, 0.3], []), ([0.3], []),
+    ):  # fmt: skip
+        step, spare = session.step(), session.spare[2]
+        answer(session, step, [9] * len(step.read), confidence, queried=shadow)
+        revealed, decided = len(session.revealed), 4 - int(session.masked.sum())
+        facts.append((revealed, spare, decided))
+    assert facts == [(3, 0, 3), (1, 2, 2), (1, 0, 3), (1, 0, 4)]
+
+
+def test_d2f_revoke_commit():
+    decoder = decode.D2F(4, tau_conf=0.5, max_new_tokens=4, revoke="commit", tau_revoke=0.9)
+    session = decoder.begin([7, 8], CONTRACT)
+    queries, states = [], []
+    for shadow in ([], [0.95, 0.2, 0.95, 0.95], [], [0.95] * 3):
+        step = session.step()
+        queries.append([] if not shadow else session.verified[1][1].tolist())
+        answer(session, step, [9] * len(step.read), 0.9, queried=shadow)
+        states.append((session.pipeline[1].state, np.flatnonzero(session.masked).tolist()))
+    assert queries == [[], [2, 3, 4, 5], [], [2, 4, 5]]
+    assert states == [("to cache", []), ("fully active", [3]), ("to cache", []), ("cached", [])]
+
+
+def test_freedave_module():
+    session = decode.FreeDave(max_new_tokens=4, drafts=3).begin([7, 8], CONTRACT)
+    answer(session, session.step(), [A, B, C, D], [0.3, 0.5, 0.9, 0.4])
+    step = session.step()
+    of_response = step.tokens[step.positions >= 2].reshape(3, 4)
+    assert of_response.tolist() == [[M, M, C, M], [M, B, C, M], [M, B, C, D]]
+    answer(session, step, [A, B, D, A, D, A], [0.3, 0.5, 0.4, 0.3, 0.4, 0.3])
+    assert [r.token for r in session.revealed] == [B, D, A] and session.step() is None
+
+
+def test_wedlm_module():
+    session = decode.WeDLM(window=4, max_new_tokens=6).begin([7, 8], CAUSAL)
+    rows = []
+    for tokens, entropy in (([A, 9, C, 9], [0.1, 0.9, 0.1, 0.9]), ([B, 9], [0.1, 0.9])):
+        step = session.step()
+        rows.append((step.slots.tolist(), step.tokens.tolist(), step.positions.tolist()))
+        answer(session, step, tokens, entropy=entropy)
+    step = session.step()
+    rows.append((step.slots.tolist(), step.tokens.tolist(), step.positions.tolist()))
+    assert rows == [
+        ([0, 1, 2, 3, 4, 5], [7, 8, M, M, M, M], [0, 1, 2, 3, 4, 5]),
+        ([2, 3, 4, 5], [A, C, M, M], [2, 4, 3, 5]),
+        ([3, 4, 5, 6], [B, C, M, M], [3, 4, 5, 6]),
+    ]
+    assert (step.spans[:, 0, 1] == step.slots + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "known"), [([9, 9, 9], [A, 9]), ([B, 9, 9], [A, B, 9]), ([B, C, D], [A, B, C, D])]
+)
+def test_wedlm_verified(rows, known):
+    session = decode.WeDLM(window=4, max_new_tokens=6, verify="ar").begin([7, 8], CAUSAL)
+    answer(session, session.step(), [A, 9, B, C, 9], entropy=[0, 0, 0.1, 0.1, 0.9])
+    step = session.step()
+    assert step.slots.tolist() == [2, 3, 4, 5] and step.tokens.tolist() == [A, B, C, M]
+    answer(session, step, [*rows, 9], entropy=[0, 0, 0, 0.9])
+    assert session.settled == known
+    if len(known) == 2:
+        step = session.step()
+        assert step.slots.tolist() == [3, 4, 5, 6] and step.tokens.tolist() == [9, M, M, M]
+        assert step.read[0] == 0
+
+
+def test_wino_module():
+    session = decode.Wino(4, 4, tau1=0.6, tau2=0.9, caps=False).begin([7, 8], CONTRACT)
+    told = (
+        ([9, B, 9, D], [0.1, 0.9, 0.1, 0.9], []),
+        ([A, 9], [0.9, 0.1], [0.95, 0.3]),
+        ([C, 35], 0.9, [0.95, 0.95]),
+    )
+    verified, blocks = [], []
+    for tokens, confidence, shadow in told:
+        step = session.step()
+        verified.append(session.verified.tolist())
+        n = len(step.read)
+        tokens = tokens + [0] * (n - len(tokens))
+        if not np.isscalar(confidence):
+            confidence = confidence + [0.0] * (n - len(confidence))
+        answer(session, step, tokens, confidence, queried=shadow)
+        blocks.append(session.view(2, 6))
+    assert verified == [[], [3, 5], [2, 3]]
+    assert blocks == [(None, B, None, D), (A, B, None, None), (A, B, C, 35)]
+    assert session.step() is None
+
+
+def test_block_module():
+    contract = replace(CONTRACT, prompt_rule="block_causal", block_size=4)
+    session = decode.Block(max_new_tokens=5).begin([5, 6, 7], contract)
+    fed = []
+    for _ in range(3):
+        step = session.step()
+        fed.append((step.positions.tolist(), step.cached, step.positions[step.read].tolist()))
+        answer(session, step, [9] * len(step.read))
+    assert fed[:2] == [([0, 1, 2, 3], 0, [3]), ([*range(8)], 0, [4, 5, 6, 7])]
+    assert fed[2] == ([4, 5, 6, 7], 4, [5, 6, 7])
+
+
+def test_slot_pool():
+    pool = SlotPool(10)
+    assert (pool.allocate(4), pool.allocate(3)) == (0, 4)
+    pool.free(0)
+    assert pool.allocate(5) is None and pool.allocate(2) == 0
+
+
+def test_noise():
+    assert decoding_ratios(6, 2, 4, 0.5).tolist() == [0, 0, 0.5, 0.5, 1, 1]
+    assert observed_first(np.array([0, 1, 0, 1, 0, 0], bool), 3).tolist() == [0, 2, 1, 4, 5, 3]

@@ -4,6 +4,14 @@ One block after the other is denoised; a block sees itself and all before it. A 
 fed once more, with its final tokens, and then no longer. The official codes spend a forward of its
 own on that, as on the prompt; here either is part of the next block's first forward: the same
 tokens, one forward less a block.
+
+A prompt of 3 and a response of 5, blocks of 4 that begin at position 0 (SDAR), so that the prompt is
+part of the first block that is decoded::
+
+    forward    positions fed      cached before    reads the masks of
+    1          0 1 2 3            0                3
+    2          0 1 2 3 4 5 6 7    0                4 5 6 7    (the first block once more, final now)
+    3 ...      4 5 6 7            4                those that are left
 """
 
 from __future__ import annotations
@@ -166,6 +174,7 @@ class BlockSession(MaskedSession):
         ends = self.ends[: self.end]
         shift = self.contract.logit_shift
         step = feed(self.x, self.cached, ends, self.wanted, cached=self.cached, logit_shift=shift)
+        # Rows that see nothing from the current block on are fed for the last time now.
         self.cached = int(np.searchsorted(ends, self.start, "right"))
         return step
 

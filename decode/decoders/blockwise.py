@@ -11,6 +11,16 @@ are Fast-dLLM's approximate caches (arXiv 2505.22618), which are the same slots 
     dual     that on the first step of a block; then only the block
 
 They change nothing under a block-causal mask where each block is made of whole blocks of the model.
+
+Prompt at positions 0 1, blocks ``[2, 4)`` and ``[4, 6)``, two steps each, on a bidirectional model
+and on one of the same blocks; the positions that are fed::
+
+    step             bidirectional                       block-causal
+                     none      prefix    dual            none
+    1  of block 1    0 .. 5    0 .. 5    0 .. 5          0 1 2 3
+    2                0 .. 5    2 3 4 5   2 3             2 3          the prompt is final
+    1  of block 2    0 .. 5    0 .. 5    0 .. 5          2 3 4 5      block 1, with its last token
+    2                0 .. 5    4 5       4 5             4 5
 """
 
 from __future__ import annotations
@@ -86,7 +96,9 @@ class BlockwiseSession(MaskedSession):
     """One request, block after block.
 
     block: number of the current one, at positions ``[start, end)``. wanted: int64 ``[N]``, the
-    positions whose predictions the last step reads. A scratch slot follows the sequence's own.
+    positions whose predictions the last step reads. A scratch slot follows the sequence's own: a
+    shifted family's row before the block is fed to be read, and its keys and values, which would
+    not be those that the cache policy keeps, go there.
     """
 
     def __init__(self, decoder: Blockwise, prompt: list[int], contract: Contract):
@@ -128,9 +140,15 @@ class BlockwiseSession(MaskedSession):
         return self.feed_rows()
 
     def feed_rows(self) -> Step:
-        """The step that reads the predictions of `wanted` under the cache policy."""
+        """The step that reads the predictions of `wanted` under the cache policy. Dream's second
+        step in block 2, ``[4, 6)``, of a sequence of 6 with cache dual, where position 4 is masked
+        yet::
+
+            positions 3 4 5, slots 6 4 5, of which the row of position 3 is read
+        """
         first, stop = self.final, int(self.ends[self.start : self.reach()].max())
         cached = self.final
+        # The first step of a block feeds all that may have changed; only later ones feed less.
         if self.decoder.cache != "none" and self.refreshed == self.block:
             first = max(first, self.start)
             if self.decoder.cache == "dual":
@@ -138,7 +156,7 @@ class BlockwiseSession(MaskedSession):
         self.refreshed = self.block
         rows = self.wanted - self.contract.logit_shift
         fed = np.arange(min(first, int(rows[0])), stop)
-        if first == self.final:
+        if first == self.final:  # all was fed: what saw settled positions alone is final now
             self.final = int(np.searchsorted(self.ends[:stop], self.settled_end, "right"))
         return Step(
             tokens=self.x[fed],

@@ -19,15 +19,17 @@ class Branch:
     """Another state of the sequence.
 
     x: its tokens, at least ``[stop]``. ends: ``[stop]`` or more, position p sees ``[0, ends[p])``.
-    stop: where the rows that it feeds end. differs: what ends there or before is the same in the
-    own rows, which are then not fed again; 0 feeds all. rows: the rows to read, ascending.
+    stop: where the rows that it feeds end. differs: the first position whose token is not that of
+    the own rows. A row that sees only positions before it (``ends[p] <= differs``) computes the
+    same in both states and is not fed again; 0 feeds all. read: the positions whose rows are read,
+    ascending.
     """
 
     x: Ints
     ends: Ints
     stop: int
     differs: int
-    rows: Ints
+    read: Ints
 
 
 def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: int) -> Step:
@@ -37,21 +39,40 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
     branch for the rest, and behind what is fed the own slots again. scratch: the first of the
     slots that branches overwrite, one after the other, at most a slot a row. spare: a slot that
     nothing sees, for rows that are fed only to be read.
+
+    A block-causal model, blocks ``[2, 4)`` and ``[4, 6)`` open (ends 2 2 4 4 6 6), scratch slots
+    from 7 on. The branch has drafted 23 at position 3, so differs = 3::
+
+        own       position 2       3       4       5
+                  token    22      m       m       m
+                  slot     2       3       4       5
+                  sees     [0, 4)  [0, 4)  [0, 6)  [0, 6)
+
+        branch    token    22      23      m       m
+                  slot     7       8       9       10
+                  sees     [0, 2)  [0, 2)  [0, 2)  [0, 2)      the prompt, in the own slots,
+                           [7, 9)  [7, 9)  [7, 11) [7, 11)     and the branch's own rows
+
+    Position 2 holds the same token, but sees position 3, which differs: it is fed again. Were
+    position 4 the first that differs, the branch would feed positions 4 and 5 alone, to the slots 7
+    and 8, seeing ``[0, 4)`` and ``[7, 9)``.
     """
     if not branches:
         return own
-    first = int(own.positions[own.slots == own.positions][0])  # rows before it keep their slots
+    # Rows before it are cached: in their own slots there is what every state sees.
+    first = int(own.positions[own.slots == own.positions][0])
     columns = [[own.tokens], [own.positions], [own.slots], [widened(own.spans, 3)], [own.read]]
     fed_rows = len(own.tokens)
     for branch in branches:
         low = max(first, int(np.searchsorted(branch.ends, branch.differs, "right")))
-        shared = branch.ends[branch.rows] <= branch.differs
-        alone = branch.rows[~shared]
+        shared = branch.ends[branch.read] <= branch.differs  # the own rows answer for these
+        alone = branch.read[~shared]
+        # A shifted family may read a row before `low`: fed for its logits only, to the spare slot.
         fed = np.arange(min(low, int(alone[0])) if len(alone) else low, branch.stop)
         spans = branch_spans(branch.ends[fed], low, branch.stop, scratch)
         slots = np.where(fed < low, spare, scratch + fed - low)
         begin = int(fed[0]) if len(fed) else low
-        read = np.where(shared, branch.rows - own.positions[0], fed_rows + branch.rows - begin)
+        read = np.where(shared, branch.read - own.positions[0], fed_rows + branch.read - begin)
         parts = (branch.x[fed], fed, slots, spans, read)
         for column, part in zip(columns, parts, strict=True):
             column.append(part)

@@ -9,6 +9,16 @@ and so on. A forward takes one step of the pipeline and one more for each branch
 What is cached is fixed while branches are checked: branches see the keys and values of finished
 blocks in the request's own slots, write to scratch slots only, and a block that a branch finished
 is fed with its final tokens into its own slots before it counts as cached.
+
+As in the example of `decode.decoders.d2f_session`, with one branch a forward. After forward 1 the
+stale guess of position 3 is b::
+
+    forward           block [2, 4)    block [4, 6)
+    2    x            a m             m m             reveals b, as drafted, and nothing else
+         branch       a b             m m             so this is the next state: reveals c
+    3    x            a b             c m             reveals d: three forwards for four steps
+
+Had x revealed c too, the branch would not have been the next state, and only its rows lost.
 """
 
 from __future__ import annotations
@@ -50,10 +60,11 @@ class LosslessSession(D2FSession):
         end, parts = self.pipeline[-1].end, []
         for state in self.branches:
             stop = state.pipeline[-1].end
+            # Positions that only a later state has opened are in no own row: compared up to `end`.
             other = np.flatnonzero(state.x[:end] != self.x[:end])
             differs = int(other[0]) if len(other) else end
-            rows = state.wanted - self.contract.logit_shift
-            parts.append(Branch(state.x, state.ends(), stop, differs, rows))
+            read = state.wanted - self.contract.logit_shift
+            parts.append(Branch(state.x, state.ends(), stop, differs, read))
         return with_branches(own, parts, scratch=len(self.x) + 1, spare=len(self.x))
 
     def accept(self, predictions: Predictions) -> None:
@@ -62,7 +73,7 @@ class LosslessSession(D2FSession):
         self._take(first)
         revealed = self.revealed
         for state, found in zip(self.branches, others, strict=True):
-            if not np.array_equal(state.x, self.x):
+            if not np.array_equal(state.x, self.x):  # the pipeline went another way
                 break
             self.advance()
             self._take(found)

@@ -21,9 +21,8 @@ from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.engine.step import Floats, Ints, Predictions, Step
 
-Checked = list[
-    tuple[PipelineBlock, Ints, Floats]
-]  # a block, its positions, their shadow's probabilities
+Verified = tuple[PipelineBlock, Ints]  # a block, those of its positions that a shadow predicts
+Checked = list[tuple[PipelineBlock, Ints, Floats]]  # and what it gives the tokens there
 
 
 class RevokingSession(D2FSession):
@@ -35,7 +34,7 @@ class RevokingSession(D2FSession):
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
         super().__init__(prompt, contract, rules)
         self.revocations = Revocations(self)
-        self.verified: list[tuple[PipelineBlock, Ints]] = []
+        self.verified: list[Verified] = []
 
     @property
     def slots(self) -> int:
@@ -114,6 +113,13 @@ class AlwaysSession(RevokingSession):
     these it holds at least n: the response takes at most max_new_tokens forwards. That is WINO's
     bound; its condition that two tokens be decided beside is left out, so that a block that waits
     for its predecessor is verified too. A finished block whose predecessors are finished is final.
+    One block of 4, tau_revoke 0.9; spare is how many it may take back::
+
+        forward    decides    spare    the shadow gives    takes back    then decided
+        1          3          0                                          3
+        2          1          2        .2  .1  .95         2             2
+        3          1          0                                          3
+        4          1          0                                          4
     """
 
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
@@ -140,7 +146,14 @@ class CommitSession(RevokingSession):
     Where a token falls below tau_revoke it is masked, the block is active again and not cached,
     nor is any after it. A position is taken back at most once: what is decided there a second time
     stays, so the response takes at most 3 * max_new_tokens + 1 forwards. The last block is
-    verified too, by a forward that the plain pipeline does not have.
+    verified too, by a forward that the plain pipeline does not have. One block of 4, at positions 2
+    to 5, tau_revoke 0.9::
+
+        forward    decides     the shadow gives    then
+        1          2 3 4 5                         to cache
+        2                      .95 .2 .95 .95      position 3 is masked, the block active again
+        3          3                               to cache
+        4                      .95    .95 .95      cached; position 3 is not asked about again
     """
 
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):

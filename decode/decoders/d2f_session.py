@@ -4,6 +4,17 @@ Blocks are appended while earlier ones are still being decoded. A block is semi-
 confident tokens) until its predecessor is decoded to tau_act, then fully active (reveals at least
 one token a forward). A block without masks whose predecessors are done is fed once more, inside
 a forward that also advances later blocks, and from then on is cached, exactly.
+
+Prompt ``7 8``, blocks of 2, tau_add 0.5, tau_act 1, tau_conf 0.9, m the mask id; in brackets what
+the forward reveals::
+
+    forward   prompt     block [2, 4)            block [4, 6)
+    1         7 8        [a] m   fully active
+    2         cached     a [b]   fully active    [c] m   semi-active: block 1 was half decoded
+    3         cached     a b     to cache        c [d]   fully active: block 1 is decoded
+
+In forward 1 the only token above 0.9 is a. In forward 2 none in block 1 is, so its surest, b, is
+revealed; c is above. In forward 3 block 1 is fed with its final tokens, and d is the surest.
 """
 
 from __future__ import annotations
@@ -60,7 +71,7 @@ class D2FSession(MaskedSession):
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
         super().__init__(prompt, rules.max_new_tokens, contract)
         self.rules = rules
-        start = PipelineBlock(0, len(prompt))
+        start = PipelineBlock(0, len(prompt))  # the prompt is a block without masks
         start.state, start.masked = "to cache", 0
         self.pipeline = [start]
         self.cached = 0
@@ -133,9 +144,8 @@ class D2FSession(MaskedSession):
         last = self.pipeline[-1]
         room = last.end < len(self.x)
         if room and not self.ended and last.decoded >= self.rules.tau_add:
-            self.pipeline.append(
-                PipelineBlock(last.end, min(last.end + self.rules.block_size, len(self.x)))
-            )
+            end = min(last.end + self.rules.block_size, len(self.x))
+            self.pipeline.append(PipelineBlock(last.end, end))
 
     def _activate(self) -> None:
         for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
@@ -150,7 +160,7 @@ class D2FSession(MaskedSession):
         chosen = np.flatnonzero(confidence > self.rules.tau_conf)
         if not len(chosen) and block.full and len(confidence):
             chosen = np.array([confidence.argmax()])
-        for i in low + chosen:
+        for i in low + chosen:  # indices into wanted
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))
             block.masked -= 1

@@ -9,6 +9,16 @@ forward is spent on drafting.
 
 With c_1 .. c_d the paper's candidates, x is c_1, which always holds, and the branches are c_2 ..
 c_d; the candidate that completes a block is settled by the one before it and never fed.
+
+d = 3, prompt ``7 8``, one block of 4 at positions 2 to 5, in forward 1 all masked::
+
+                     position 2  3  4  5
+    forward 1  x              m  m  m  m    reveals the surest, c at 4; of the others, b at 3 is
+                                            surer than d at 5, so these are drafted in that order
+    forward 2  x              m  m  c  m    reveals b at 3: as drafted, so branch 1 is next
+               branch 1       m  b  c  m    reveals d at 5: as drafted, so branch 2 is next
+               branch 2       m  b  c  d    reveals a at 2: the block is complete
+    had x revealed anything else in forward 2, the branches would count for nothing
 """
 
 from __future__ import annotations
@@ -91,7 +101,8 @@ class FreeDave(Blockwise):
 
 
 class FreeDaveSession(BlockwiseSession):
-    """One request. drafts: (position, token) of each branch beyond the branch before it.
+    """One request. drafts: (position, token) of each branch beyond the branch before it, in the
+    order in which static decoding would reveal them.
 
     counts: ``drafted`` branches, and how many of them were ``accepted``.
     """
@@ -121,19 +132,21 @@ class FreeDaveSession(BlockwiseSession):
 
     def feed_rows(self) -> Step:
         own, branches = super().feed_rows(), []
+        # Each branch is the state before it and one draft more; x, wanted, differs describe it.
         x, wanted, differs = self.x, self.wanted, len(self.x)
         for position, token in self.drafts:
             x, wanted = x.copy(), wanted[wanted != position]
             x[position] = token
             differs = min(differs, position) if self.decoder.drafting == "tree" else 0
-            rows = wanted - self.contract.logit_shift
-            branches.append(Branch(x, self.ends, int(own.positions[-1]) + 1, differs, rows))
+            read, stop = wanted - self.contract.logit_shift, int(own.positions[-1]) + 1
+            branches.append(Branch(x, self.ends, stop, differs, read))
         return with_branches(own, branches, self.scratch, spare=self.scratch - 1)
 
     def accept(self, predictions: Predictions) -> None:
         masks = len(self.wanted)
         states = split(predictions, [masks - fewer for fewer in range(len(self.drafts) + 1)])
         revealed = []
+        # A state is only looked at where the one before it revealed what this one was drafted with.
         for found, draft in zip(states, [*self.drafts, None], strict=True):
             super().accept(found)
             revealed += self.revealed
@@ -144,7 +157,7 @@ class FreeDaveSession(BlockwiseSession):
                 break
         self.revealed = revealed
         self.counts["drafted"] += len(self.drafts)
-        self.counts["accepted"] += len(revealed) - 1
+        self.counts["accepted"] += len(revealed) - 1  # x itself is no draft
         self.drafts = self._draft(found.token[left], found.confidence[left])
 
     def _draft(self, tokens: Ints, confidence: Floats) -> list[tuple[int, int]]:
@@ -153,7 +166,8 @@ class FreeDaveSession(BlockwiseSession):
         end = len(self.x) if self.decoder.eager else self.end
         most = min(self.decoder.drafts, int(self.masked[self.start : end].sum())) - 1
         blocks = (self.wanted - self.prompt_length) // self.decoder.size
-        order = np.lexsort((-confidence, blocks))[: max(most, 0)]  # stable
+        # By block, then by confidence; stable, as `choose` breaks ties.
+        order = np.lexsort((-confidence, blocks))[: max(most, 0)]
         return list(zip(self.wanted[order].tolist(), tokens[order].tolist(), strict=True))
 
     def _branch_rows(self) -> int:

@@ -10,6 +10,14 @@ one position is a pair: a copy of token p - 1 at position p - 1, which is read, 
 position p. Both see what row p - 1 sees but for positions p - 1 and p, which the pair stands for.
 A row p - 1 that does not see position p (under a block-causal mask, p the first of its block)
 needs no mask; its copy alone is fed.
+
+Block-causal, prompt ``7 8``, a block of 2 of which both positions hold 9, scratch slots from 4 on::
+
+    LLaDA: the shadow of the block        Dream: a pair for each position
+    position    token    slot    sees         position    token    slot    sees
+    2           m        4       0 1 3 4 5    1           8        4       0 4          read for 2
+    3           m        5       0 1 2 4 5    2           9        6       0 1 6 7      read for 3
+                                              3           m        7       0 1 6 7
 """
 
 from __future__ import annotations
@@ -51,6 +59,8 @@ def add_shadow(
         tokens = np.full(end - start, contract.mask_id)
         slots = slot + positions - start
         seen = ends[start:end]
+        # Of the shadow a row sees what its position sees of the block: less than all of it where
+        # the block is made of several blocks of the model.
         own_end = slot + np.minimum(seen, end) - start
         spans = shadow_spans(positions, positions + 1 - leakage, seen, slot, own_end)
         read = verified - start
@@ -80,11 +90,14 @@ def weakest(probability: Floats, tau: float, most: int) -> Ints:
 def _pairs(
     x: Ints, ends: Ints, verified: Ints, slot: int, mask_id: int, leakage: bool
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Tokens, positions, slots, spans of the pairs, and which of these rows are read."""
+    """Tokens, positions, slots, spans of the pairs, and which of these rows are read.
+
+    Each pair has two slots, `copies` and the one after it, also where its mask is not fed.
+    """
     before, copies = verified - 1, slot + 2 * np.arange(len(verified))
-    sees = ends[before] > verified
+    sees = ends[before] > verified  # [V], whether row p - 1 sees position p, so that a mask is fed
     behind = verified + 1 - leakage
-    seen = np.maximum(ends[before], behind)
+    seen = np.maximum(ends[before], behind)  # an empty range, where row p - 1 ends before p
     spans = shadow_spans(before, behind, seen, copies, copies + 1 + sees)
     fed = np.stack([np.ones_like(sees), sees], axis=1)  # [V, 2]: copy, mask
     tokens = np.stack([x[before], np.full(len(verified), mask_id)], axis=1)[fed]

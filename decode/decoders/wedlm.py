@@ -7,6 +7,16 @@ before it. Masks of low entropy are filled, earlier ones more readily. Filled sl
 decoded text without a gap are fed as any causal model feeds them, so their keys and values are
 final: they are committed. Filled tokens are never revised.
 
+Prompt ``7 8`` at positions 0 1, a window of 4, m the mask id; a row at slot s sees ``[0, s]``::
+
+    forward          slot 0  1  2  3  4  5  6
+    1    token            7  8  m  m  m  m          fills positions 2 and 4 (say with a and c)
+         position         0  1  2  3  4  5
+    2    token                  a  c  m  m          a's row is final, no gap is before it; c's is
+         position               2  4  3  5          not, it does not see position 3, which is filled
+    3    token                     b  c  m  m       with b. c is fed anew, at the slot of its
+         position                  3  4  5  6       position; the window moved on by a's slot
+
 The published algorithm feeds the prompt in a forward of its own and discards its logits, and ends
 with one that only commits the last tokens. Both are left out here, the tokens are the same: the
 prompt is fed with the first window, and nothing is fed once the response is known. So `forwards`
@@ -19,7 +29,16 @@ before (drafts), from left to right: one that is the greedy next token stays, th
 becomes that token and all after it are masked again, and where all stay the last row says one token
 more. The response is the greedy one whatever the drafts are (up to the rounding of forwards with
 other rows in them), at least one token a forward. Drafts hold where the model was trained on next
-tokens too, as WeDLM's are.
+tokens too, as WeDLM's are. The prompt and window above, but forward 1 fills positions 3 and 4; the
+row of position 1, the prompt's last, gives a::
+
+    forward          slot 2  3  4  5  6
+    2    token            a  b  c  m         the rows of a, b, c give the tokens of positions 3 4 5:
+                                             x  .  .    b is wrong: x, and c is masked again
+                                             b  x  .    b is right, c is wrong: x
+                                             b  c  d    both are right, and d is known for nothing
+    3    token               x  m  m  m      after the first of these; x is fed for its row, which
+                                             gives position 4
 """
 
 from __future__ import annotations
@@ -138,7 +157,8 @@ class WeDLMSession(MaskedSession):
     committed ones: a committed row's slot is its position, every row sees the slots up to its own.
 
     limit: where the response ends; with refill ``repository`` x goes on beyond it. committed: rows
-    before it are fed no longer. wanted: int64 ``[N]``, the masks of the window, ascending.
+    before it are fed no longer. end: of the window, from the first step on. wanted: int64 ``[N]``,
+    the masks of the window, ascending.
     """
 
     def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
@@ -146,7 +166,6 @@ class WeDLMSession(MaskedSession):
         self.decoder = decoder
         self.limit = len(prompt) + decoder.length
         self.committed = 0
-        self.end = len(prompt)  # of the window
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
 
     @property
@@ -175,17 +194,17 @@ class WeDLMSession(MaskedSession):
             return None
         leading = self.leading
         step = self.feed_window(leading)
-        self.committed = leading
+        self.committed = leading  # its rows saw no mask: final with this forward
         return step
 
     def feed_window(self, first: int) -> Step:
         """The step that reads the filled rows from position `first` up to the first mask, then
         the masks of the window. It feeds what is not committed, at first with it the prompt."""
         size, leading = self.decoder.window, self.leading
-        begin = max(self.committed, self.prompt_length)
+        begin = max(self.committed, self.prompt_length)  # of the window
         self.end = begin + size
         if self.decoder.refill == "repository" or leading >= self.end:
-            self.end += leading - begin
+            self.end += leading - begin  # a mask for each slot that this forward commits
         self.end = min(self.end, len(self.x))
         fed = np.arange(self.committed, self.end)
         filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
@@ -195,7 +214,7 @@ class WeDLMSession(MaskedSession):
             positions=order,
             slots=fed,
             spans=prefix(fed + 1),
-            read=np.concatenate(
+            read=np.concatenate(  # by slot: the filled rows before the gap, then the masks
                 (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
             ),
             cached=self.committed,
@@ -216,6 +235,7 @@ class WeDLMSession(MaskedSession):
         penalised = entropy + distance * self.decoder.distance_penalty
         threshold = self.decoder.entropy_threshold
         chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
+        # None below the threshold: the lowest, so that every forward fills a mask.
         return chosen if len(chosen) else penalised.argmin(keepdims=True)
 
     def reveal(self, position: int, token: int, confidence: float) -> None:
@@ -258,20 +278,22 @@ class VerifiedSession(WeDLMSession):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        rows = len(predictions.token) - len(self.wanted)  # of filled slots
-        for i in range(rows):
+        # Rows known - 1, known, ...: each predicts the next position, as in any causal model.
+        filled = len(predictions.token) - len(self.wanted)
+        for i in range(filled):
             token = int(predictions.token[i])
             drafted, right = not self.masked[self.known], self.x[self.known] == token
             self.reveal(self.known, token, float(predictions.confidence[i]))
             self.known += 1
             self.counts["accepted"] += int(drafted and right)
-            if drafted and not right:
+            if drafted and not right:  # the rows after it saw a wrong token
                 self._undo_drafts()
                 break
             if self.done:
                 break
         else:
-            self._draft(rows, predictions)
+            self._draft(filled, predictions)
+        # The row of the last known token has not been fed with it yet.
         self.committed = self.known - 1
 
     def _undo_drafts(self) -> None:
@@ -281,10 +303,11 @@ class VerifiedSession(WeDLMSession):
         self.x[self.known :] = self.contract.mask_id
         self.masked[self.known :] = True
 
-    def _draft(self, rows: int, predictions: Predictions) -> None:
-        """Fill masks, whose predictions follow the first `rows`; the first one is known by now."""
+    def _draft(self, filled: int, predictions: Predictions) -> None:
+        """Fill masks, whose predictions follow those of the `filled` rows; the first mask is known
+        by now."""
         assert predictions.entropy is not None
-        masks, own = self.wanted[1:], slice(rows + 1, None)
+        masks, own = self.wanted[1:], slice(filled + 1, None)
         if len(masks):
             chosen = self.choose(masks, predictions.entropy[own])
             self.x[masks[chosen]] = predictions.token[own][chosen]

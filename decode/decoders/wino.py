@@ -5,6 +5,13 @@ One forward drafts (decides the masked tokens of the block above tau1) and verif
 block (`decode.decoders.shadow`) predicts each decided position without seeing its token, and a
 token that it gives less than tau2 is masked again. Tokens drafted by a forward are verified by
 the next one, those of a block's last forward never.
+
+One block of 4 at positions 2 to 5, tau1 0.6, tau2 0.9; in brackets what a forward drafts::
+
+    forward    block              shadow of    gives       then
+    1          m   [b] m   [d]    nothing yet              b, d
+    2          [a] b   m   d      3 5          .95 .3      d is masked again: a, b
+    3          a   b   [c] [e]    2 3          .95 .95     done; c and e are not verified
 """
 
 from __future__ import annotations
@@ -141,10 +148,10 @@ class WinoSession(BlockwiseSession):
         self.forwards += 1
         if len(self.verified):
             assert predictions.queried_probability is not None
-            probability = predictions.queried_probability[len(self.wanted) :]
+            probability = predictions.queried_probability[len(self.wanted) :]  # of the shadow
             chosen = weakest(probability, self.decoder.tau2, self._most(drafted))
             self.revocations.revoke(self.verified[chosen])
-        self.last = drafted
+        self.last = drafted  # before any was taken back, as the official code counts it
         self.revocations.count()
 
     def _may_revoke(self) -> bool:
