@@ -5,8 +5,8 @@ fed once more, with its final tokens, and then no longer. The official codes spe
 own on that, as on the prompt; here either is part of the next block's first forward: the same
 tokens, one forward less a block.
 
-A prompt of 3 and a response of 5, blocks of 4 that begin at position 0 (SDAR), so that the prompt is
-part of the first block that is decoded::
+A prompt of 3 and a response of 5, blocks of 4 that begin at position 0 (SDAR), so that the prompt
+is part of the first block that is decoded::
 
     forward    positions fed      cached before    reads the masks of
     1          0 1 2 3            0                3
