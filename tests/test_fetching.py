@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from d2f import checkpoint
+from d2f import hub
+from d2f.errors import CheckpointError
+from d2f.load_checkpoint import load
 
 FILES = [
     "config.json", "tokenizer.json", "model-00001-of-00002.safetensors",
@@ -27,21 +29,21 @@ def fetched(monkeypatch, tmp_path):
         names.append(set(found))
         return str(tmp_path)
 
-    monkeypatch.setattr(checkpoint, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
     return names
 
 
 def test_weights_are_fetched_as_safetensors_only(fetched):
-    checkpoint.folder_of("someone/model")
+    hub.folder_of("someone/model")
     assert fetched[0] >= WEIGHTS | {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert not {name for name in fetched[0] if name.endswith((".bin", ".pth", ".gguf"))}
 
 
 def test_on_meta_nothing_but_the_small_files_is_fetched(fetched):
-    with pytest.raises(checkpoint.CheckpointError, match=r"config\.json"):
-        checkpoint.load("someone/model", device="meta")  # the folder that came is empty
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load("someone/model", device="meta")  # the folder that came is empty
     assert fetched and not any(names & WEIGHTS for names in fetched)
     assert "config.json" in fetched[0]
-    with pytest.raises(checkpoint.CheckpointError, match=r"config\.json"):
-        checkpoint.load("someone/model", device="cpu")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load("someone/model", device="cpu")
     assert fetched[-1] >= WEIGHTS

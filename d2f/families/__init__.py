@@ -11,16 +11,18 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from d2f.contract import PROMPT_RULES
 from d2f.errors import CheckpointError
 from d2f.families.family import Family, check_complete
 
 
 def find_families() -> dict[str, Family]:
-    """The family of each file here that has one, by name."""
+    """The family of each file here that has one, by name; whose prompts see most comes first."""
     modules = [
         import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
     ]
     families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    families.sort(key=lambda f: (PROMPT_RULES.index(f.prompt_rule), f.logit_shift, f.name))
     return {family.name: family for family in families}
 
 
