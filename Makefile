@@ -29,7 +29,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test fuzz lint format models compare vllm clean
+.PHONY: help install run test fuzz mutate lint format models compare vllm clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ test: $(INSTALLED) ## Run every test
 fuzz: $(INSTALLED) ## Run the fuzzers for long, from a seed that is printed at the end
 	D2F_FUZZ_EXAMPLES=$${D2F_FUZZ_EXAMPLES:-3000} D2F_FUZZ_SEED=$${D2F_FUZZ_SEED:-random} \
 		$(PY) -m pytest -n $(JOBS) tests/fuzz $(ARGS)
+
+mutate: $(INSTALLED) ## Count how many small faults, drawn from a seed, the tests notice
+	$(PY) -m benchmarks.mutation --jobs $(JOBS) \
+		--mutants $${D2F_MUTANTS:-100} --seed $${D2F_MUTATE_SEED:-15} $(ARGS)
 
 lint: $(INSTALLED) ## Check style, formatting and types; change nothing
 	$(PY) -m ruff check .

@@ -88,6 +88,8 @@ setup(
             "pytest>=9.0",
             "pytest-xdist>=3.8",
             "hypothesis>=6.150",
+            "mutmut>=3.8,<3.9",  # `make mutate` takes its faults, which are not its interface
+            "coverage>=7.17",  # brings the .pth that measures processes which tests start
             "ruff>=0.17,<0.18",
             "setuptools>=77",  # a test builds the wheel
             "mypy>=2.4,<2.5",

@@ -1,0 +1,115 @@
+"""Which tests reach which line: one run of the tests with coverage, kept for the same tree."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from coverage import Coverage, CoverageData
+
+from benchmarks.mutation.mutants import Mutant
+from benchmarks.mutation.workplace import Workplace
+from d2f.errors import InputError, brief
+from d2f.files import write_beside
+
+RC = """[run]
+parallel = true
+data_file = {folder}/coverage
+context = ${{MUTATION_CONTEXT}}
+include = {include}
+disable_warnings = no-data-collected, module-not-imported, no-ctracer, already-imported
+"""
+
+
+class Reach:
+    """What `record` found. root: where the tests are, for their text."""
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        found = json.loads((folder / "tests.json").read_text())
+        self.tests: dict[str, dict] = found["tests"]
+        self.unusable: list[str] = found["failing"]
+        self._root = root
+        self._data = CoverageData(str(folder / "coverage"))
+        self._data.read()
+        measured = self._data.measured_files()
+        self._measured = {file.removeprefix(found["tree"] + "/"): file for file in measured}
+
+    def tests_of(self, mutant: Mutant) -> list[str]:
+        """The tests that can see a mutant, those of the quickest file first.
+
+        They reach a line of its statement. What runs when a module is imported is seen by the tests
+        that reach this module or one that imports it. What no test is seen to reach (compiled
+        functions, a process that was killed) may be seen by all tests of the files that name it.
+        """
+        names = _naming(mutant.path)
+        contexts: set[str] = set()
+        for path in self._measured:
+            if path == mutant.path or (not mutant.reached_at and self._contains(path, names)):
+                by_line = self._data.contexts_by_lineno(self._measured[path])
+                for line in mutant.reached_at or by_line:
+                    contexts.update(by_line.get(line, ()))
+        tests = {test for context in contexts for test in self._in_context(context)}
+        if not tests or not mutant.reached_at:
+            files = {test.split("::")[0] for test in self.tests}
+            naming = {file for file in files if self._contains(file, names)}
+            tests |= {test for test in self.tests if test.split("::")[0] in naming}
+        return self._quickest_first(tests)
+
+    def _contains(self, path: str, names: re.Pattern[str]) -> bool:
+        return bool(names.search((self._root / path).read_text(encoding="utf-8")))
+
+    def _in_context(self, context: str) -> Iterable[str]:
+        if not context.startswith("fixture "):
+            return [context] if context in self.tests else []
+        node, _, name = context.removeprefix("fixture ").rpartition("::")
+        return (
+            t for t, about in self.tests.items() if t.startswith(node) and name in about["fixtures"]
+        )
+
+    def _quickest_first(self, tests: set[str]) -> list[str]:
+        tests = {t for t in tests if self.tests[t]["ran"]}.difference(self.unusable)
+        of_file: dict[str, float] = {}
+        for test in tests:
+            file = test.split("::")[0]
+            of_file[file] = of_file.get(file, 0.0) + self.tests[test]["seconds"]
+
+        def order(test: str) -> tuple[float, str, float, str]:
+            file = test.split("::")[0]
+            return of_file[file], file, self.tests[test]["seconds"], test
+
+        return sorted(tests, key=order)
+
+
+def _naming(path: str) -> re.Pattern[str]:
+    """How files name a module: d2f.cache, d2f/cache.py, from d2f import cache."""
+    module = re.sub(r"(/__\w+__)?\.py$", "", path)  # decode/__init__.py is named decode
+    package, _, name = (re.escape(part) for part in module.rpartition("/"))
+    package = package.replace("/", "[./]") + r"([./]| import .*\b)" if package else ""
+    return re.compile(rf"\b{package}{name}\b")
+
+
+def record(
+    folder: Path, place: Workplace, folders: Sequence[str], tests: Sequence[str], jobs: int
+) -> None:
+    """Run the tests with coverage of `folders`, into `folder`. Raises InputError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in [*folder.glob("coverage*"), *folder.glob("tests-*.json")]:  # of a stopped run
+        left.unlink()
+    include = ", ".join(f"{place.tree}/{name}/*" for name in folders)
+    rc = folder / "coveragerc"
+    rc.write_text(RC.format(folder=folder, include=include))
+    status, said = place.pytest([*tests, f"-n{jobs}"], {"MUTATION_RECORD": str(folder)})
+    if status not in (0, 1):
+        raise InputError(f"the tests could not be run: {brief(said[-2000:])}")
+    Coverage(config_file=str(rc)).combine()
+    found: dict[str, dict] = {}
+    for part in folder.glob("tests-*.json"):
+        found |= json.loads(part.read_text())
+    # Some fail only because of coverage: the others could kill no mutant.
+    failing = [test for test, about in found.items() if about["failed"]]
+    if failing:
+        failing = place.run_chosen(dict.fromkeys(failing, 600.0), 3600.0).failed
+    kept = {"tree": str(place.tree), "tests": found, "failing": failing}
+    write_beside(folder / "tests.json", json.dumps(kept))

@@ -1,0 +1,94 @@
+"""The measure of the tests themselves: benchmarks.mutation on a made-up package."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from benchmarks.mutation.__main__ import measure, report
+
+TIMES = "TIMES = 3\n"
+CODE = '''"""A text for people."""
+
+from made_up.times import TIMES
+
+
+def scaled(x: int) -> int:
+    return x * TIMES
+
+
+def biggest(x: int, y: int) -> int:
+    return x if x > y else y
+
+
+def in_a_process() -> None:
+    print(scaled(2))
+
+
+def unseen() -> None:
+    print(1)
+'''
+TESTS = """
+import os, subprocess, sys
+import pytest
+from made_up.code import biggest, scaled
+
+@pytest.fixture(scope="module")
+def six():
+    return scaled(2)
+
+def test_first(six):
+    pass
+
+def test_scaled(six):
+    assert six == 6
+
+def test_biggest():
+    assert biggest(1, 2)
+
+def printed(name, **more):
+    command = [sys.executable, "-c", f"from made_up import code; code.{name}()"]
+    return subprocess.run(command, capture_output=True, check=True, **more).stdout
+
+def test_in_a_process():
+    assert printed("in_a_process") == b"6\\n"
+
+def test_in_a_process_that_is_not_measured():
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
+    assert printed("unseen", env=environment) == b"1\\n"
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    root = tmp_path_factory.mktemp("project")
+    for folder, files in [
+        ("made_up", {"code.py": CODE, "times.py": TIMES}),
+        ("tests", {"test_code.py": TESTS}),
+    ]:
+        (root / folder).mkdir()
+        for name, text in files.items():
+            (root / folder / name).write_text(text)
+    options = Namespace(
+        folders=["made_up"], tests=["tests"], mutants=10, seed=0, jobs=1, seconds=60.0
+    )
+    return measure(options, root, root / "runs"), root
+
+
+def test_a_fault_that_a_test_notices_is_killed_and_another_named(measured):
+    results, root = measured
+    found = {row["line"]: row for row in results}
+    assert sorted(found) == [1, 7, 11, 15, 19]
+    assert {line for line, row in found.items() if row["killed"]} == {1, 7, 15, 19}
+    said = report(results, seed=0)
+    assert "made_up/code.py:11" in said and "+    return x if" in said
+    assert "killed 4 of 5 mutants, 80.0% (95 % interval 37.6% to 96.4%; seed 0" in said
+    assert (root / "made_up" / "code.py").read_text() == CODE
+
+
+def test_the_tests_that_run_are_those_that_reach_the_line(measured):
+    """Also through a fixture of the module or in another process; where that was not measured,
+    all tests of the file that names the module."""
+    reaching = {row["line"]: row["reaching"] for row in measured[0]}
+    assert reaching == {1: 4, 7: 3, 11: 1, 15: 1, 19: 5}
