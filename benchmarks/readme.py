@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.files import write_beside
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "compare-tiny"
 MARKS = ("<!-- comparison -->", "<!-- /comparison -->")
 
 
-def table(report: Report) -> str:
+def table(report: ComparisonReport) -> str:
     """A line for each task and entry: its speed at each concurrency, with the ratio to the
     baseline, and its right answers."""
     levels = sorted({row.concurrency for row in report.rows})
@@ -48,7 +48,7 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, report: Report) -> str:
+def with_table(readme: str, report: ComparisonReport) -> str:
     """The README with what lies between its two marks made anew."""
     before, _, rest = readme.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.parse_args(arguments)
     readme = ROOT / "README.md"
-    report = Report.load(RESULT / "report.json")
+    report = ComparisonReport.load(RESULT / "report.json")
     write_beside(readme, with_table(readme.read_text(encoding="utf-8"), report))
 
 

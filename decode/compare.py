@@ -25,7 +25,7 @@ from decode.commands.pipeline_flags import add_verbose
 
 if TYPE_CHECKING:
     from decode.comparison.comparison_config import CompareConfig
-    from decode.comparison.comparison_report import Report
+    from decode.comparison.comparison_report import ComparisonReport
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _EPILOG = """\
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FAILED if report.failures else 0
 
 
-def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report:
+def run(config: CompareConfig, command: str, *, verbose: bool = False) -> ComparisonReport:
     """Measure what the configuration says, write the report, return it. verbose: the entries'
     processes show what the libraries underneath say, too.
 
@@ -84,15 +84,15 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
         return _run(config, command, folder, verbose)
 
 
-def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Report:
+def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> ComparisonReport:
     from decode.comparison.comparison_config import Endpoint
     from decode.comparison.comparison_display import Display
-    from decode.comparison.comparison_report import Report
+    from decode.comparison.comparison_report import ComparisonReport
     from decode.comparison.contestants import Contestant, check_entries, make_ready
     from decode.comparison.entry_prompts import tokenizer_of
     from decode.comparison.identity import identity
     from decode.comparison.measure import measure, plan
-    from decode.comparison.runs_ledger import Ledger
+    from decode.comparison.runs_ledger import RunsLedger
     from decode.comparison.server import VllmServer
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
@@ -108,7 +108,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Re
     workloads = make_workloads(config)
     tokenizer = tokenizer_of(config.tokenizer or named)
     about = _about(config, command, config.tokenizer or named)
-    ledger = Ledger(path, identity(config, workloads, about))
+    ledger = RunsLedger(path, identity(config, workloads, about))
     check_entries(config, workloads)
     ledger.begin([entry.name for entry in config.entries])
     about["resumed"] = ledger.resumed
@@ -134,7 +134,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Re
         about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
         raise
     finally:
-        report = Report(about, ledger.records)
+        report = ComparisonReport(about, ledger.records)
         if ledger.records:
             report.save(folder)
             if config.figures:

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from d2f.model import DiffusionModel
     from decode.commands.live_display import Silent
-    from decode.commands.prompt_jobs import Job
-    from decode.reporting.output_file import Output
-    from decode.reporting.record import Record
+    from decode.commands.prompt_jobs import PromptJob
+    from decode.reporting.record import Output, Record
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
@@ -65,7 +64,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         from decode.commands.prompt_jobs import known_lengths, make_jobs, read_sources
         from decode.commands.timed_loop import decode
         from decode.commands.trace_file import Trace
-        from decode.reporting.output_file import Output
+        from decode.reporting.record import Output
 
         settings = read_settings(options)
         sources = read_sources(options)
@@ -80,8 +79,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         if options.output is not None:
             output = Output(options.output, settled, [job.source.id for job in jobs])
     _give_notices(options, model, jobs, output)
-    finished = output.records if output is not None else []
-    done = {record.id for record in finished}
+    done = dict(output.done) if output is not None else {}
     pending = [job for job in jobs if job.source.id not in done]
     new, seconds = decode(
         model,
@@ -92,14 +90,14 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         trace=trace,
     )
     order = {job.source.id: place for place, job in enumerate(jobs)}
-    records = sorted([*finished, *new], key=lambda record: order[record.id])
+    records = sorted([*done.values(), *new], key=lambda record: order[record.id])
     _report(options, console, model, records, new, seconds)
     if trace is not None and new:
         trace.write(settled)
 
 
 def describe(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[Job]
+    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> dict[str, Any]:
     """What decides a run's results: the resolved settings, and the hashes of weights and prompts.
     max_new_tokens of the decoder is null where it differs between prompts."""
@@ -128,7 +126,7 @@ def describe(
 
 
 def _give_notices(
-    options: argparse.Namespace, model: DiffusionModel, jobs: list[Job], output: Output | None
+    options: argparse.Namespace, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
 ) -> None:
     """What the user should know before it starts, on standard error."""
     from decode.reporting.notices import doubt_of
@@ -140,8 +138,8 @@ def _give_notices(
         return
     if output.torn:
         _say(f"notice: {output.path}: its last line was cut short and is decoded again")
-    if output.records:
-        _say(f"notice: {len(output.records)} of {len(jobs)} prompts are already in {output.path}")
+    if output.done:
+        _say(f"notice: {len(output.done)} of {len(jobs)} prompts are already in {output.path}")
         if options.trace is not None:
             _say("notice: they will not be in the trace")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from decode.tuning.outcome import Final, Outcome
     from decode.tuning.space import Setting, Space
     from decode.tuning.tuning_display import Silent
-    from decode.tuning.tuning_report import Report
+    from decode.tuning.tuning_report import TuningReport
     from decode.tuning.tuning_run import Tuning
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -46,7 +46,7 @@ def tune(
     weights: str | None = None,
     figures: bool = True,
     display: Silent | None = None,
-) -> Report:
+) -> TuningReport:
     """Search, choose, measure on held-out problems and write the folder `output`.
 
     What is in its ledger is not measured again. name, adapter: of the model, for files and
@@ -67,13 +67,13 @@ def _tune(
     weights: str | None,
     figures: bool,
     display: Silent | None,
-) -> Report:
+) -> TuningReport:
     from decode.commands.load_model import weights_hash
     from decode.evaluate import environment
     from decode.tuning.bench import Bench, check_prompts
-    from decode.tuning.measurements_ledger import Ledger
     from decode.tuning.tuning_display import Silent
-    from decode.tuning.tuning_report import Report
+    from decode.tuning.tuning_ledger import TuningLedger
+    from decode.tuning.tuning_report import TuningReport
 
     if figures:
         require_matplotlib("--no-figures")
@@ -82,7 +82,7 @@ def _tune(
     problems = all_problems(tuning)
     check_prompts(model, space, problems)
     run = describe(model, tuning, space, weights or weights_hash(model))
-    ledger = Ledger(folder / "measurements.jsonl", run)
+    ledger = TuningLedger(folder / "measurements.jsonl", run)
     if ledger.torn:
         display.say(f"notice: {ledger.path}: its last line was cut short and is measured again")
     if ledger.done:
@@ -97,7 +97,7 @@ def _tune(
             on_done=display.done,
         )
         outcomes = [tune_task(bench, tuning, task, display) for task in tuning.tasks]
-    report = Report(
+    report = TuningReport(
         name or model.path or model.family,
         adapter,
         space,
@@ -122,9 +122,9 @@ def all_problems(tuning: Tuning) -> Problems:
 def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outcome:
     """One task: the search on its tuning problems, the choice, the final measurement."""
     from decode.tuning.choose import choose
-    from decode.tuning.measurements_ledger import job
     from decode.tuning.outcome import Outcome
     from decode.tuning.search import make_plan, run_search
+    from decode.tuning.tuning_ledger import job
 
     settings = bench.space.settings
     used: list[float] = []  # seconds of this search, what the ledger had of it included
@@ -137,9 +137,9 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: Silent) -> Outco
         spent = bench.ledger.spent(task) >= tuning.budget_per_task
         if spent and wanted not in bench.ledger.done and stop > plan.look:
             return None
-        evidence = bench.evidence(wanted)
+        measured = bench.measure(wanted)
         used.append(bench.ledger.done[wanted].wall)
-        return evidence
+        return measured
 
     def on_rung(alive: int, first: int, stop: int) -> None:
         what = f"{task}, {alive} settings on tuning problems {first + 1} to {stop}"
@@ -180,9 +180,9 @@ def measure_heldout(
 ) -> list[Final]:
     """The chosen, the most accurate and the default setting on the held-out problems, in turn."""
     from decode.tuning.measurements import joined
-    from decode.tuning.measurements_ledger import job
     from decode.tuning.outcome import Final
     from decode.tuning.search import passes, smallest_pass
+    from decode.tuning.tuning_ledger import job
     from decode.tuning.tuning_report import finals_of
 
     defaults = bench.space.defaults(bench.model.contract)
@@ -190,14 +190,14 @@ def measure_heldout(
     parts = passes(0, tuning.heldout, smallest_pass(tuning.batch_size))
     total = len(wanted) * tuning.repetitions * tuning.heldout
     display.begin(f"{task}, {len(wanted)} settings on held-out problems", total)
-    measured: dict[tuple[int, int], list[Measurements]] = {}
+    parts_of: dict[tuple[int, int], list[Measurements]] = {}
     for repetition in range(tuning.repetitions):
         for first, stop in parts:
             for i, (_, setting) in enumerate(wanted):
-                evidence = bench.evidence(job(task, "heldout", setting, first, stop, repetition))
-                measured.setdefault((i, repetition), []).append(evidence)
+                measured = bench.measure(job(task, "heldout", setting, first, stop, repetition))
+                parts_of.setdefault((i, repetition), []).append(measured)
     return [
-        Final(roles, setting, [joined(measured[i, r]) for r in range(tuning.repetitions)])
+        Final(roles, setting, [joined(parts_of[i, r]) for r in range(tuning.repetitions)])
         for i, (roles, setting) in enumerate(wanted)
     ]
 

@@ -9,7 +9,7 @@ import pytest
 from documents import ROOT, in_small, run
 
 import d2f
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 
 WAYS = ("plain", "ours")
 # Rows of the tables in decoders.md, and the entries of the reports that they are.
@@ -79,7 +79,9 @@ def test_the_training_step_on_a_cpu_is_what_its_files_say():
 
 
 def test_the_decoders_on_story_are_what_the_report_says():
-    report = Report.load(ROOT / "benchmarks" / "results" / "decoders-tiny" / "report.json")
+    report = ComparisonReport.load(
+        ROOT / "benchmarks" / "results" / "decoders-tiny" / "report.json"
+    )
     forward = {r.entry: r.tokens_per_forward for r in report.rows if r.workload == "story"}
     rows = table("decoders.md", "## What they do on the bundled models")
     assert [label for label, _, _ in rows] == list(ENTRIES)
@@ -91,7 +93,7 @@ def test_the_decoders_on_story_are_what_the_report_says():
 
 
 def test_wedlm_beside_vllm_is_what_the_report_says():
-    report = Report.load(ROOT / "benchmarks" / "results" / "wedlm-tiny" / "report.json")
+    report = ComparisonReport.load(ROOT / "benchmarks" / "results" / "wedlm-tiny" / "report.json")
     speed = {(r.workload, r.entry, r.concurrency): f"{r.throughput:,.0f}" for r in report.rows}
     rows = table("decoders.md", "## WeDLM on a model trained for it")
     for (label, *cells), entry in zip(rows, WEDLM, strict=True):

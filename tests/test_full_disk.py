@@ -147,7 +147,7 @@ def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, d
     """Full at once, at its second run, and at each of the two reports. A run is a write and a
     sync, and asks for three answers, one of them to warm up."""
     from decode.compare import main
-    from decode.comparison.comparison_report import Report
+    from decode.comparison.comparison_report import ComparisonReport
 
     with endpoint(answering()) as server:
         path = compare_config(tmp_path, server.url)
@@ -159,7 +159,7 @@ def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, d
         disk.room = 10**9
         assert main(["--config", path]) == 0
         assert len(server.bodies) == 3 * (done + 3 - kept)
-    assert len(Report.load(tmp_path / "out" / "report.json").records) == 3
+    assert len(ComparisonReport.load(tmp_path / "out" / "report.json").records) == 3
 
 
 def test_a_comparison_whose_output_is_a_file(tmp_path, capsys):

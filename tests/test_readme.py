@@ -70,9 +70,9 @@ def test_the_table_is_what_was_measured():
 
 def test_the_comparison_is_what_the_report_says():
     from benchmarks.readme import RESULT, with_table
-    from decode.comparison.comparison_report import Report
+    from decode.comparison.comparison_report import ComparisonReport
 
-    assert with_table(README, Report.load(RESULT / "report.json")) == README
+    assert with_table(README, ComparisonReport.load(RESULT / "report.json")) == README
 
 
 def test_the_folders_that_the_readme_names_exist():

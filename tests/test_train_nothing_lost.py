@@ -22,7 +22,7 @@ from d2f.save_transformers import save_model
 from decode import record_states as states_command
 from distill import make_models
 from distill.data.sources import JsonLines
-from distill.rollouts.__main__ import RolloutFile
+from distill.rollouts.rollout_ledger import RolloutLedger
 from distill.rollouts.trajectories import Rollout
 from distill.run import checkpoint, export
 from distill.run.finite import FiniteWatch, NonFiniteLossError
@@ -289,21 +289,20 @@ def test_a_log_without_room_says_what_goes_on(tmp_path):
         log.write({"step": 1})
 
 
-def test_rollouts_without_room_keep_those_before(tmp_path):
+def test_rollouts_without_room_keep_those_before(tmp_path, monkeypatch):
     rollout = Rollout(
         unique_id="story-1", source="story", prompt_ids=(5,), generated_ids=(6, 7),
         trajectory_accepted=(0, 1), trajectory_proposed=(0, 1), append_steps=(0,), block_size=2,
         decoding_steps=2, used_temperature=0.0, text="a b",
     )  # fmt: skip
     path = tmp_path / "rollouts.jsonl"
-    with RolloutFile(str(path), {"seed": 0}) as file:
-        file.write(rollout)
-        file._file.close()
-        file._file = files.GrowingFile(Path("/dev/full"))
-        with pytest.raises(InputError, match=r"No space left.*the rollouts before are kept"):
-            file.write(rollout)
-    again = RolloutFile(str(path), {"seed": 0})
-    assert again.names == ["story-1"] and not again.torn
+    file = RolloutLedger(path, {"seed": 0})
+    file.add(rollout)
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(InputError, match=r"No space left.*; what it had before is kept"):
+        file.add(rollout.model_copy(update={"unique_id": "story-2"}))
+    again = RolloutLedger(path, {"seed": 0})
+    assert list(again.done) == ["story-1"] and not again.torn
 
 
 def test_states_know_their_place_before_they_decode(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from decode.commands.panels import RequestPanel, Row, Running
-from decode.commands.prompt_jobs import Job
+from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Event
 from decode.reporting.record import Record, numbers, plain_line, shown_text, verdict, visible
 
@@ -39,10 +39,10 @@ class Silent:
     def __exit__(self, *exception: object) -> None:
         """Nothing to close."""
 
-    def show(self, job: Job, event: Event) -> None:
+    def show(self, job: PromptJob, event: Event) -> None:
         """One forward of a request."""
 
-    def finish(self, job: Job, record: Record) -> None:
+    def finish(self, job: PromptJob, record: Record) -> None:
         """A request that is done."""
 
 
@@ -52,7 +52,7 @@ class Plain(Silent):
     def __init__(self, console: Console):
         self.console = console
 
-    def finish(self, job: Job, record: Record) -> None:
+    def finish(self, job: PromptJob, record: Record) -> None:
         print(plain_line(record), file=self.console.file, flush=True)
 
 
@@ -89,7 +89,7 @@ class LiveDisplay(Silent):
     def __exit__(self, *exception: object) -> None:
         self.live.stop()
 
-    def show(self, job: Job, event: Event) -> None:
+    def show(self, job: PromptJob, event: Event) -> None:
         self._panels[event.request] = self._panel(job, event)
         pause = self.next_pause()
         if pause:
@@ -108,7 +108,7 @@ class LiveDisplay(Silent):
         pause = FIRST_PAUSE * (1 - self.paused / ALL_PAUSES)
         return pause if pause >= LEAST_PAUSE else 0.0
 
-    def finish(self, job: Job, record: Record) -> None:
+    def finish(self, job: PromptJob, record: Record) -> None:
         self._done += 1
         self._draw()
         title = Text(f"{visible(job.source.where)} · {self._done} of {self.total}", "bold")
@@ -124,7 +124,7 @@ class LiveDisplay(Silent):
         self.live.update(Running(list(self._panels.values())), refresh=True)
         self._drawn = time.perf_counter()
 
-    def _panel(self, job: Job, event: Event) -> RequestPanel:
+    def _panel(self, job: PromptJob, event: Event) -> RequestPanel:
         fresh = {revealed.position for revealed in event.revealed}
         labels = job.decoder.labels
         rows = []

@@ -43,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """A prompt ready to decode."""
 
     source: Source
@@ -174,7 +174,7 @@ def known_lengths(sources: list[Source], settings: DecoderSettings) -> list[Any]
 
 def make_jobs(
     model: DiffusionModel, sources: list[Source], settings: DecoderSettings, *, raw: bool, n: int
-) -> list[Job]:
+) -> list[PromptJob]:
     """Each prompt's ids and decoder, n times, with the seeds of `decode.generate`. raw: text is
     taken without the chat template.
 
@@ -189,7 +189,7 @@ def make_jobs(
         check(model, ids, decoder, source.where)
         for sample in range(n):
             own = source if n == 1 else replace(source, id=f"{source.id}#{sample + 1}")
-            jobs.append(Job(own, ids, decoder.sampled(place, sample)))
+            jobs.append(PromptJob(own, ids, decoder.sampled(place, sample)))
     names = Counter(job.source.id for job in jobs)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -203,7 +203,7 @@ def _default_length(model: DiffusionModel, source: Source, ids: list[int]) -> in
     return default_length(model, ids, source.where)
 
 
-def prompts_hash(jobs: list[Job]) -> str:
+def prompts_hash(jobs: list[PromptJob]) -> str:
     """Identity of the prompts, their order and their response lengths."""
     content = [[job.source.id, job.ids, job.decoder.max_new_tokens] for job in jobs]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from itertools import islice
 
 from d2f.errors import NonFiniteLogitsError
 from d2f.model import DiffusionModel
 from decode.api import stream
 from decode.commands.live_display import Silent
-from decode.commands.prompt_jobs import Job
+from decode.commands.prompt_jobs import PromptJob
 from decode.commands.trace_file import Trace
 from decode.engine.result import Event
-from decode.reporting.output_file import Output
-from decode.reporting.record import Record, make_record
+from decode.reporting.record import Output, Record, make_record
 
 WARM_UP_FORWARDS = 2
 
 
 def decode(
     model: DiffusionModel,
-    jobs: list[Job],
+    jobs: list[PromptJob],
     *,
     batch_size: int,
     display: Silent,
@@ -40,10 +38,9 @@ def decode(
         _warm_up(model, jobs[0])
     records: list[Record] = []
     watch = Stopwatch()
-    with ExitStack() as stack:
-        if output is not None:
-            stack.enter_context(output)
-        stack.enter_context(display)
+    if output is not None:
+        output.start()
+    with display:
         for event, seconds in watch.over(events):
             job = jobs[event.request]
             if event.error is not None:
@@ -57,12 +54,12 @@ def decode(
                 record = make_record(job, event.result, seconds)
                 records.append(record)
                 if output is not None:
-                    output.write(record)
+                    output.add(record)
                 display.finish(job, record)
     return records, watch.seconds
 
 
-def _warm_up(model: DiffusionModel, job: Job) -> None:
+def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
     """The first forwards of a job, not timed: they pay for what is done only once."""
     try:
         for _ in islice(stream(model, [job.ids], job.decoder), WARM_UP_FORWARDS):

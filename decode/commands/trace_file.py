@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.files import write_beside
-from decode.commands.prompt_jobs import Job
+from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Event
 from decode.reporting.places import check_place
 
@@ -27,7 +27,7 @@ class Trace:
         check_place(self.path, "--trace")
         self._requests: dict[int | str, dict[str, Any]] = {}
 
-    def add(self, job: Job, event: Event) -> None:
+    def add(self, job: PromptJob, event: Event) -> None:
         """Take one forward of a request."""
         entry = self._requests.setdefault(
             job.source.id, {"id": job.source.id, "prompt": job.ids, "forwards": []}

@@ -19,10 +19,10 @@ from rich.progress import (
 from rich.table import Table
 
 from decode.comparison.comparison_config import AnyEntry
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.measure import Planned
 from decode.comparison.records import Record
-from decode.comparison.runs_ledger import Ledger
+from decode.comparison.runs_ledger import RunsLedger
 
 PLAIN_WIDTH = 140  # columns where standard output is no terminal
 
@@ -42,7 +42,7 @@ class Display:
     def starting(self, entry: AnyEntry) -> None:
         self._say(f"starting {entry.name} ({entry.kind}: {entry.model})")
 
-    def resuming(self, ledger: Ledger) -> None:
+    def resuming(self, ledger: RunsLedger) -> None:
         """What is there already is not measured again."""
         last = ledger.resumed[-1]
         note = f"; {last['dropped']} of a repetition that was cut short come again"
@@ -93,7 +93,7 @@ class Display:
         for answer in failed[:1]:
             self._say(f"  e.g. request {answer.item}: {answer.error}")
 
-    def report(self, report: Report, folder: Path) -> None:
+    def report(self, report: ComparisonReport, folder: Path) -> None:
         """The table, who won, and where the rest is."""
         for workload in report.workloads:
             table = Table(title=workload, title_justify="left")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.statistics import Row
 from decode.reporting.plots import COLORS, DPI, MARKERS, Panel, Point, Series, frontier, save
 
 
-def draw(report: Report, folder: Path) -> None:
+def draw(report: ComparisonReport, folder: Path) -> None:
     """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
     judged, frontier and, where an option was swept, forwards; each as PNG and SVG. Of what is
     ranked: an entry with failed requests is not drawn."""
@@ -38,7 +38,7 @@ def draw(report: Report, folder: Path) -> None:
         save(frontier(panels, caption), folder / "frontier")
 
 
-def throughput(report: Report) -> Figure:
+def throughput(report: ComparisonReport) -> Figure:
     """A panel a workload: visible tokens a second over the requests in flight, a line an entry,
     its band from the slowest to the fastest repetition."""
     workloads = _workloads(report)
@@ -74,7 +74,7 @@ def throughput(report: Report) -> Figure:
     return figure
 
 
-def _panel(report: Report, workload: str) -> Panel:
+def _panel(report: ComparisonReport, workload: str) -> Panel:
     """A line an entry through its points, which are labelled with the requests in flight."""
     series = []
     for entry, own in _lines(report, workload):
@@ -97,13 +97,13 @@ def _panel(report: Report, workload: str) -> Panel:
     return Panel(f"{workload}, labels: requests in flight", series)
 
 
-def _swept_models(report: Report) -> list[str]:
+def _swept_models(report: ComparisonReport) -> list[str]:
     """The models of which an option was swept, in the order of the entries."""
     entries = report.about["config"]["entries"]
     return list(dict.fromkeys(entry["model"] for entry in entries if entry.get("series")))
 
 
-def _sweep_panel(report: Report, workload: str, model: str, *, forwards: bool) -> Panel:
+def _sweep_panel(report: ComparisonReport, workload: str, model: str, *, forwards: bool) -> Panel:
     """A line a sweep of that model, its points in the order of its values, at the lowest
     concurrency; other entries of the model, and of models without sweeps, are points. forwards:
     over the tokens of a forward, not of a second."""
@@ -140,11 +140,11 @@ def _ends_labelled(points: list[Point]) -> list[Point]:
     return [p if i in (0, last) else replace(p, label="") for i, p in enumerate(points)]
 
 
-def _workloads(report: Report) -> list[str]:
+def _workloads(report: ComparisonReport) -> list[str]:
     return list(dict.fromkeys(row.workload for row in report.ranked))
 
 
-def _lines(report: Report, workload: str) -> list[tuple[str, list[Row]]]:
+def _lines(report: ComparisonReport, workload: str) -> list[tuple[str, list[Row]]]:
     """Each entry with its rows, in the configuration's order, so that colours stay its own."""
     return [
         (entry, [r for r in report.ranked if (r.workload, r.entry) == (workload, entry)])
@@ -153,5 +153,5 @@ def _lines(report: Report, workload: str) -> list[tuple[str, list[Row]]]:
     ]
 
 
-def _caption(report: Report) -> str:
+def _caption(report: ComparisonReport) -> str:
     return f"{report.about['device']}, {report.about['date']}"

@@ -14,7 +14,7 @@ from decode.comparison.statistics import Accuracy, Row, accuracies, failures, fa
 Column = tuple[str, Callable[[Row], str]]
 
 
-class Report:
+class ComparisonReport:
     """A comparison's records with what they were measured on.
 
     about: date, command, versions, device, configuration, the facts of each entry, and whether it
@@ -32,7 +32,7 @@ class Report:
         self.ranked = [r for r in self.rows if self._is_ranked(r.entry, r.workload)]
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> ComparisonReport:
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(values["about"], from_json(values["measurements"]))
 

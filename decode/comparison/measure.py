@@ -10,7 +10,7 @@ from d2f.errors import InputError
 from decode.comparison.comparison_config import CompareConfig
 from decode.comparison.contestants import Contestant
 from decode.comparison.records import Key, Record, judge
-from decode.comparison.runs_ledger import Ledger
+from decode.comparison.runs_ledger import RunsLedger
 from decode.comparison.workload import Workload
 
 
@@ -59,7 +59,7 @@ def plan(
 def measure(
     runs: Sequence[Planned],
     tokenizer: Any,
-    ledger: Ledger,
+    ledger: RunsLedger,
     show: Callable[[Planned, Record | None], None],
 ) -> None:
     """Do the runs; show is called before each with None and after each with its record. Raises

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from d2f.json_file import parse
 from d2f.tasks import check
-from decode.commands.prompt_jobs import Job
+from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Result
+from decode.reporting.ledger import Ledger, json_line
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,6 @@ class Record:
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields, in their order."""
-        return asdict(self)
-
     @staticmethod
     def from_json(values: Any) -> Record:
         """The record of a line. Raises ValueError."""
@@ -65,7 +64,30 @@ class Record:
 _RECORD = TypeAdapter(Record)
 
 
-def make_record(job: Job, result: Result, seconds: float) -> Record:
+class Output(Ledger[int | str, Record]):
+    """The file of --output. ids: of the prompts of the run."""
+
+    FILE = "exists and is not an output of this command"
+    ENTRY = "a result of this run"
+
+    def __init__(self, path: str | Path, run: dict[str, Any], ids: Collection[int | str]):
+        self.ids = set(ids)
+        super().__init__(path, run)
+
+    def key(self, entry: Record) -> int | str:
+        return entry.id
+
+    def line(self, entry: Record) -> str:
+        return json_line(asdict(entry))
+
+    def parsed(self, line: bytes, where: str) -> Record:
+        record = Record.from_json(parse(line, nan=True))
+        if record.id not in self.ids:
+            raise ValueError("no prompt of this run")
+        return record
+
+
+def make_record(job: PromptJob, result: Result, seconds: float) -> Record:
     """A result with the judgement of its text."""
     problem = job.source.problem
     return Record(

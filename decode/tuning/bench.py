@@ -13,8 +13,8 @@ from d2f.tasks import Problem, make_problems
 from decode.engine.prompts import check, encode
 from decode.evaluate import Judged, decode_and_judge
 from decode.tuning.measurements import Measurements
-from decode.tuning.measurements_ledger import Job, Ledger, Measurement
 from decode.tuning.space import Space
+from decode.tuning.tuning_ledger import JobDone, TuningJob, TuningLedger
 
 Problems = dict[tuple[str, str], list[Problem]]
 """By task and split."""
@@ -32,25 +32,25 @@ class Bench:
         model: DiffusionModel,
         space: Space,
         problems: Problems,
-        ledger: Ledger,
+        ledger: TuningLedger,
         *,
         batch_size: int,
-        on_done: Callable[[Measurement], None],
+        on_done: Callable[[JobDone], None],
     ):
         self.model, self.space, self.problems, self.ledger = model, space, problems, ledger
         self.batch_size = batch_size
         self.on_done = on_done
         self.warm: set[tuple[object, ...]] = set()
 
-    def evidence(self, job: Job) -> Measurements:
+    def measure(self, job: TuningJob) -> Measurements:
         """What the job gives. Raises NonFiniteLogitsError."""
         if job not in self.ledger.done:
             measurement = self._measure(job)
-            self.ledger.write(measurement)
+            self.ledger.add(measurement)
         self.on_done(self.ledger.done[job])
-        return self.ledger.done[job].evidence
+        return self.ledger.done[job].measured
 
-    def _measure(self, job: Job) -> Measurement:
+    def _measure(self, job: TuningJob) -> JobDone:
         began = time.perf_counter()
         decoder = self.space.build(dict(job.setting), job.task)
         problems = self.problems[job.task, job.split][job.first : job.stop]
@@ -58,10 +58,10 @@ class Bench:
             decode_and_judge(self.model, decoder, problems[:1], batch_size=self.batch_size)
             self.warm.add((job.task, job.setting))
         judged = decode_and_judge(self.model, decoder, problems, batch_size=self.batch_size)
-        return Measurement(job, to_evidence(judged), time.perf_counter() - began)
+        return JobDone(job, to_measurements(judged), time.perf_counter() - began)
 
 
-def to_evidence(judged: Judged) -> Measurements:
+def to_measurements(judged: Judged) -> Measurements:
     """Judged problems by themselves; each has the share of the seconds that its own time has."""
     results = judged.results
     own = np.array([result.seconds for result in results])

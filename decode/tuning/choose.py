@@ -54,24 +54,24 @@ class Choice:
     reached: bool
 
 
-def most_accurate(evidence: Sequence[Measurements]) -> int:
+def most_accurate(measured: Sequence[Measurements]) -> int:
     """The place of the most accurate setting, of equally accurate ones the slowest: the careful
     one, and so the better reference where problems are few."""
     return max(
-        range(len(evidence)), key=lambda i: (evidence[i].accuracy, -evidence[i].tokens_per_second)
+        range(len(measured)), key=lambda i: (measured[i].accuracy, -measured[i].tokens_per_second)
     )
 
 
-def choose(goal: Goal, evidence: Sequence[Measurements]) -> Choice:
-    """The choice among settings measured on the same problems. evidence: at least one."""
-    reference = most_accurate(evidence)
-    bound = goal.bound(evidence[reference].accuracy)
-    allowed = [i for i, e in enumerate(evidence) if e.accuracy >= bound - TOUCH]
+def choose(goal: Goal, measured: Sequence[Measurements]) -> Choice:
+    """The choice among settings measured on the same problems. measured: at least one."""
+    reference = most_accurate(measured)
+    bound = goal.bound(measured[reference].accuracy)
+    allowed = [i for i, e in enumerate(measured) if e.accuracy >= bound - TOUCH]
     if not allowed:
-        best = evidence[reference].accuracy
-        allowed = [i for i, e in enumerate(evidence) if e.accuracy >= best - TOUCH]
-    chosen = max(allowed, key=lambda i: (evidence[i].tokens_per_second, evidence[i].accuracy))
-    reached = evidence[chosen].accuracy >= bound - TOUCH
+        best = measured[reference].accuracy
+        allowed = [i for i, e in enumerate(measured) if e.accuracy >= best - TOUCH]
+    chosen = max(allowed, key=lambda i: (measured[i].tokens_per_second, measured[i].accuracy))
+    reached = measured[chosen].accuracy >= bound - TOUCH
     return Choice(chosen, reference, bound, reached)
 
 

@@ -25,7 +25,7 @@ class Final:
     repetitions: list[Measurements]
 
     @property
-    def evidence(self) -> Measurements:
+    def measured(self) -> Measurements:
         return self.repetitions[0]
 
     @property
@@ -63,7 +63,7 @@ class Outcome:
     @property
     def verdict(self) -> Verdict:
         """Whether the chosen setting reaches the goal on the held-out problems."""
-        chosen, reference = self.final(ROLES[0]).evidence, self.final(ROLES[1]).evidence
+        chosen, reference = self.final(ROLES[0]).measured, self.final(ROLES[1]).measured
         return verdict(self.goal, chosen, reference)
 
     @property
@@ -84,8 +84,8 @@ class Outcome:
         chosen, defaults = self.final(ROLES[0]), self.final(ROLES[2])
         if chosen is defaults:
             return "These are the decoder's defaults."
-        low, high = paired_interval(chosen.evidence, defaults.evidence)
-        more = chosen.evidence.accuracy - defaults.evidence.accuracy
+        low, high = paired_interval(chosen.measured, defaults.measured)
+        more = chosen.measured.accuracy - defaults.measured.accuracy
         speed = median(chosen.speeds) / median(defaults.speeds)
         return (
             f"Against the decoder's defaults it is {speed:.2f} times as fast, its accuracy "
@@ -107,7 +107,7 @@ class Outcome:
             "tuning problems."
         )
         if found.spent:
-            missing = sum(evidence is None for evidence in found.evidence)
+            missing = sum(measured is None for measured in found.measured)
             more = f"; {missing} settings were not measured at all" if missing else ""
             lines.append(f"The budget ended the search before its last rung was done{more}.")
         if found.problems < SMALLEST_PASS:
@@ -130,10 +130,10 @@ class Outcome:
                 "setting": dict(setting),
                 "compared": i in common,
                 "frontier": i in front,
-                **(numbers(common.get(i, evidence)) if evidence is not None else {}),
+                **(numbers(common.get(i, measured)) if measured is not None else {}),
             }
-            for i, (setting, evidence) in enumerate(
-                zip(self.settings, self.found.evidence, strict=True)
+            for i, (setting, measured) in enumerate(
+                zip(self.settings, self.found.measured, strict=True)
             )
         ]
         v = self.verdict
@@ -154,7 +154,7 @@ class Outcome:
                 {
                     "roles": final.roles,
                     "setting": dict(final.setting),
-                    **numbers(final.evidence),
+                    **numbers(final.measured),
                     "tokens_per_second": median(final.speeds),
                     "tokens_per_second_of_repetitions": final.speeds,
                 }
@@ -172,35 +172,35 @@ class Outcome:
         }
 
 
-def numbers(evidence: Measurements) -> dict[str, Any]:
+def numbers(measured: Measurements) -> dict[str, Any]:
     """Sums and rates of what was measured."""
-    low, high = evidence.interval
+    low, high = measured.interval
     return {
-        "problems": evidence.problems,
-        "right": evidence.count_right,
-        "accuracy": evidence.accuracy,
+        "problems": measured.problems,
+        "right": measured.count_right,
+        "accuracy": measured.accuracy,
         "accuracy_low": low,
         "accuracy_high": high,
-        "visible_tokens": int(evidence.tokens.sum()),
-        "forwards": int(evidence.forwards.sum()),
-        "tokens_per_forward": evidence.tokens_per_forward,
-        "tokens_per_second": evidence.tokens_per_second,
-        "seconds_per_problem": evidence.seconds_per_problem,
+        "visible_tokens": int(measured.tokens.sum()),
+        "forwards": int(measured.forwards.sum()),
+        "tokens_per_forward": measured.tokens_per_forward,
+        "tokens_per_second": measured.tokens_per_second,
+        "seconds_per_problem": measured.seconds_per_problem,
     }
 
 
 def final_row(final: Final) -> list[str]:
     """A held-out measurement for a table with `FINAL_COLUMNS`."""
-    evidence, speeds = final.evidence, final.speeds
-    low, high = evidence.interval
+    measured, speeds = final.measured, final.speeds
+    low, high = measured.interval
     return [
         ", ".join(final.roles),
         named(final.setting) or "defaults",
-        f"{evidence.count_right} of {evidence.problems}",
-        f"{evidence.accuracy:.1%} ({low:.1%} to {high:.1%})",
+        f"{measured.count_right} of {measured.problems}",
+        f"{measured.accuracy:.1%} ({low:.1%} to {high:.1%})",
         f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",
-        f"{evidence.tokens_per_forward:.2f}",
-        f"{evidence.forwards_per_problem:.1f}",
+        f"{measured.tokens_per_forward:.2f}",
+        f"{measured.forwards_per_problem:.1f}",
     ]
 
 

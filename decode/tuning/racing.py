@@ -26,17 +26,17 @@ LEAST_CHANCE = 0.02  # a setting with this chance goes on whatever its rank
 Chances = npt.NDArray[np.float64]
 
 
-def chances(goal: Goal, evidence: Sequence[Measurements], seed: int) -> tuple[Chances, Chances]:
+def chances(goal: Goal, measured: Sequence[Measurements], seed: int) -> tuple[Chances, Chances]:
     """Of each setting, the share of draws in which it is the choice, and in which it is the most
-    accurate, [settings] each. evidence: of the same problems."""
+    accurate, [settings] each. measured: of the same problems."""
     rng = np.random.default_rng(seed)
-    settings, problems = len(evidence), evidence[0].problems
+    settings, problems = len(measured), measured[0].problems
     weights = rng.standard_gamma(1.0, (DRAWS, problems))
     also_right, also_wrong = rng.standard_gamma(0.5, (2, DRAWS, settings))
-    right = weights @ np.stack([e.right for e in evidence], 1) + also_right  # [draws, settings]
+    right = weights @ np.stack([e.right for e in measured], 1) + also_right  # [draws, settings]
     accuracy = right / (weights.sum(1, keepdims=True) + also_right + also_wrong)
-    tokens = weights @ np.stack([e.tokens for e in evidence], 1)
-    speed = tokens / (weights @ np.stack([e.seconds for e in evidence], 1))
+    tokens = weights @ np.stack([e.tokens for e in measured], 1)
+    speed = tokens / (weights @ np.stack([e.seconds for e in measured], 1))
     best = accuracy.max(1, keepdims=True)
     bound = best - goal.within / 100 if goal.min_accuracy is None else goal.min_accuracy
     allowed = (accuracy >= bound) | (accuracy == best)
@@ -47,7 +47,7 @@ def chances(goal: Goal, evidence: Sequence[Measurements], seed: int) -> tuple[Ch
     )
 
 
-def keep(goal: Goal, evidence: Sequence[Measurements], *, eta: int, seed: int) -> list[int]:
+def keep(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed: int) -> list[int]:
     """The places of the settings that go on, the most promising first.
 
     Those are what would be chosen now, the most accurate now, each that is the choice or, where
@@ -55,21 +55,21 @@ def keep(goal: Goal, evidence: Sequence[Measurements], *, eta: int, seed: int) -
     1/eta; eta 1 is all. The order: what would be chosen and the most accurate, then by the sum of
     the two chances; of equal chance first what reaches the bound, then by speed.
     """
-    now = choose(goal, evidence)
+    now = choose(goal, measured)
     sure = list(dict.fromkeys((now.chosen, now.reference)))
-    is_choice, is_best = chances(goal, evidence, seed)
+    is_choice, is_best = chances(goal, measured, seed)
     if goal.min_accuracy is not None:
         is_best = np.zeros_like(is_best)
 
     def rank(i: int) -> tuple[float, ...]:
         return (
             -is_choice[i] - is_best[i],
-            evidence[i].accuracy < now.bound,
-            -evidence[i].tokens_per_second,
+            measured[i].accuracy < now.bound,
+            -measured[i].tokens_per_second,
         )
 
-    order = sorted(range(len(evidence)), key=rank)
-    quota = -(-len(evidence) // eta)
+    order = sorted(range(len(measured)), key=rank)
+    quota = -(-len(measured) // eta)
     matters = np.maximum(is_choice, is_best) >= LEAST_CHANCE
     kept = {*order[:quota], *np.flatnonzero(matters).tolist()}
     return [*sure, *(i for i in order if i in kept and i not in sure)]

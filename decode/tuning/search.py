@@ -56,20 +56,20 @@ class Cut:
 class Found:
     """What a search measured.
 
-    evidence: of each setting, None where the budget ended before its first problem. compared: the
+    measured: of each setting, None where the budget ended before its first problem. compared: the
     places of the settings that the choice is among, `problems`: on how many problems, the first
     ones, which all of them decoded. spent: whether the budget ended the search.
     """
 
-    evidence: list[Measurements | None]
+    measured: list[Measurements | None]
     compared: list[int]
     problems: int
     cuts: list[Cut]
     spent: bool
 
     def comparable(self) -> list[Measurements]:
-        """The evidence of the compared settings on the common problems."""
-        found = [self.evidence[i] for i in self.compared]
+        """The measured of the compared settings on the common problems."""
+        found = [self.measured[i] for i in self.compared]
         return [e.first(self.problems) for e in found if e is not None]
 
 
@@ -131,9 +131,9 @@ def run_search(
 
     def cut(eta: int, rungs: Sequence[int]) -> list[int]:
         """Who goes on to the first of the rungs to come."""
-        evidence = [joined(parts[i]) for i in alive]
-        order = keep(goal, evidence, eta=eta, seed=seed)
-        costs = [evidence[i].seconds_per_problem * (rungs[0] - reached) for i in order]
+        measured = [joined(parts[i]) for i in alive]
+        order = keep(goal, measured, eta=eta, seed=seed)
+        costs = [measured[i].seconds_per_problem * (rungs[0] - reached) for i in order]
         kept = order[: affordable(costs, seconds_left() / len(rungs))]
         if eta > 1 or len(kept) < len(alive):
             cuts.append(Cut(reached, len(alive), len(kept), len(kept) < len(order)))
@@ -147,10 +147,10 @@ def run_search(
         on_rung(len(alive), reached, rung)
         for first, stop in passes(reached, rung, plan.smallest, plan.look):
             for i in alive:
-                evidence = measure(settings[i], first, stop)
-                if evidence is None:
+                measured = measure(settings[i], first, stop)
+                if measured is None:
                     return found([j for j in alive if parts[j]], reached or stop, True)
-                parts[i].append(evidence)
+                parts[i].append(measured)
             reached = stop
         if rung != stops[-1]:
             if seconds_left() <= 0:

@@ -8,12 +8,12 @@ from rich.table import Table
 
 from decode.tuning.outcome import FINAL_COLUMNS, final_row
 from decode.tuning.space import named
-from decode.tuning.tuning_report import Report
+from decode.tuning.tuning_report import TuningReport
 
 PLAIN_WIDTH = 160  # columns, where the output is not a terminal
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: TuningReport, console: Console) -> None:
     """Print what was chosen, whether it holds up, and the command that uses it."""
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, highlight=False)

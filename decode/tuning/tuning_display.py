@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from decode.tuning.measurements_ledger import Measurement
 from decode.tuning.space import named
+from decode.tuning.tuning_ledger import JobDone
 
 
 class Silent:
@@ -21,7 +21,7 @@ class Silent:
     def begin(self, what: str, problems: int) -> None:
         """A rung or a final measurement, and how many problems it decodes over all settings."""
 
-    def done(self, measurement: Measurement) -> None:
+    def done(self, measurement: JobDone) -> None:
         """One more measurement, new or from the ledger."""
 
     def say(self, line: str) -> None:
@@ -68,10 +68,10 @@ class Live(Plain):
         super().begin(what, problems)
         self.progress.reset(self.bar, total=problems, description=what)
 
-    def done(self, measurement: Measurement) -> None:
-        job, evidence = measurement.job, measurement.evidence
-        text = f"{job.task}, {named(dict(job.setting))}: {evidence.accuracy:.0%} right"
-        self.progress.update(self.bar, advance=evidence.problems, description=text)
+    def done(self, measurement: JobDone) -> None:
+        job, measured = measurement.job, measurement.measured
+        text = f"{job.task}, {named(dict(job.setting))}: {measured.accuracy:.0%} right"
+        self.progress.update(self.bar, advance=measured.problems, description=text)
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, markup=False, highlight=False)

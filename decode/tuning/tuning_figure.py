@@ -11,12 +11,12 @@ from decode.tuning.outcome import ROLES, Final, Outcome
 from decode.tuning.space import Setting
 
 if TYPE_CHECKING:
-    from decode.tuning.tuning_report import Report
+    from decode.tuning.tuning_report import TuningReport
 
 SHORT = {"block_size": "block", "tau_add": "add", "tau_act": "act", "tau_conf": "conf"}
 
 
-def draw(report: Report) -> None:
+def draw(report: TuningReport) -> None:
     """Write frontier.png and frontier.svg."""
     run, environment = report.run, report.environment
     names = ", ".join(f"{SHORT[n]}: {n}" for n in report.space.varying if n in SHORT)
@@ -46,7 +46,7 @@ def search_panel(outcome: Outcome, varying: list[str]) -> Panel:
         for i in front
     ]
     below = [point(e, chosen=i == chosen) for i, e in common.items() if i not in front]
-    dropped = [point(e) for i, e in enumerate(found.evidence) if e is not None and i not in common]
+    dropped = [point(e) for i, e in enumerate(found.measured) if e is not None and i not in common]
     return Panel(
         title=f"{outcome.task}: the search, {found.problems} tuning problems",
         series=[
@@ -60,8 +60,8 @@ def search_panel(outcome: Outcome, varying: list[str]) -> Panel:
 
 def final_panel(outcome: Outcome) -> Panel:
     """The final measurement. It has axes of its own: its speeds were measured at another time."""
-    problems = outcome.finals[0].evidence.problems
-    bound = outcome.goal.bound(outcome.final(ROLES[1]).evidence.accuracy)
+    problems = outcome.finals[0].measured.problems
+    bound = outcome.goal.bound(outcome.final(ROLES[1]).measured.accuracy)
     return Panel(
         title=f"{outcome.task}: {problems} held-out problems",
         series=[
@@ -74,20 +74,20 @@ def final_panel(outcome: Outcome) -> Panel:
     )
 
 
-def point(evidence: Measurements, label: str = "", chosen: bool = False) -> Point:
+def point(measured: Measurements, label: str = "", chosen: bool = False) -> Point:
     """Measured problems as a point."""
-    low, high = evidence.interval
+    low, high = measured.interval
     return Point(
-        evidence.tokens_per_second, evidence.accuracy, low, high, label=label, chosen=chosen
+        measured.tokens_per_second, measured.accuracy, low, high, label=label, chosen=chosen
     )
 
 
 def final_point(final: Final) -> Point:
     """A final measurement, with the range of its repetitions."""
-    low, high = final.evidence.interval
+    low, high = final.measured.interval
     return Point(
         median(final.speeds),
-        final.evidence.accuracy,
+        final.measured.accuracy,
         low,
         high,
         label=", ".join(final.roles),

@@ -18,7 +18,7 @@ from decode.tuning.space import Setting, Space, named
 
 
 @dataclass(frozen=True)
-class Report:
+class TuningReport:
     """What came out of a run. model, adapter: as they were named. run: what the ledger's header
     says. environment: what it was measured on."""
 
@@ -93,7 +93,7 @@ class Report:
             f"{run['batch_size']}",
             f"chosen: {outcome.goal.text}",
             _measured("tuning", tuned.tokens_per_second, tuned),
-            _measured("held-out", median(final.speeds), final.evidence),
+            _measured("held-out", median(final.speeds), final.measured),
             outcome.verdict_text,
             outcome.against_defaults,
             f"{self.environment['device']}, {self.environment['threads']} threads, "
@@ -146,23 +146,23 @@ def search_rows(outcome: Outcome) -> list[list[str]]:
     """The measured settings for a table: the compared ones, fastest first, then the others."""
     front, common = set(outcome.front), outcome.found.comparable()
     rows: list[tuple[tuple[float, ...], list[str]]] = []
-    for i, whole in enumerate(outcome.found.evidence):
+    for i, whole in enumerate(outcome.found.measured):
         if whole is None:
             continue
         compared = i in outcome.found.compared
-        evidence = common[outcome.found.compared.index(i)] if compared else whole
+        measured = common[outcome.found.compared.index(i)] if compared else whole
         marks = ["chosen"] * (outcome.settings[i] == outcome.chosen)
         marks += ["frontier"] * (i in front) + ["dropped"] * (not compared)
-        low, high = evidence.interval
+        low, high = measured.interval
         row = [
             named(outcome.settings[i]),
             ", ".join(marks),
-            f"{evidence.count_right} of {evidence.problems}",
-            f"{evidence.accuracy:.1%} ({low:.1%} to {high:.1%})",
-            f"{evidence.tokens_per_second:.1f}",
-            f"{evidence.tokens_per_forward:.2f}",
+            f"{measured.count_right} of {measured.problems}",
+            f"{measured.accuracy:.1%} ({low:.1%} to {high:.1%})",
+            f"{measured.tokens_per_second:.1f}",
+            f"{measured.tokens_per_forward:.2f}",
         ]
-        rows.append(((not compared, -evidence.problems, -evidence.tokens_per_second), row))
+        rows.append(((not compared, -measured.problems, -measured.tokens_per_second), row))
     return [row for _, row in sorted(rows)]
 
 
@@ -180,12 +180,12 @@ def finals_of(
     return found
 
 
-def _measured(split: str, speed: float, evidence: Any) -> str:
-    low, high = evidence.interval
+def _measured(split: str, speed: float, measured: Any) -> str:
+    low, high = measured.interval
     return (
-        f"{split}: {evidence.count_right} of {evidence.problems} right ({evidence.accuracy:.1%}, "
+        f"{split}: {measured.count_right} of {measured.problems} right ({measured.accuracy:.1%}, "
         f"95 % {low:.1%} to {high:.1%}), {speed:.1f} tokens/s, "
-        f"{evidence.tokens_per_forward:.2f} tokens a forward"
+        f"{measured.tokens_per_forward:.2f} tokens a forward"
     )
 
 

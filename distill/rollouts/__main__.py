@@ -12,17 +12,12 @@ problem whose answer is wrong is decoded again at the next of `--temperatures`, 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, NonFiniteLogitsError
-from d2f.files import GrowingFile, write_beside
 from d2f.quiet import quiet
 from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
 from decode.commands.decoder_flags import add_flags, given_options, own_names
@@ -40,55 +35,6 @@ RECORDED = ("wino", "d2f")
 _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
 
 
-class RolloutFile:
-    """The file of a run: its settings, then a line a rollout, in the order of the problems.
-
-    Opening reads what is there: `names` of the rollouts, `torn` where a half-written line follows
-    them. Entering drops that line. Raises InputError if it is not the file of this very run.
-    """
-
-    def __init__(self, path: str, run: dict[str, Any]):
-        from decode.reporting.output_file import json_line, refuse_another_run
-        from distill.rollouts.trajectories import parse_rollouts
-
-        self.path = Path(os.path.realpath(path))
-        self.names: list[str] = []
-        self.torn = False
-        try:
-            data = self.path.read_bytes() if self.path.exists() else b""
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        if data:
-            there, found, self.torn = parse_rollouts(data, self.path)
-            refuse_another_run(self.path, there, json.loads(json.dumps(run)))
-            self.names = [rollout.unique_id for rollout in found]
-            self._whole = data[: data.rfind(b"\n") + 1].decode()
-        else:
-            self._whole = json_line({"rollouts": run})
-
-    def __enter__(self) -> RolloutFile:
-        with self._kept():
-            if self.torn or not self.names:
-                write_beside(self.path, self._whole)
-            self._file = GrowingFile(self.path)
-        return self
-
-    def write(self, rollout: Rollout) -> None:
-        """Append a rollout. Raises OutputError."""
-        with self._kept():
-            self._file.write(rollout.model_dump_json() + "\n")
-        self.names.append(rollout.unique_id)
-
-    def _kept(self) -> AbstractContextManager[None]:
-        from d2f.write_errors import says_what_is_kept
-
-        kept = "the rollouts before are kept, the same command goes on"
-        return says_what_is_kept(self.path, kept)
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 def run(options: argparse.Namespace) -> None:
     """Collect what the options say. Raises InputError before any work."""
     with hold_output(options.output):
@@ -101,6 +47,7 @@ def _run(options: argparse.Namespace) -> None:
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import check_options, load, outline
     from distill.rollouts.collect import collect, make_jobs
+    from distill.rollouts.rollout_ledger import RolloutLedger
 
     given = given_options(options)
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
@@ -109,17 +56,18 @@ def _run(options: argparse.Namespace) -> None:
     shape = outline(options.model, options.adapter)
     jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
     model, weights = load(options)
-    file = RolloutFile(options.output, describe(options, model, weights, jobs))
+    file = RolloutLedger(options.output, describe(options, model, weights, jobs))
     order = {job.name: number for number, job in enumerate(jobs)}
-    places = [order.get(name, -1) for name in file.names]
+    places = [order.get(name, -1) for name in file.done]
     if -1 in places or places != sorted(set(places)):
         raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
     first = places[-1] + 1 if places else 0
     if first:
-        print(f"{file.path}: going on after {file.names[-1]}", file=sys.stderr)
+        print(f"{file.path}: going on after {[*file.done][-1]}", file=sys.stderr)
     waiting: dict[int, Rollout | None] = {}
     bar = tqdm(total=len(jobs), initial=first, disable=not sys.stderr.isatty())
-    with file, bar:
+    file.start()
+    with bar:
         for number, rollout in collect(
             model,
             jobs,
@@ -133,10 +81,10 @@ def _run(options: argparse.Namespace) -> None:
             while first in waiting:
                 found = waiting.pop(first)
                 if found is not None:
-                    file.write(found)
+                    file.add(found)
                 first += 1
     for task in options.tasks:
-        kept = sum(name.startswith(f"{task}-") for name in file.names)
+        kept = sum(name.startswith(f"{task}-") for name in file.done)
         print(f"{task:<10} {kept} of {options.problems} right and kept")
 
 

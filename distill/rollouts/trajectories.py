@@ -36,6 +36,7 @@ from distill.data.data_config import Data
 Count = Annotated[int, Field(ge=0)]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NO_ROLLOUTS = "is not a file of distill.rollouts.__main__: line 1 says no run"
 
 
 class Rollout(Section):
@@ -94,10 +95,15 @@ def read_rollouts(path: str | Path) -> tuple[dict[str, Any], list[Rollout]]:
     Raises InputError, naming file and line, for anything that is not a line of such a file.
     """
     try:
-        data = Path(path).read_bytes()
+        first, *lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    run, found, torn = parse_rollouts(data, path)
+    try:
+        run = dict(parse(first.decode())["rollouts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} {NO_ROLLOUTS}") from error
+    torn = bool(lines and lines.pop())
+    found = [parse_rollout(line, f"{path}, line {n}") for n, line in enumerate(lines, 2)]
     if torn:
         raise InputError(
             f"{path}, line {len(found) + 2} is cut short: "
@@ -108,28 +114,14 @@ def read_rollouts(path: str | Path) -> tuple[dict[str, Any], list[Rollout]]:
     return run, found
 
 
-def parse_rollouts(data: bytes, path: str | Path) -> tuple[dict[str, Any], list[Rollout], bool]:
-    """The run, the rollouts of all whole lines, and whether a torn line follows them.
-
-    Raises InputError as `read_rollouts` does.
-    """
-    first, *lines = data.split(b"\n")
+def parse_rollout(line: bytes, where: str) -> Rollout:
+    """The rollout of a line. Raises InputError that begins with `where`."""
     try:
-        run = dict(parse(first.decode())["rollouts"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} is not a file of distill.rollouts.__main__: line 1 says no run"
-        ) from error
-    torn = bool(lines and lines.pop())
-    found = []
-    for number, line in enumerate(lines, 2):
-        try:
-            found.append(Rollout.model_validate_json(line))
-        except ValidationError as error:
-            wrong = error.errors()[0]
-            key = ".".join(map(str, wrong["loc"])) or "rollout"
-            raise InputError(f"{path}, line {number}: {key}: {wrong['msg']}") from error
-    return run, found, torn
+        return Rollout.model_validate_json(line)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        key = ".".join(map(str, wrong["loc"])) or "rollout"
+        raise InputError(f"{where}: {key}: {wrong['msg']}") from error
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -17,7 +17,7 @@ from d2f.errors import InputError
 from d2f.tasks import make_problems
 from decode.compare import main
 from decode.comparison.comparison_config import read_config
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
@@ -65,7 +65,7 @@ def finished(tmp_path_factory):
         command[4] = write(folder / "c.yaml", values)
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return Report.load(folder / "out" / "report.json"), folder / "out", done.stdout
+    return ComparisonReport.load(folder / "out" / "report.json"), folder / "out", done.stdout
 
 
 def test_every_entry_is_measured_alike(finished):
@@ -190,7 +190,7 @@ def test_an_interrupt_stops_the_server_and_keeps_what_was_measured(tmp_path, fak
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert gone(tmp_path / "out" / "logs" / "base.log")
-    report = Report.load(tmp_path / "out" / "report.json")
+    report = ComparisonReport.load(tmp_path / "out" / "report.json")
     assert report.rows and report.about["cut_short"]
     assert "Cut short" in (tmp_path / "out" / "report.md").read_text()
 
@@ -264,7 +264,7 @@ def test_prompts_of_your_own(tmp_path, fake_python):
         max_new_tokens=8, stop=["####"], figures=False,
     )  # fmt: skip
     assert main(["--config", write(tmp_path / "c.yaml", values)]) == 0
-    report = Report.load(tmp_path / "out" / "report.json")
+    report = ComparisonReport.load(tmp_path / "out" / "report.json")
     assert report.workloads == ["prompts"] and report.accuracies == []
     answers = [a for record in report.records for a in record.answers]
     assert {a.text for a in answers} == {"3+4=7\n"}  # cut before the stop string

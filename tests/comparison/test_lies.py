@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from d2f.errors import InputError
 from decode.compare import main
 from decode.comparison.answers import Answer
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.completions import ignored_limit
 from decode.comparison.served import check_endpoint
 from tests.comparison.endpoint import answering, endpoint
@@ -185,7 +185,7 @@ def compare(folder, *behaviours):
         (folder / "c.yaml").write_text(yaml.safe_dump(values))
         status = main(["--config", str(folder / "c.yaml")])
         path = folder / "out" / "report.json"
-        return status, Report.load(path) if path.exists() else None
+        return status, ComparisonReport.load(path) if path.exists() else None
     finally:
         for server in servers:
             server.__exit__(None, None, None)

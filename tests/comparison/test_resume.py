@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from d2f.errors import InputError
 from decode.compare import main
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.measure import plan
 from decode.comparison.records import Judged, Record
-from decode.comparison.runs_ledger import Ledger
+from decode.comparison.runs_ledger import RunsLedger
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
 
@@ -77,7 +77,7 @@ def test_a_killed_comparison_goes_on(tmp_path, fake_python, capsys):
         assert main(["--config", path]) == 0
         assert len(server.bodies) - asked == 2 * (1 + PROBLEMS) + ALL  # not what was kept
     assert "2 runs are already in" in capsys.readouterr().out
-    report = Report.load(tmp_path / "out" / "report.json")
+    report = ComparisonReport.load(tmp_path / "out" / "report.json")
     runs = [(r.repetition, r.entry) for r in report.records]
     assert runs == [(n, e) for n in (0, 1, 2, None) for e in ("base", "remote")]
     assert [(r["kept"], r["dropped"]) for r in report.about["resumed"]] == [(2, 1)]
@@ -109,7 +109,7 @@ def test_wherever_it_is_killed(tmp_path_factory, names, concurrency, repetitions
     whole = [p for p in plan(config, contestants, works) if not p.warmup]
     done = times = 0
     for go, kill in enumerate([*kills, 10**6]):
-        ledger = Ledger(path, {"seed": 0})
+        ledger = RunsLedger(path, {"seed": 0})
         times = times + 1 if done else 0  # that it went on from something
         ledger.begin(names)
         assert len(ledger.records) <= done and len(ledger.resumed) == times
@@ -120,7 +120,7 @@ def test_wherever_it_is_killed(tmp_path_factory, names, concurrency, repetitions
             place = planned.workload.name, planned.concurrency, planned.repetition
             ledger.add(record(name, *place, seconds=go))
         done = len(ledger.records)
-    assert Ledger(path, {"seed": 0}).records == ledger.records
+    assert RunsLedger(path, {"seed": 0}).records == ledger.records
     assert [r.key for r in ledger.records] == [
         (p.workload.name, p.concurrency, p.repetition, p.contestant.entry.name) for p in whole
     ]
@@ -142,28 +142,28 @@ def test_a_file_of_something_else_is_refused(tmp_path, content, said):
     path = tmp_path / "measurements.jsonl"
     path.write_text(content)
     with pytest.raises(InputError, match=said):
-        Ledger(path, {"seed": 0})
+        RunsLedger(path, {"seed": 0})
     assert path.read_text() == content
 
 
 def test_one_that_failed_at_its_start_refuses_no_other(tmp_path):
     """A mistake in the settings can be put right without another output."""
     path = tmp_path / "measurements.jsonl"
-    Ledger(path, {"seed": 0}).begin(["a"])
-    corrected = Ledger(path, {"seed": 1})
+    RunsLedger(path, {"seed": 0}).begin(["a"])
+    corrected = RunsLedger(path, {"seed": 1})
     corrected.begin(["a"])
     corrected.add(record("a"))
     with pytest.raises(InputError, match="seed was 1, now 0; nothing was written"):
-        Ledger(path, {"seed": 0})
+        RunsLedger(path, {"seed": 0})
 
 
 def test_a_run_measured_twice_is_refused(tmp_path):
-    ledger = Ledger(tmp_path / "measurements.jsonl", {"seed": 0})
+    ledger = RunsLedger(tmp_path / "measurements.jsonl", {"seed": 0})
     ledger.begin(["a"])
     ledger.add(record("a"))
     ledger.add(record("a"))
     with pytest.raises(InputError, match="line 3 is not a run of this comparison, or its second"):
-        Ledger(ledger.path, {"seed": 0})
+        RunsLedger(ledger.path, {"seed": 0})
 
 
 def test_settings_machine_prompts_and_models_decide(tmp_path):

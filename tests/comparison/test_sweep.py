@@ -10,7 +10,7 @@ import yaml
 from d2f.errors import InputError
 from decode.compare import main
 from decode.comparison.comparison_config import read_config
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 
 SWEPT = {
     "name": "threshold", "kind": "ours", "model": "tiny-teacher", "decoder": "threshold",
@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
 
 
 def test_each_value_is_an_entry_of_one_line(finished):
-    report = Report.load(finished / "report.json")
+    report = ComparisonReport.load(finished / "report.json")
     assert [(r.entry, r.series) for r in report.rows] == [
         ("threshold tau 0.5", "threshold"), ("threshold tau 0.99", "threshold"), ("static", None),
     ]  # fmt: skip
@@ -64,10 +64,10 @@ def test_what_a_decoder_counts_is_in_the_report(finished):
     for run in runs:
         for row in run["answers"]:
             row[place] = {"revoked": 3}
-    report = Report.load(finished / "report.json")
+    report = ComparisonReport.load(finished / "report.json")
     assert "revoked" not in report.markdown()
     (finished / "report.json").write_text(json.dumps(values))
-    again = Report.load(finished / "report.json")
+    again = ComparisonReport.load(finished / "report.json")
     assert again.rows[0].counts == {"revoked": 3.0}
     assert "| 1 | static | 3.00 |" in again.markdown()
 

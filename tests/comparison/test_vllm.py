@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decode.comparison.comparison_report import Report
+from decode.comparison.comparison_report import ComparisonReport
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -42,7 +42,7 @@ def test_vllm_and_this_engine_decode_the_same_model_to_the_same_answers(tmp_path
     command = [sys.executable, "-m", "decode.compare", "--config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert done.returncode == 0, done.stderr
-    report = Report.load(tmp_path / "out" / "report.json")
+    report = ComparisonReport.load(tmp_path / "out" / "report.json")
     assert report.about["entries"]["vLLM"]["vllm"]
     assert len(report.rows) == 6 and all(row.failed == 0 for row in report.rows)
     assert [(a.entry, a.same, a.problems) for a in report.accuracies] == [

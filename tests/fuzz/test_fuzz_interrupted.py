@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from d2f.errors import CheckpointError, InputError
 from d2f.load_checkpoint import load
 from decode import pipeline, tune
-from decode.comparison.runs_ledger import Ledger
+from decode.comparison.runs_ledger import RunsLedger
 from distill.rollouts import __main__ as rollouts
 from distill.train import train
 from tests.comparison.test_resume import record
@@ -163,7 +163,7 @@ def test_a_value_that_no_command_wrote(commands, name, key):
 @given(damage=damages())
 def test_the_ledger_of_a_comparison(tmp_path_factory, damage):
     path = tmp_path_factory.mktemp("ledger") / "measurements.jsonl"
-    ledger = Ledger(path, {"seed": 0})
+    ledger = RunsLedger(path, {"seed": 0})
     ledger.begin(["a", "b"])
     for repetition in range(3):
         for entry in "ab":
@@ -171,9 +171,9 @@ def test_the_ledger_of_a_comparison(tmp_path_factory, damage):
     before = damaged(path.read_bytes(), damage)
     path.write_bytes(before)
 
-    def read() -> Ledger:
+    def read() -> RunsLedger:
         try:
-            return Ledger(path, {"seed": 0})
+            return RunsLedger(path, {"seed": 0})
         except InputError as error:
             assert str(path) in str(error)
             raise
@@ -190,13 +190,13 @@ def test_the_ledger_of_a_comparison(tmp_path_factory, damage):
 
 @pytest.mark.parametrize("wrong", [{"texts": []}, {"columns": []}, {"runs": 3}, {"runs": []}])
 def test_a_record_that_no_comparison_wrote(tmp_path, wrong):
-    ledger = Ledger(tmp_path / "measurements.jsonl", {"seed": 0})
+    ledger = RunsLedger(tmp_path / "measurements.jsonl", {"seed": 0})
     ledger.begin(["a"])
     ledger.add(record("a"))
     header, line = ledger.path.read_text().splitlines()
     ledger.path.write_text(f"{header}\n{json.dumps(json.loads(line) | wrong)}\n")
     with pytest.raises(InputError, match="line 2 is not a run of this comparison"):
-        Ledger(ledger.path, {"seed": 0})
+        RunsLedger(ledger.path, {"seed": 0})
 
 
 FILES = ["checkpoints/step-0000002/state.pt", "checkpoints/step-0000002/checksum.json",

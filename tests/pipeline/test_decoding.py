@@ -76,7 +76,7 @@ def test_live_display_states_and_marks(tokenizer):
     blocks = [view(2 * i, 2 * i + 2, state, (newline, None)) for i, state in enumerate(states)]
     blocks.append(view(8, 10, "semi-active", (end, None)))
     source = decode.commands.prompt_jobs.Source("a", "[bold]a", "b")
-    job = decode.commands.prompt_jobs.Job(source, [1], decode.D2F())
+    job = decode.commands.prompt_jobs.PromptJob(source, [1], decode.D2F())
     with console.capture() as capture:
         console.print(Running([display._panel(job, decode.Event(0, 1, blocks))]))
     out = capture.get()

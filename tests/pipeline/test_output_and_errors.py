@@ -51,6 +51,18 @@ def test_output_that_is_something_else(student, tmp_path, capsys, content):
         assert "is not an output of this command" in capsys.readouterr().err
 
 
+def test_an_output_whose_first_line_is_all_there_is(student, tmp_path, capsys):
+    """Without its end nothing may be put behind it; and of what no result is in, no run is told."""
+    path, whole = tmp_path / "out", tmp_path / "whole"
+    arguments = ["--model", student, "--prompt", "Hi", "--max-new-tokens", "2", "--output"]
+    assert main([*arguments, str(whole)]) == 0
+    header = whole.read_bytes().splitlines()[0]
+    for cut in (header, header + b"\n", header.replace(b'"seed": 0', b'"seed": 1') + b"\n"):
+        path.write_bytes(cut)
+        assert main([*arguments, str(path)]) == 0
+        assert untimed(path) == untimed(whole)
+
+
 def test_output_of_another_run(student, tmp_path, capsys):
     path = tmp_path / "out"
     arguments = ["--model", student, "--prompt", "Hi", "--max-new-tokens", "2"]

@@ -11,7 +11,7 @@ from decode.tuning.measurements import Measurements
 TOKENS = 10  # a problem
 
 
-def evidence(right, speed: float) -> Measurements:
+def measured(right, speed: float) -> Measurements:
     """Problems right or not, each of `TOKENS` tokens, at so many tokens per second."""
     count = len(right)
     return Measurements(
@@ -24,7 +24,7 @@ def evidence(right, speed: float) -> Measurements:
 
 def counted(right: int, problems: int, speed: float) -> Measurements:
     """The first `right` of the problems right."""
-    return evidence(np.arange(problems) < right, speed)
+    return measured(np.arange(problems) < right, speed)
 
 
 class Model:
@@ -44,7 +44,7 @@ class Model:
         if self.most is not None and len(self.calls) >= self.most:
             return None
         self.calls.append((setting["i"], first, stop))
-        return evidence(self.right[setting["i"], first:stop], self.speeds[setting["i"]])
+        return measured(self.right[setting["i"], first:stop], self.speeds[setting["i"]])
 
 
 def judge(model, decoder, problems, *, batch_size):

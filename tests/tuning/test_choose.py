@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import counted, evidence
+from made_up import counted, measured
 
 from d2f.errors import InputError
 from decode.tuning.choose import Goal, choose, frontier, paired_interval, verdict
@@ -75,7 +75,7 @@ def test_a_bad_goal(values):
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
 def test_the_paired_interval(pairs):
-    a, b = (evidence([pair[i] for pair in pairs], 1) for i in (0, 1))
+    a, b = (measured([pair[i] for pair in pairs], 1) for i in (0, 1))
     low, high = paired_interval(a, b)
     assert -1 <= low < high <= 1
     difference = (a.count_right - b.count_right) / a.problems
@@ -88,12 +88,12 @@ def test_the_paired_interval_is_narrow_where_two_agree():
     asked): the share falls by 4.0 points, 95 % 2.1 to 5.9."""
     first = np.repeat([True, True, False, False], [794, 150, 86, 570])
     second = np.repeat([True, False, True, False], [794, 150, 86, 570])
-    low, high = paired_interval(evidence(first, 1), evidence(second, 1))
+    low, high = paired_interval(measured(first, 1), measured(second, 1))
     assert (low, high) == pytest.approx((0.021, 0.059), abs=0.0005)
 
 
 def test_the_verdict():
-    best = evidence([True] * 95 + [False] * 5, 1)
+    best = measured([True] * 95 + [False] * 5, 1)
     same = verdict(Goal(within=1), best, best)
     assert same.holds and same.margin == pytest.approx(0.01) and not same.certain
     wide = verdict(Goal(within=10), best, best)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_up import Model, counted, evidence
+from made_up import Model, counted, measured
 
 from decode.tuning.choose import Goal, choose
 from decode.tuning.racing import chances, keep
@@ -78,8 +78,8 @@ def test_settings_that_were_right_on_the_same_problems_are_compared_by_pairs():
     half = np.arange(100) % 2 == 0
     nearly = half.copy()
     nearly[0] = False
-    alike, _ = chances(Goal(5), [evidence(nearly, 2), evidence(half, 1)], 0)
-    unlike, _ = chances(Goal(5), [evidence(np.roll(nearly, 1), 2), evidence(half, 1)], 0)
+    alike, _ = chances(Goal(5), [measured(nearly, 2), measured(half, 1)], 0)
+    unlike, _ = chances(Goal(5), [measured(np.roll(nearly, 1), 2), measured(half, 1)], 0)
     assert alike[0] > 0.9 > unlike[0]
 
 
@@ -126,7 +126,7 @@ def test_the_budget_is_respected_and_nothing_is_measured_twice(candidates, most,
     for i in range(len(skills)):
         own = [(first, stop) for j, first, stop in model.calls if j == i]
         assert all(a[1] == b[0] for a, b in pairwise(own)) and (not own or own[0][0] == 0)
-        measured = found.evidence[i]
+        measured = found.measured[i]
         assert (measured.problems if measured else 0) == (own[-1][1] if own else 0)
     assert found.compared and all(e.problems == found.problems for e in found.comparable())
     finished = found.problems == RUNGS[-1] and len(model.calls) <= most
@@ -137,10 +137,10 @@ def test_a_budget_that_ends_within_a_pass_leaves_the_problems_that_all_have_done
     model = noise_free([8, 6, 4], [1, 2, 3], most=5)
     found = run_search(model.settings, model, Plan((24,), 3, smallest=8), Goal(0))
     assert found.spent and found.problems == 8 and found.compared == [0, 1, 2]
-    assert found.evidence[0].problems == 16
+    assert found.measured[0].problems == 16
     model = noise_free([8, 6, 4], [1, 2, 3], most=2)
     found = run_search(model.settings, model, Plan((24,), 3, smallest=8), Goal(0))
-    assert found.spent and found.compared == [0, 1] and found.evidence[2] is None
+    assert found.spent and found.compared == [0, 1] and found.measured[2] is None
 
 
 def test_all_settings_take_turns_on_a_few_problems():
@@ -182,7 +182,7 @@ def test_a_budget_buys_a_look_at_every_setting_then_more_of_the_promising_ones()
     skills, speeds = [8, 8, 7, *[2] * 17], [10.0] * 20
     plan = make_plan("halving", 20, 200, eta=3, batch_size=1)
     clock, found = budgeted(skills, speeds, 150, plan)
-    assert all(e is not None and e.problems >= 4 for e in found.evidence)
+    assert all(e is not None and e.problems >= 4 for e in found.measured)
     first = found.cuts[0]
     assert (first.problems, first.settings, first.fitted) == (4, 20, True)
     assert 2 <= first.kept < 20 and set(found.compared) <= set(range(3))
@@ -218,11 +218,11 @@ def test_any_budget(candidates, seconds, halving):
     search = "halving" if halving else "grid"
     plan = make_plan(search, len(skills), 200, eta=3, batch_size=1)
     clock, found = budgeted(skills, speeds, seconds, plan)
-    assert all(e is not None and e.problems >= plan.look for e in found.evidence)
+    assert all(e is not None and e.problems >= plan.look for e in found.measured)
     assert all(e.problems == found.problems >= plan.look for e in found.comparable())
     assert found.compared
-    slowest = max(e.seconds_per_problem for e in found.evidence)
-    look = sum(e.first(plan.look).seconds.sum() for e in found.evidence)
+    slowest = max(e.seconds_per_problem for e in found.measured)
+    look = sum(e.first(plan.look).seconds.sum() for e in found.measured)
     assert clock.spent <= max(look, seconds + slowest * 2 * plan.smallest) + 1e-6
     if not halving:
         assert found.compared == list(range(len(skills))) and not found.cuts

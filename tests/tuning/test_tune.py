@@ -166,14 +166,14 @@ def test_killed_and_resumed_comes_out_the_same(tmp_path, made_up, monkeypatch, c
     assert main([*arguments, str(whole)]) == 0
     written = []
 
-    def die(self, measurement, write=bench.Ledger.write):
+    def die(self, measurement, write=bench.TuningLedger.add):
         if len(written) == after:
             raise KeyboardInterrupt
         written.append(measurement.job)
         write(self, measurement)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.Ledger, "write", die)
+        patch.setattr(bench.TuningLedger, "add", die)
         assert main([*arguments, str(cut)]) == 130
     assert jobs(cut) == jobs(whole)[:after]
     ledger = cut / "measurements.jsonl"

@@ -1,0 +1,137 @@
+"""A run's file of results: a line that says whose they are, then a line a result as it comes, so
+that the same command goes on where a stopped one was.
+
+    {"run": {"model": "tiny-d2f", "seed": 0}}
+    {"id": "story-1", "right": true}
+    {"id": "story-2", "ri                           <- killed here: dropped, and decoded again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from d2f.errors import InputError
+from d2f.files import GrowingFile, write_beside
+from d2f.json_file import parse
+from decode.reporting.places import check_place
+
+Entry = TypeVar("Entry")
+Key = TypeVar("Key", bound=Hashable)
+
+NOT_OURS = (ValueError, TypeError, LookupError, ArithmeticError)
+"""What a line raises, read as one of ours, that is none."""
+
+
+class Ledger(ABC, Generic[Key, Entry]):
+    """JSONL at `path` of the run described by `run`.
+
+    Opening reads what is there and changes nothing: `done` are the entries already there, by key,
+    `torn` says that a half-written last line will be dropped. Raises InputError if the file is not
+    of this very run; one without entries belongs to nobody.
+    """
+
+    HEADER: ClassVar[str] = "run"
+    """The key of the first line."""
+    FILE: ClassVar[str]
+    ENTRY: ClassVar[str]
+    """What the file and a line of it are called in errors."""
+    SYNC: ClassVar[bool] = False
+    """Whether an entry is on disk before `add` returns; without, a killed command loses none, but
+    a machine without power may."""
+
+    def __init__(self, path: str | Path, run: dict[str, Any]):
+        self.path = Path(os.path.realpath(path))
+        check_place(self.path, "--output")
+        self.run = json.loads(json.dumps(run))
+        self.done: dict[Key, Entry] = {}
+        self.torn = False
+        self._whole = b""  # lines that are there
+        self._ready = False  # an entry can be appended
+        try:
+            data = self.path.read_bytes() if self.path.exists() else b""
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if data:
+            self._read(data)
+
+    @abstractmethod
+    def key(self, entry: Entry) -> Key:
+        """What tells an entry from the others of the run."""
+
+    @abstractmethod
+    def line(self, entry: Entry) -> str:
+        """An entry as a line, with its end."""
+
+    @abstractmethod
+    def parsed(self, line: bytes, where: str) -> Entry | None:
+        """The entry of a line, None for a line beside the entries. Raises `NOT_OURS`, or where
+        that can say more InputError that begins with `where`."""
+
+    def _read(self, data: bytes) -> None:
+        first, *lines = data.split(b"\n")
+        try:
+            there = dict(parse(first, nan=True)[self.HEADER])
+        except NOT_OURS as error:
+            raise InputError(f"{self.path} {self.FILE}; nothing was written") from error
+        self.torn = not lines or bool(lines.pop())
+        try:
+            for number, line in enumerate(lines, 2):
+                self._read_line(line, f"{self.path}, line {number}")
+        except InputError:
+            refuse_another_run(self.path, there, self.run)  # which says more
+            raise
+        if self.done:
+            refuse_another_run(self.path, there, self.run)
+        if there == self.run:
+            self._whole = data[: data.rfind(b"\n") + 1]
+            self._ready = not self.torn
+
+    def _read_line(self, line: bytes, where: str) -> None:
+        try:
+            entry = self.parsed(line, where)
+            if entry is not None and self.key(entry) in self.done:
+                raise ValueError("twice")
+        except InputError:
+            raise
+        except NOT_OURS as error:
+            raise InputError(f"{where} is not {self.ENTRY}, or its second one") from error
+        if entry is not None:
+            self.done[self.key(entry)] = entry
+
+    def start(self) -> None:
+        """Write the first line where it is missing, and drop a torn last one; `add` does so, too.
+        Raises OutputError."""
+        if not self._ready:
+            write_beside(self.path, self._whole or json_line({self.HEADER: self.run}))
+            self._ready = True
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry. Raises OutputError."""
+        self.start()
+        with GrowingFile(self.path) as file:
+            file.write(self.line(entry), sync=self.SYNC)
+        self.done[self.key(entry)] = entry
+
+
+def json_line(values: dict[str, Any]) -> str:
+    """A line of JSONL."""
+    return json.dumps(values) + "\n"
+
+
+def refuse_another_run(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise InputError, naming the differences, unless the file's run is this one."""
+    different = [
+        f"{key} was {there.get(key)!r}, now {here.get(key)!r}"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
+    if different:
+        raise InputError(
+            f"{path} is the output of another run: {'; '.join(different)}; nothing was "
+            "written, give another --output"
+        )
