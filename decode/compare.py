@@ -21,13 +21,13 @@ from d2f.command import CommandParser, program
 from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
-from decode.commands.pipeline_flags import add_verbose
+from decode.commands.parser import add_verbose
+from decode.commands.run_command import DONE, FAILED, command, say
 
 if TYPE_CHECKING:
     from decode.comparison.comparison_config import CompareConfig
     from decode.comparison.comparison_report import ComparisonReport
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 _EPILOG = """\
 Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of an
 entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf 0.95.
@@ -38,6 +38,9 @@ report, and the same command goes on.
 """
 
 
+@command(
+    interrupted="interrupted; what was measured is in the report, the same command goes on",
+)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     usual = "python -m decode.compare"
@@ -48,29 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_verbose(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
-    try:
-        from decode.comparison.comparison_config import read_config
+    from decode.comparison.comparison_config import read_config
 
-        config = read_config(options.config, overrides)
-        with _interruptible(), quiet(options.verbose):
-            command = f"{program(usual)} {shlex.join(given)}"
-            report = run(config, command, verbose=options.verbose)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print(
-            "interrupted; what was measured is in the report, the same command goes on",
-            file=sys.stderr,
-        )
-        return INTERRUPTED
+    config = read_config(options.config, overrides)
+    with _interruptible(), quiet(options.verbose):
+        report = run(config, f"{program(usual)} {shlex.join(given)}", verbose=options.verbose)
     for found in report.failures:
-        print(
+        say(
             f"error: {found.workload}: {found.failed} of {found.requests} requests of "
-            f"{found.entry} failed, it is not ranked, e.g. {found.example}",
-            file=sys.stderr,
+            f"{found.entry} failed, it is not ranked, e.g. {found.example}"
         )
-    return FAILED if report.failures else 0
+    return FAILED if report.failures else DONE
 
 
 def run(config: CompareConfig, command: str, *, verbose: bool = False) -> ComparisonReport:

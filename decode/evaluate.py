@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError, NonFiniteLogitsError, OutputError
+from d2f.errors import InputError, OutputError
 from d2f.files import write_beside
 from d2f.quiet import quiet
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_flags import (
     Kind,
     add_flags,
@@ -31,7 +31,15 @@ from decode.commands.decoder_flags import (
     own_names,
     summaries,
 )
-from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.commands.parser import (
+    Parser,
+    add_model,
+    add_tasks,
+    add_verbose,
+    check_least,
+    task_list,
+)
+from decode.commands.run_command import command
 from decode.reporting.intervals import wilson
 from decode.reporting.places import check_place
 
@@ -40,8 +48,6 @@ if TYPE_CHECKING:
     from d2f.tasks import Problem
     from decode.decoders import Decoder
     from decode.engine.result import Result
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -60,8 +66,9 @@ def decode_and_judge(
     """Decode the problems' questions and check the responses; only the decoding is timed."""
     from d2f.tasks import check
     from decode import generate
+    from decode.commands.task_problems import as_chat
 
-    prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
+    prompts = [as_chat(problem) for problem in problems]
     began = time.perf_counter()
     results = generate(model, prompts, decoder, batch_size=batch_size)
     seconds = time.perf_counter() - began
@@ -145,31 +152,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace; `tasks` is a list. Raises InputError, SystemExit after
     --help."""
     options = _parser(offered(arguments)).parse_args(arguments)
-    names, options.tasks = options.tasks, options.tasks.split(",")
-    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
-        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
-    for name in ("problems", "batch_size"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")
+    options.tasks = task_list(options.tasks)
+    check_least(options, problems=1, batch_size=1)
     return options
 
 
 def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     parser = Parser("python -m decode.evaluate", description=__doc__, allow_abbrev=False)
-    parser.set_defaults(family=None, merge=True, compile=False)
-    parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
-    parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
+    add_model(parser)
     parser.add_argument("--decoder", metavar="NAME", help=summaries())
-    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
+    add_tasks(parser)
     parser.add_argument("--split", default="heldout", choices=("tuning", "heldout"))
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")
     parser.add_argument("--batch-size", type=int, default=32)
     decoder = parser.add_argument_group("decoder, greedy")
     names = [name for name in own_names(kinds) if name != "max_new_tokens"]  # a task has its own
     add_flags(decoder, kinds, names)
-    parser.add_argument("--dtype")
-    parser.add_argument("--device")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     add_verbose(parser)
     return parser
@@ -178,10 +176,9 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The report that the command line asks for: settings, environment and a row a task. Raises
     InputError before any decoding, NonFiniteLogitsError."""
-    from d2f.tasks import make_problems
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import check_options, load, outline
-    from decode.engine.prompts import check, encode
+    from decode.commands.task_problems import draw_problems, encode_problems
 
     given = given_options(options)
     settings = DecoderSettings(options.decoder, given)
@@ -191,14 +188,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     decoders = {task: settings.decoder(shape, RESPONSE_LENGTH[task]) for task in options.tasks}
     for task, decoder in decoders.items():
         decoder.check(shape.contract)
-        try:
-            problems = make_problems(task, options.split, options.problems)
-        except ValueError as error:
-            raise InputError(f"--problems {options.problems}: {error}") from error
-        for number, problem in enumerate(problems, 1):
-            where = f"{task} {number}"
-            ids = encode(shape, [{"role": "user", "content": problem.question}], where)
-            check(shape, ids, decoder, where)
+        encode_problems(shape, draw_problems(task, options.split, options.problems), decoder)
     model, _ = load(options)
     rows = []
     for task, decoder in decoders.items():
@@ -242,24 +232,17 @@ def _keep(report: dict[str, Any], path: Path) -> None:
         raise OutputError(f"{error}; the numbers are above instead") from error
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command(interrupted="interrupted; nothing was written")
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
-    try:
-        options = parse(arguments)
-        if options.json is not None:  # a link is followed, as by --output
-            options.json = Path(os.path.realpath(options.json))
-            check_place(options.json, "--json")
-        with quiet(options.verbose):
-            report = run(options)
-        if options.json is not None:
-            _keep(report, options.json)
-    except (InputError, NonFiniteLogitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, InputError) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    options = parse(arguments)
+    if options.json is not None:  # a link is followed, as by --output
+        options.json = Path(os.path.realpath(options.json))
+        check_place(options.json, "--json")
+    with quiet(options.verbose):
+        report = run(options)
+    if options.json is not None:
+        _keep(report, options.json)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.commands.pipeline_flags import parse
+from decode.commands.run_command import command, say
 from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
@@ -27,27 +28,13 @@ if TYPE_CHECKING:
     from decode.commands.prompt_jobs import PromptJob
     from decode.reporting.record import Output, Record
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
-
-def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+@command(interrupted="interrupted; an --output keeps its lines, the same command goes on")
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command; its exit status. console: where to show it, by default standard output."""
-    try:
-        options = parse(arguments)
-        with quiet(options.verbose):
-            run(options, console)
-    except NonFiniteLogitsError as error:
-        return _say(f"error: {error}", FAILED)
-    except InputError as error:
-        return _say(f"error: {error}", BAD_INPUT)
-    except KeyboardInterrupt:
-        return _say(
-            "interrupted; an --output keeps its lines, the same command goes on", INTERRUPTED
-        )
-    except BrokenPipeError:  # the reader of standard output left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-    return 0
+    options = parse(arguments)
+    with quiet(options.verbose):
+        run(options, console)
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
@@ -133,15 +120,15 @@ def _give_notices(
 
     notice = doubt_of(model, jobs[0].decoder)
     if notice is not None:
-        _say(f"notice: {notice}")
+        say(f"notice: {notice}")
     if output is None:
         return
     if output.torn:
-        _say(f"notice: {output.path}: its last line was cut short and is decoded again")
+        say(f"notice: {output.path}: its last line was cut short and is decoded again")
     if output.done:
-        _say(f"notice: {len(output.done)} of {len(jobs)} prompts are already in {output.path}")
+        say(f"notice: {len(output.done)} of {len(jobs)} prompts are already in {output.path}")
         if options.trace is not None:
-            _say("notice: they will not be in the trace")
+            say("notice: they will not be in the trace")
 
 
 def _report(
@@ -227,12 +214,6 @@ def _check_paths(options: argparse.Namespace) -> None:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _say(message: str, status: int = 0) -> int:
-    """A message on standard error; the exit status given."""
-    print(message, file=sys.stderr, flush=True)
-    return status
 
 
 if __name__ == "__main__":

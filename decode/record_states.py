@@ -12,12 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError
 from d2f.files import make_folder
 from d2f.quiet import quiet
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_flags import add_flags, given_options
-from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.commands.parser import (
+    Parser,
+    add_model,
+    add_tasks,
+    add_verbose,
+    check_least,
+    task_list,
+)
+from decode.commands.run_command import command
 from decode.decoders.d2f import D2F
 from decode.decoders.options import DEFAULT_BLOCK_SIZE
 from decode.reporting.places import hold_output
@@ -26,8 +34,6 @@ if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.api import Prompt
     from decode.engine.result import BlockView
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def record(
@@ -51,10 +57,8 @@ def _ratio(block: BlockView) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser("python -m decode.record_states", description=__doc__, allow_abbrev=False)
-    parser.set_defaults(family=None, merge=True, compile=False)
-    parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
-    parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
-    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
+    add_model(parser)
+    add_tasks(parser)
     parser.add_argument("--problems", type=int, default=64, help="of each task (default 64)")
     parser.add_argument("--split", default="train", choices=("train", "tuning", "heldout"))
     parser.add_argument("--seed", type=int, default=0, help="of the problems")
@@ -64,8 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=32)
     decoder = parser.add_argument_group("pipeline")
     add_flags(decoder, [D2F], ("tau_add", "tau_act", "tau_conf"))
-    parser.add_argument("--dtype")
-    parser.add_argument("--device")
     parser.add_argument("--output", type=Path, required=True, help="file for the states")
     add_verbose(parser)
     return parser
@@ -75,13 +77,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace; `tasks` and `block_sizes` are lists. Raises InputError,
     SystemExit after --help."""
     options = _parser().parse_args(arguments)
-    names, options.tasks = options.tasks, options.tasks.split(",")
-    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
-        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {names!r}")
-    for name, least in (("problems", 1), ("batch_size", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} must be at least {least}, got {getattr(options, name)}")
+    options.tasks = task_list(options.tasks)
+    check_least(options, problems=1, batch_size=1, seed=0)
     options.block_sizes = _sizes(options.block_sizes)
     return options
 
@@ -89,8 +86,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> None:
     """Record what the command line asks for."""
     from d2f.pipeline_states import PipelineStates
-    from d2f.tasks import make_problems
     from decode.commands.load_model import check_options, load, outline
+    from decode.commands.task_problems import draw_problems, encode_problems
 
     given = given_options(options)
     check_options(options)
@@ -101,12 +98,8 @@ def run(options: argparse.Namespace) -> None:
         for task in options.tasks:
             decoder = D2F(block_size=size, max_new_tokens=RESPONSE_LENGTH[task], **given)
             decoder.check(shape.contract)
-            try:
-                problems = make_problems(task, options.split, options.problems, options.seed)
-            except ValueError as error:
-                raise InputError(f"--problems {options.problems}: {error}") from error
-            prompts = [[{"role": "user", "content": p.question}] for p in problems]
-            work.append((size, prompts, decoder))
+            problems = draw_problems(task, options.split, options.problems, options.seed)
+            work.append((size, encode_problems(shape, problems, decoder), decoder))
     model, _ = load(options)
     found: dict[int, list[tuple[float, ...]]] = {size: [] for size in sizes}
     for size, prompts, decoder in work:
@@ -128,20 +121,13 @@ def _sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command(interrupted="interrupted; nothing was written")
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
-    try:
-        options = parse(arguments)
-        make_folder(options.output.parent)
-        with quiet(options.verbose), hold_output(options.output):
-            run(options)
-    except (InputError, NonFiniteLogitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, InputError) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    options = parse(arguments)
+    make_folder(options.output.parent)
+    with quiet(options.verbose), hold_output(options.output):
+        run(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""python -m decode.tune --task story --output runs/tune
+"""python -m decode.tune --tasks story --output runs/tune
 
 Searches a decoder's settings for a model on the tuning split of a task, chooses the fastest one
 that is accurate enough, measures it on held-out problems, and writes it as YAML for
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
+from decode.commands.run_command import command
 from decode.reporting.extras import require_matplotlib
 from decode.reporting.places import is_there
 from decode.tuning.tuning_flags import parse
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from decode.tuning.tuning_display import Silent
     from decode.tuning.tuning_report import TuningReport
     from decode.tuning.tuning_run import Tuning
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 def tune(
@@ -266,25 +265,12 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     show(report, console)
 
 
-def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
+@command(interrupted="interrupted; the same command goes on where it stopped")
+def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command; its exit status. console: where to show it, by default standard output."""
-    try:
-        options = parse(arguments)
-        with quiet(options.verbose):
-            run(options, console)
-    except NonFiniteLogitsError as error:
-        return _say(f"error: {error}", FAILED)
-    except InputError as error:
-        return _say(f"error: {error}", BAD_INPUT)
-    except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on where it stopped", INTERRUPTED)
-    return 0
-
-
-def _say(message: str, status: int) -> int:
-    """A message on standard error; the exit status given."""
-    print(message, file=sys.stderr, flush=True)
-    return status
+    options = parse(arguments)
+    with quiet(options.verbose):
+        run(options, console)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from d2f.errors import CheckpointError, InputError
 from d2f.quiet import quiet
-from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.commands.parser import Parser, add_verbose
 
 if TYPE_CHECKING:
     import torch

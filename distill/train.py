@@ -24,7 +24,7 @@ from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
-from decode.commands.pipeline_flags import add_verbose
+from decode.commands.parser import add_verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig

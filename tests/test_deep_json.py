@@ -21,7 +21,10 @@ def commands(folder):
     return {
         "a prompt": (pipeline.main, ["--prompts-file", str(folder / "measurements.jsonl")]),
         "an output": (pipeline.main, [*one, "--output", str(folder / "measurements.jsonl")]),
-        "a tuning": (tune.main, [*one, "--task", "story", "--no-figures", "--output", str(folder)]),
+        "a tuning": (
+            tune.main,
+            [*one, "--tasks", "story", "--no-figures", "--output", str(folder)],
+        ),
         "a comparison": (compare.main, ["--config", str(config)]),
     }
 

@@ -136,7 +136,7 @@ def run_tune(out, monkeypatch):
     from decode.tune import main
 
     monkeypatch.setattr("decode.commands.load_model.load", no_work)
-    return main(["--task", "story", "--no-figures", "--output", str(out)])
+    return main(["--tasks", "story", "--no-figures", "--output", str(out)])
 
 
 def run_compare(out, monkeypatch):

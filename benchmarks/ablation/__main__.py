@@ -8,7 +8,6 @@ Keys of the configuration can be overridden: --problems 50 --set.steps 20.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,9 +23,12 @@ from typing import Any
 from benchmarks.ablation.ablation_config import Ablation, read_ablation
 from benchmarks.ablation.ablation_report import render
 from benchmarks.ablation.runs import measure_untrained, train_and_measure
+from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
 from d2f.locks import locked
+from decode.commands.parser import check_least
+from decode.commands.run_command import command
 
 
 def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -> None:
@@ -69,13 +71,16 @@ def _line(found: dict[str, Any]) -> str:
     return f"{name}: {'; '.join(rows)} right"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command(
+    FloatingPointError,
+    BrokenProcessPool,
+    NonFiniteLogitsError,
+    interrupted="interrupted: the same command goes on",
+)
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    usual = "python -m benchmarks.ablation"
+    parser = CommandParser(usual, description=__doc__)
     parser.add_argument(
         "--config", required=True, help="YAML file, or a name of ablations in `d2f configs`"
     )
@@ -84,23 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
     options, overrides = parser.parse_known_args(arguments)
     given = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        if options.jobs < 1:
-            raise InputError(f"--jobs must be at least 1, got {options.jobs}")
-        if find_spec("scipy") is None:
-            raise InputError("intervals need scipy: pip install 'd2f-toolkit[ablation]'")
-        ablation = read_ablation(options.config, overrides)
-        runs = options.runs or Path("runs") / options.output.name
-        command = shlex.join(["python", "-m", "benchmarks.ablation", *given])
-        with locked(options.output):
-            run(ablation, options.output, runs, options.jobs, command)
-    except (InputError, FloatingPointError, NonFiniteLogitsError, BrokenProcessPool) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
-        return 130
-    return 0
+    check_least(options, jobs=1)
+    if find_spec("scipy") is None:
+        raise InputError("intervals need scipy: pip install 'd2f-toolkit[ablation]'")
+    ablation = read_ablation(options.config, overrides)
+    runs = options.runs or Path("runs") / options.output.name
+    with locked(options.output):
+        run(ablation, options.output, runs, options.jobs, shlex.join([*usual.split(), *given]))
 
 
 if __name__ == "__main__":

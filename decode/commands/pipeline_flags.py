@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
-from d2f.command import CommandParser
 from d2f.errors import InputError
-from d2f.models import names
 from d2f.shipped import DECODING, find_config
 from d2f.tasks.registry import TASKS
 from decode.commands.decoder_flags import (
@@ -18,10 +15,10 @@ from decode.commands.decoder_flags import (
     own_names,
     summaries,
 )
+from decode.commands.parser import Parser, add_model, add_verbose, check_least
 from decode.decoders import find_decoder
 from decode.decoders.base import common_options
 
-DEFAULT_MODEL = "tiny-d2f"
 DEFAULT_PROBLEMS = 2
 
 _DESCRIPTION = """\
@@ -36,23 +33,6 @@ _EPILOG = """\
 exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any work,
 with nothing written; 130 interrupted, the output lines written so far stay.
 """
-
-
-class Parser(CommandParser):
-    """Reports a bad command line as an InputError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the options)")
-
-
-def add_verbose(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add -v, which every command has: `d2f.quiet.quiet` takes it."""
-    parser.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="show the notices, warnings and progress bars of the libraries underneath, too",
-    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,10 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise InputError("--no-merge needs --adapter")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
-    if options.n < 1:
-        raise InputError(f"--n must be at least 1, got {options.n}")
-    if options.batch_size < 1:
-        raise InputError(f"--batch-size must be at least 1, got {options.batch_size}")
+    check_least(options, n=1, batch_size=1)
     if options.pause is not None and not 0 <= options.pause <= 60:
         raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
     if options.config is not None:
@@ -92,7 +69,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
-    _add_model(parser.add_argument_group("model"))
+    add_model(parser.add_argument_group("model"), "merge", "family", "compile")
     _add_prompts(parser.add_argument_group("what to decode (default: held-out problems)"))
     _add_decoder(
         parser.add_argument_group(
@@ -104,43 +81,6 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     _add_sampling(tokens, kinds)
     _add_running(parser.add_argument_group("running and output"))
     return parser
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="NAME",
-        help=f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}; "
-        f"default {DEFAULT_MODEL})",
-    )
-    group.add_argument("--adapter", metavar="NAME", help="LoRA adapter: folder or hub name")
-    group.add_argument(
-        "--merge",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="fold the adapter into the weights (default), or keep it beside them",
-    )
-    group.add_argument(
-        "--family",
-        metavar="NAME",
-        help="llada, dream, sdar, wedlm or causal (default: what the checkpoint says)",
-    )
-    group.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        help="float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)",
-    )
-    group.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)"
-    )
-
-    group.add_argument(
-        "--compile",
-        action="store_true",
-        help="run the model through torch.compile: takes some seconds at the start and a C++ "
-        "compiler on a CPU, then each forward costs less; not with --no-merge",
-    )
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:

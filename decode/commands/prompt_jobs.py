@@ -14,10 +14,12 @@ from typing import Any
 from d2f.errors import InputError
 from d2f.json_file import parse
 from d2f.model import DiffusionModel
-from d2f.tasks import TASKS, Problem, make_problems
+from d2f.tasks import TASKS, Problem
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_settings import DecoderSettings
+from decode.commands.parser import check_least, task_list
 from decode.commands.pipeline_flags import DEFAULT_PROBLEMS
+from decode.commands.task_problems import draw_problems
 from decode.decoders import Decoder
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import check, default_length, encode
@@ -61,26 +63,13 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
         return [source]
     if options.prompts_file is not None:
         return read_prompts(options.prompts_file)
-    tasks = options.tasks.split(",") if options.tasks is not None else list(TASKS)
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or len(set(tasks)) < len(tasks):
-        raise InputError(
-            f"--tasks must be some of {','.join(TASKS)}, each once, got {options.tasks!r}"
-        )
+    tasks = task_list(options.tasks) if options.tasks is not None else TASKS
+    check_least(options, problems=1)
     count = DEFAULT_PROBLEMS if options.problems is None else options.problems
-    if count < 1:
-        raise InputError(f"--problems must be at least 1, got {count}")
-    return [source for task in tasks for source in _held_out(task, count)]
-
-
-def _held_out(task: str, count: int) -> list[Source]:
-    try:
-        problems = make_problems(task, "heldout", count)
-    except ValueError as error:
-        raise InputError(f"--problems {count}: {error}") from error
     return [
         Source(f"{task}-{number}", f"{task} {number}", problem.question, problem)
-        for number, problem in enumerate(problems, 1)
+        for task in tasks
+        for number, problem in enumerate(draw_problems(task, "heldout", count), 1)
     ]
 
 

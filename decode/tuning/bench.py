@@ -10,7 +10,7 @@ import numpy as np
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
-from decode.engine.prompts import check, encode
+from decode.commands.task_problems import encode_problems
 from decode.evaluate import Judged, decode_and_judge
 from decode.tuning.measurements import Measurements
 from decode.tuning.space import Space
@@ -90,7 +90,4 @@ def check_prompts(model: DiffusionModel, space: Space, problems: Problems) -> No
     """Raise InputError unless the model can take every problem with the task's response length."""
     for (task, split), some in problems.items():
         decoder = space.build(space.settings[0], task)
-        for number, problem in enumerate(some, 1):
-            where = f"{task} {number} of the {split} split"
-            ids = encode(model, [{"role": "user", "content": problem.question}], where)
-            check(model, ids, decoder, where)
+        encode_problems(model, some, decoder, f" of the {split} split")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from d2f.tasks.registry import TASKS
 from decode.commands.decoder_flags import Kind, help_of, offered, options_by_name, summaries
-from decode.commands.pipeline_flags import DEFAULT_MODEL, Parser, add_verbose
+from decode.commands.parser import Parser, add_model, add_tasks, add_verbose, task_list
 from decode.decoders.base import searchable
 from decode.decoders.options import default_grid
 from decode.reporting.extras import require_matplotlib
 
 _DESCRIPTION = """\
-python -m decode.tune --task story --output runs/tune
+python -m decode.tune --tasks story --output runs/tune
 
 Searches the settings of a decoder on the tuning split of a task, draws the frontier of accuracy
 against tokens per second, chooses the fastest setting that is accurate enough, measures it on
@@ -35,7 +34,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     kinds = offered(arguments)
     options = _parser(kinds).parse_args(arguments)
-    options.tasks = options.task.split(",")
+    options.tasks = task_list(options.tasks)
     given = {name: getattr(options, name) for kind in kinds for name in searchable(kind)}
     options.lists = {name: values for name, values in given.items() if values is not None}
     if options.figures:
@@ -51,8 +50,9 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
-    parser.set_defaults(merge=True)
-    _add_model(parser.add_argument_group("model and task"))
+    group = parser.add_argument_group("model and tasks")
+    add_model(group, "family", "compile")
+    add_tasks(group, "; each is tuned on its own")
     _add_settings(
         parser.add_argument_group(
             "settings to search",
@@ -64,32 +64,6 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     _add_search(parser.add_argument_group("search and choice"))
     _add_output(parser.add_argument_group("final measurement and output"))
     return parser
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="NAME",
-        help=f"folder, hub name or bundled model (default {DEFAULT_MODEL})",
-    )
-    group.add_argument("--adapter", metavar="NAME", help="LoRA adapter for it (merged)")
-    group.add_argument(
-        "--family", metavar="NAME", help="llada, dream, ... (default: what the checkpoint says)"
-    )
-    group.add_argument(
-        "--dtype", metavar="TYPE", help="default: float32 on a CPU, bfloat16 elsewhere"
-    )
-    group.add_argument("--device", metavar="NAME", help="default: cuda where there is one")
-    group.add_argument(
-        "--compile", action="store_true", help="run the model through torch.compile while measuring"
-    )
-    group.add_argument(
-        "--task",
-        default=",".join(TASKS),
-        metavar="NAMES",
-        help=f"one or several of {','.join(TASKS)}, each tuned on its own (default all)",
-    )
 
 
 def _add_settings(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:

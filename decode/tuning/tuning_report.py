@@ -12,7 +12,7 @@ from typing import Any
 
 from d2f.files import write_beside
 from d2f.yaml_core import dump
-from decode.commands.pipeline_flags import DEFAULT_MODEL
+from decode.commands.parser import DEFAULT_MODEL
 from decode.tuning.outcome import FINAL_COLUMNS, ROLES, Outcome, final_row
 from decode.tuning.space import Setting, Space, named
 

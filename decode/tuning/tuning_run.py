@@ -44,7 +44,7 @@ class Tuning:
         unknown = [task for task in self.tasks if task not in TASKS]
         if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise InputError(
-                f"task must be some of {','.join(TASKS)}, each once, got {','.join(self.tasks)!r}"
+                f"tasks must be some of {','.join(TASKS)}, each once, got {','.join(self.tasks)!r}"
             )
         if self.search not in SEARCHES:
             raise InputError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}")

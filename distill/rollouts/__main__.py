@@ -17,11 +17,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError
 from d2f.quiet import quiet
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_flags import add_flags, given_options, own_names
-from decode.commands.pipeline_flags import Parser, add_verbose
+from decode.commands.parser import (
+    Parser,
+    add_model,
+    add_tasks,
+    add_verbose,
+    check_least,
+    task_list,
+)
+from decode.commands.run_command import command
 from decode.decoders import DECODERS
 from decode.reporting.places import hold_output
 
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     from distill.rollouts.collect import TrajectoryJob
     from distill.rollouts.trajectories import Rollout
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 RECORDED = ("wino", "d2f")
 _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
 
@@ -126,10 +133,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
-    parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
-    parser.add_argument("--adapter", help="LoRA adapter for it (merged)")
+    add_model(parser, "compile", default=None)
     parser.add_argument("--decoder", choices=RECORDED, default="wino", help="default: wino")
-    parser.add_argument("--tasks", default=",".join(TASKS), help=f"default: {','.join(TASKS)}")
+    add_tasks(parser)
     parser.add_argument(
         "--problems", type=int, default=1000, help="training problems a task (default 1000)"
     )
@@ -144,23 +150,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, default=32, help="problems a forward (default 32)"
     )
-    parser.add_argument("--dtype")
-    parser.add_argument("--device")
-    parser.add_argument("--compile", action="store_true", help="through torch.compile")
     add_verbose(parser)
     group = parser.add_argument_group("decoder")
     kinds = [DECODERS[name] for name in RECORDED]
     add_flags(group, kinds, [name for name in own_names(kinds) if name not in _NOT_TAKEN])
-    parser.set_defaults(family=None, merge=True)
     options = parser.parse_args(arguments)
-    options.tasks = options.tasks.split(",")
-    if set(options.tasks) - set(TASKS) or len(set(options.tasks)) < len(options.tasks):
-        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, "
-                         f"got {','.join(options.tasks)!r}")  # fmt: skip
-    for name in ("problems", "batch_size"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} must be at least 1, got {getattr(options, name)}")
+    options.tasks = task_list(options.tasks)
+    check_least(options, problems=1, batch_size=1)
     if options.seed < 0:
         raise InputError(f"--seed must be 0 or more, got {options.seed}")
     options.temperatures = _temperatures(options.temperatures)
@@ -177,19 +173,12 @@ def _temperatures(text: str) -> list[float]:
     return ladder
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command(interrupted="interrupted: the same command goes on")
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
-    try:
-        options = parse(arguments)
-        with quiet(options.verbose):
-            run(options)
-    except (InputError, NonFiniteLogitsError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, InputError) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+    options = parse(arguments)
+    with quiet(options.verbose):
+        run(options)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ NONSENSE = {
                  "--json folder", "--json none/x", "--tasks ,", "--device cuda:99", "--tau 7"],
     "tune": ["--problems 0", "--problems 2147483648", "--eta 1", "--budget 0", "--budget nan",
              "--within nan", "--within -1", "--min-accuracy 2", "--heldout 0", "--repetitions 0",
-             "--tau-conf 2", "--tau-conf ''", "--task story,story", "--decoder x", "--seed -1",
+             "--tau-conf 2", "--tau-conf ''", "--tasks story,story", "--decoder x", "--seed -1",
              "--output file", "--output ''", "--batch-size 0", "--search x"],
     "compare": ["--config odd.yaml", "--problems 0", "--concurrency [0]", "--unknown 1",
                 "--entries.nobody.model x", "stray"],

@@ -106,7 +106,7 @@ class Command:
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict[str, Command]:
     folder = tmp_path_factory.mktemp("commands")
-    tuning = ["--task", "story", "--problems", "2", "--heldout", "2", "--repetitions", "2",
+    tuning = ["--tasks", "story", "--problems", "2", "--heldout", "2", "--repetitions", "2",
               "--tau-conf", "0.9", "--tau-add", "0.1", "--tau-act", "0.95", "--no-figures",
               "--batch-size", "2"]  # fmt: skip
     collecting = ["--model", "tiny-teacher", "--tasks", "sudoku", "--problems", "3",

@@ -19,7 +19,7 @@ from decode.tuning import bench
 from decode.tuning.choose import Goal
 from decode.tuning.tuning_run import Tuning
 
-SMALL = "--task story --problems 60 --heldout 45 --repetitions 2 --tau-add 0.1 --tau-act 1".split()
+SMALL = "--tasks story --problems 60 --heldout 45 --repetitions 2 --tau-add 0.1 --tau-act 1".split()
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def jobs(folder):
 def test_end_to_end(tmp_path, capsys):
     """The bundled model, two settings, a few problems: search, files, and the YAML in use."""
     out = tmp_path / "out"
-    arguments = "--task sudoku,story --tau-add 0.1 --tau-act 1 --tau-conf 0.5,0.9 --problems 3"
+    arguments = "--tasks sudoku,story --tau-add 0.1 --tau-act 1 --tau-conf 0.5,0.9 --problems 3"
     arguments = [*arguments.split(), "--heldout", "3", "--repetitions", "1", "--output", str(out)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -153,7 +153,7 @@ def test_help_does_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert done.stdout.startswith("python -m decode.tune --task story --output runs/tune\n")
+    assert done.stdout.startswith("python -m decode.tune --tasks story --output runs/tune\n")
 
 
 # Cut short
@@ -209,7 +209,7 @@ def clock(monkeypatch):
 def test_a_budget_of_seconds(tmp_path, clock, capsys):
     """Twenty settings of 0.1 s a problem: a look takes 10 s with its warm-ups, then the promising
     ones go on. The report has what each was measured on."""
-    arguments = "--task story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
+    arguments = "--tasks story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
     assert main([*arguments, "--budget", "16", "--output", str(tmp_path)]) == 0
     (task,) = report_of(tmp_path)["tasks"]
     looked = [row["problems"] for row in task["settings"]]
@@ -226,7 +226,7 @@ def test_a_budget_of_seconds(tmp_path, clock, capsys):
 
 
 def test_a_budget_killed_and_resumed_comes_out_the_same(tmp_path, clock, monkeypatch):
-    arguments = "--task story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
+    arguments = "--tasks story --problems 60 --heldout 9 --repetitions 1 --no-figures".split()
     arguments += ["--budget", "16", "--output"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main([*arguments, str(whole)]) == 0
@@ -275,8 +275,11 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task", "chess"], "task must be some of story,countdown,sudoku, each once, got 'che"),
-        (["--task", "story,story"], "task must be some of story,countdown,sudoku, each once"),
+        (
+            ["--tasks", "chess"],
+            "--tasks must be some of story,countdown,sudoku, each once, got 'che",
+        ),
+        (["--tasks", "story,story"], "--tasks must be some of story,countdown,sudoku, each once"),
         (["--decoder", "beam"], f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
         (["--steps", "4"], "the decoder d2f has no option steps; of those that can be searched"),
         (["--decoder", "static", "--tau-add", "0"], "the decoder static has no option tau_add"),
@@ -312,7 +315,7 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
 )
 def test_bad_arguments(tmp_path, made_up, capsys, arguments, message):
     out = tmp_path / "out"
-    assert main(["--task", "sudoku", "--output", str(out), *arguments]) == 2
+    assert main(["--tasks", "sudoku", "--output", str(out), *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and message in captured.err
     assert not captured.out and not made_up and not out.exists()
@@ -323,7 +326,7 @@ def test_more_problems_than_the_split_has(tmp_path, made_up, monkeypatch, capsys
         raise ValueError(f"count must be at most about 9, got {count}")
 
     monkeypatch.setattr(bench, "make_problems", make)
-    assert main(["--task", "sudoku", "--output", str(tmp_path / "out")]) == 2
+    assert main(["--tasks", "sudoku", "--output", str(tmp_path / "out")]) == 2
     message = "error: sudoku, split tuning: count must be at most about 9, got 200"
     assert message in capsys.readouterr().err and not made_up
 
