@@ -20,13 +20,13 @@ MARKS = ("<!-- comparison -->", "<!-- /comparison -->")
 def table(report: ComparisonReport) -> str:
     """A line for each task and entry: its speed at each concurrency, with the ratio to the
     baseline, and its right answers."""
-    levels = sorted({row.concurrency for row in report.rows})
+    levels = sorted({row.concurrency for row in report.speeds})
     head = ["task", "entry", *(f"{level} in flight" for level in levels)]
     head += ["tokens a forward", "right"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for workload in report.workloads:
-        for entry in dict.fromkeys(row.entry for row in report.rows):
-            rows = [r for r in report.rows if (r.workload, r.entry) == (workload, entry)]
+        for entry in dict.fromkeys(row.entry for row in report.speeds):
+            rows = [r for r in report.speeds if (r.workload, r.entry) == (workload, entry)]
             cells = []
             for row in rows:
                 ratio = report.speedup(row)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from d2f.locks import locked
 from d2f.quiet import quiet
 from decode.commands.parser import add_verbose
 from decode.commands.run_command import DONE, FAILED, command, say
+from decode.reporting.extras import require_matplotlib
+from decode.reporting.shown_progress import ShownProgress, standard_output
 
 if TYPE_CHECKING:
     from decode.comparison.comparison_config import CompareConfig
@@ -77,17 +80,21 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Compar
 
 def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> ComparisonReport:
     from decode.comparison.comparison_config import Endpoint
-    from decode.comparison.comparison_display import Display
+    from decode.comparison.comparison_display import (
+        PLAIN_WIDTH,
+        say_resumed,
+        show_report,
+        show_run,
+    )
+    from decode.comparison.comparison_identity import identity
     from decode.comparison.comparison_report import ComparisonReport
     from decode.comparison.contestants import Contestant, check_entries, make_ready
     from decode.comparison.entry_prompts import tokenizer_of
-    from decode.comparison.identity import identity
     from decode.comparison.measure import measure, plan
     from decode.comparison.runs_ledger import RunsLedger
     from decode.comparison.server import VllmServer
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
-    from decode.reporting.extras import require_matplotlib
 
     path = folder / "measurements.jsonl"  # goes when all of it is in a report
     if (folder / "report.json").exists() and not path.exists():
@@ -103,15 +110,16 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
     check_entries(config, workloads)
     ledger.begin([entry.name for entry in config.entries])
     about["resumed"] = ledger.resumed
-    display = Display()
+    console = standard_output(PLAIN_WIDTH)
+    display = ShownProgress(console, "runs")
     if ledger.found:
-        display.resuming(ledger)
+        say_resumed(display, ledger)
     contestants: list[Contestant] = []
     started: dict[str, VllmServer | Worker] = {}
     try:
         with ExitStack() as stack:
             for entry in config.entries:
-                display.starting(entry)
+                display.say(f"starting {entry.name} ({entry.kind}: {entry.model})")
                 logs = folder / "logs"
                 contestant = make_ready(
                     entry, config, workloads, logs, started, stack, verbose=verbose
@@ -119,8 +127,9 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
                 contestants.append(contestant)
                 about["entries"][entry.name] |= contestant.facts
             runs = plan(config, contestants, workloads, ledger.done)
-            with display.progress(len(runs)):
-                measure(runs, tokenizer, ledger, display.show)
+            with display:
+                display.begin(len(runs))
+                measure(runs, tokenizer, ledger, partial(show_run, display))
     except BaseException as error:
         about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
         raise
@@ -133,7 +142,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
 
                 draw(report, folder)
     ledger.path.unlink()
-    display.report(report, folder)
+    show_report(console, report, folder)
     return report
 
 
@@ -147,7 +156,7 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
     import transformers
 
     from d2f import __version__
-    from decode.evaluate import processor
+    from decode.reporting.environment import processor
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 from collections import Counter
@@ -40,7 +39,6 @@ from decode.commands.parser import (
     task_list,
 )
 from decode.commands.run_command import command
-from decode.reporting.intervals import wilson
 from decode.reporting.places import check_place
 
 if TYPE_CHECKING:
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from d2f.tasks import Problem
     from decode.decoders import Decoder
     from decode.engine.result import Result
+    from decode.reporting.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,20 @@ class Judged:
     results: list[Result]
     right: list[bool]
     seconds: float
+
+    def measurements(self) -> Measurements:
+        """Problem by problem; each has the share of the seconds that its own time has."""
+        import numpy as np
+
+        from decode.reporting.measurements import Measurements
+
+        own = np.array([result.seconds for result in self.results])
+        return Measurements(
+            np.array(self.right, dtype=bool),
+            np.array([len(result.tokens) for result in self.results], dtype=np.int64),
+            np.array([result.forwards for result in self.results], dtype=np.int64),
+            own * (self.seconds / own.sum()),
+        )
 
 
 def decode_and_judge(
@@ -86,7 +99,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 32,
 ) -> dict[str, Any]:
-    """One row: `count` distinct problems of a task decoded and judged.
+    """`count` distinct problems of a task decoded and judged.
 
     `seconds` is the wall time of the whole batch run, prompts included; `forwards` adds the calls
     that each request was in, so tokens_per_forward is that of a request alone.
@@ -97,55 +110,18 @@ def evaluate(
         raise InputError(f"count must be at least 1, got {count}")
     problems = make_problems(task, split, count, seed)
     judged = decode_and_judge(model, decoder, problems, batch_size=batch_size)
-    results, right = judged.results, sum(judged.right)
-    tokens = sum(len(result.tokens) for result in results)
-    forwards = sum(result.forwards for result in results)
-    low, high = wilson(right, count)
+    results, measured = judged.results, judged.measurements().numbers()
+    rows = sum(rows for result in results for rows, _ in result.calls)
     return {
         "task": task,
         "split": split,
-        "problems": count,
-        "right": right,
-        "accuracy": right / count,
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "visible_tokens": tokens,
-        "forwards": forwards,
-        "tokens_per_forward": tokens / forwards,
-        "rows_per_forward": sum(rows for r in results for rows, _ in r.calls) / forwards,
+        **measured,
+        "rows_per_forward": rows / measured["forwards"],
         "unfinished": sum(result.finish_reason == "length" for result in results),
         "batch_size": batch_size,
         "seconds": judged.seconds,
         "counts": dict(sum((Counter(result.counts) for result in results), Counter())),
     }
-
-
-def environment(model: DiffusionModel) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    import torch
-    import transformers
-
-    cuda = model.device.type == "cuda"
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if cuda else processor(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "compiled": model.is_compiled,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def processor() -> str:
-    """The CPU's name."""
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for entry in information.read_text().splitlines():
-            if entry.startswith("model name"):
-                return entry.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -174,11 +150,12 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The report that the command line asks for: settings, environment and a row a task. Raises
-    InputError before any decoding, NonFiniteLogitsError."""
+    """The report that the command line asks for: settings, environment and what was measured
+    of each task. Raises InputError before any decoding, NonFiniteLogitsError."""
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import check_options, load, outline
     from decode.commands.task_problems import draw_problems, encode_problems
+    from decode.reporting.environment import environment
 
     given = given_options(options)
     settings = DecoderSettings(options.decoder, given)
@@ -190,9 +167,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         decoder.check(shape.contract)
         encode_problems(shape, draw_problems(task, options.split, options.problems), decoder)
     model, _ = load(options)
-    rows = []
+    measured = []
     for task, decoder in decoders.items():
-        row = evaluate(
+        found = evaluate(
             model,
             decoder,
             task,
@@ -200,25 +177,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             split=options.split,
             batch_size=options.batch_size,
         )
-        rows.append(row | {"max_new_tokens": RESPONSE_LENGTH[task]})
-        print(line(rows[-1]), flush=True)
+        measured.append(found | {"max_new_tokens": RESPONSE_LENGTH[task]})
+        print(line(measured[-1]), flush=True)
     return {
         "model": options.model,
         "adapter": options.adapter,
         "decoder": decoder.name,
         "settings": given,
         "environment": environment(model),
-        "rows": rows,
+        "rows": measured,
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row for reading."""
+def line(on: dict[str, Any]) -> str:
+    """What was measured, for reading."""
     return (
-        f"{row['task']:<10} {row['right']:>4} of {row['problems']} right "
-        f"({row['accuracy']:6.1%}, 95 % {row['accuracy_low']:.1%} to {row['accuracy_high']:.1%})  "
-        f"{row['tokens_per_forward']:5.2f} visible tokens a forward  "
-        f"{row['forwards'] / row['problems']:6.1f} forwards a problem  {row['seconds']:6.1f} s"
+        f"{on['task']:<10} {on['right']:>4} of {on['problems']} right "
+        f"({on['accuracy']:6.1%}, 95 % {on['accuracy_low']:.1%} to {on['accuracy_high']:.1%})  "
+        f"{on['tokens_per_forward']:5.2f} visible tokens a forward  "
+        f"{on['forwards'] / on['problems']:6.1f} forwards a problem  {on['seconds']:6.1f} s"
     )
 
 

@@ -19,6 +19,7 @@ from d2f.quiet import quiet
 from decode.commands.pipeline_flags import parse
 from decode.commands.run_command import command, say
 from decode.reporting.places import hold_output
+from decode.reporting.shown_progress import is_live, standard_output
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Decode what the options say. Raises InputError before any work."""
     _check_paths(options)
     with hold_output(options.output):
-        _run(options, console or _console())
+        _run(options, console or standard_output())
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
@@ -173,26 +174,15 @@ def _display(
 
     if options.quiet:
         return Silent()
-    if not _is_live(options, console):
+    if not is_live(console):
         return Plain(console)
     pause = options.pause if options.batch_size == 1 else 0.0
     return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
 
 
-def _console() -> Console:
-    """Standard output; only a real terminal counts as one."""
-    from rich.console import Console
-
-    return Console(force_terminal=sys.stdout.isatty(), highlight=False)
-
-
-def _is_live(options: argparse.Namespace, console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal and not options.quiet
-
-
 def _waiting(options: argparse.Namespace, console: Console) -> AbstractContextManager[object]:
     """Says in a terminal that the model is being loaded."""
-    if not _is_live(options, console):
+    if options.quiet or not is_live(console):
         return nullcontext()
     from rich.text import Text
 

@@ -82,7 +82,7 @@ def test_the_decoders_on_story_are_what_the_report_says():
     report = ComparisonReport.load(
         ROOT / "benchmarks" / "results" / "decoders-tiny" / "report.json"
     )
-    forward = {r.entry: r.tokens_per_forward for r in report.rows if r.workload == "story"}
+    forward = {r.entry: r.tokens_per_forward for r in report.speeds if r.workload == "story"}
     rows = table("decoders.md", "## What they do on the bundled models")
     assert [label for label, _, _ in rows] == list(ENTRIES)
     for label, right, tokens in rows:
@@ -94,7 +94,7 @@ def test_the_decoders_on_story_are_what_the_report_says():
 
 def test_wedlm_beside_vllm_is_what_the_report_says():
     report = ComparisonReport.load(ROOT / "benchmarks" / "results" / "wedlm-tiny" / "report.json")
-    speed = {(r.workload, r.entry, r.concurrency): f"{r.throughput:,.0f}" for r in report.rows}
+    speed = {(r.workload, r.entry, r.concurrency): f"{r.throughput:,.0f}" for r in report.speeds}
     rows = table("decoders.md", "## WeDLM on a model trained for it")
     for (label, *cells), entry in zip(rows, WEDLM, strict=True):
         expected = []

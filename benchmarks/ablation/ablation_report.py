@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from decode.reporting.intervals import wilson
+from decode.reporting.intervals import mean_interval, wilson
+from decode.reporting.tables import markdown_table
 
-Row = dict[str, Any]
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval of the mean (Student's t over the values); nan without two values."""
-    from scipy.stats import t
-
-    mean, count = sum(values) / len(values), len(values)
-    if count < 2:
-        return mean, math.nan, math.nan
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
-    half = float(t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
-    return mean, mean - half, mean + half
+Measured = dict[str, Any]
 
 
 def render(report: dict[str, Any]) -> str:
@@ -47,86 +35,90 @@ def render(report: dict[str, Any]) -> str:
         "intervals some miss by chance: one in twenty. Seconds are wall time of the training, "
         "whatever else the machine did.",
         "",
-        "| variant | what it sets | steps | last loss, by seed | seconds, by seed |",
-        "|---|---|---|---|---|",
+        *markdown_table(VARIANT_COLUMNS, [_variant(report, v) for v in config["variants"]]),
     ]
-    for variant in config["variants"]:
-        runs = [run for run in report["runs"] if run["variant"] == variant["name"]]
-        losses = " ".join(f"{run['loss']:.4f}" for run in runs)
-        seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
-        lines.append(
-            f"| {variant['name']} | {_settings(variant['set']) or 'nothing'} | {runs[0]['steps']} "
-            f"| {losses} | {seconds} |"
-        )
+    columns = (
+        "decoding", "variant", f"right of {config['problems']}", "95 %", "by seed",
+        f"against {against}", "95 %", "tokens a forward", "forwards",
+    )  # fmt: skip
     for task in config["tasks"]:
-        lines += ["", f"## {task}", ""]
-        lines += [
-            f"| decoding | variant | right of {config['problems']} | 95 % | by seed "
-            f"| against {against} | 95 % | tokens a forward | forwards |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]
-        for decoding in decodings(report):
-            lines += _table(report, task, decoding)
+        entries = [e for name in decodings(report) for e in _measured(report, task, name)]
+        lines += ["", f"## {task}", "", *markdown_table(columns, entries)]
     return "\n".join(lines) + "\n"
 
 
+VARIANT_COLUMNS = (
+    "variant", "what it sets", "steps", "last loss, by seed", "seconds, by seed",
+)  # fmt: skip
+
+
+def _variant(report: dict[str, Any], variant: dict[str, Any]) -> Sequence[object]:
+    runs = [run for run in report["runs"] if run["variant"] == variant["name"]]
+    losses = " ".join(f"{run['loss']:.4f}" for run in runs)
+    seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
+    sets = _settings(variant["set"]) or "nothing"
+    return variant["name"], sets, runs[0]["steps"], losses, seconds
+
+
 def environments(report: dict[str, Any]) -> list[str]:
-    """A line for each date and machine that rows were measured on."""
+    """A line for each date and machine that anything was measured on."""
     runs = (*report["untrained"], *report["runs"])
     return list(
         dict.fromkeys(
             "{date}, {device}, {dtype}, torch {torch}, transformers {transformers}, "
-            "Python {python}.".format(**row["environment"])
+            "Python {python}.".format(**one["environment"])
             for run in runs
-            for row in run["rows"]
+            for one in run["rows"]
         )
     )
 
 
 def decodings(report: dict[str, Any]) -> list[str]:
     """The names of all decodings, each once."""
-    rows = (row for run in (*report["untrained"], *report["runs"]) for row in run["rows"])
-    return list(dict.fromkeys(row["decoding"] for row in rows))
+    every = (one for run in (*report["untrained"], *report["runs"]) for one in run["rows"])
+    return list(dict.fromkeys(one["decoding"] for one in every))
 
 
-def rows_of(report: dict[str, Any], variant: str, task: str, decoding: str) -> list[Row]:
-    """The rows of a variant, a seed each in the order of the seeds, or of an untrained model."""
+def measured_of(report: dict[str, Any], variant: str, task: str, decoding: str) -> list[Measured]:
+    """What was measured of a variant, a seed each in the order of the seeds, or of an untrained
+    model."""
     runs = [r for r in (*report["untrained"], *report["runs"]) if r["variant"] == variant]
     return [
-        row
+        one
         for run in runs
-        for row in run["rows"]
-        if (row["task"], row["decoding"]) == (task, decoding)
+        for one in run["rows"]
+        if (one["task"], one["decoding"]) == (task, decoding)
     ]
 
 
-def _table(report: dict[str, Any], task: str, decoding: str) -> Iterable[str]:
+def _measured(report: dict[str, Any], task: str, decoding: str) -> Iterator[Sequence[object]]:
+    """A line a variant of what one decoding gave on a task."""
     config = report["config"]
     trained = {variant["name"] for variant in config["variants"]}
-    base = [row["right"] for row in rows_of(report, config["against"], task, decoding)]
+    base = [one["right"] for one in measured_of(report, config["against"], task, decoding)]
     names = [entry["name"] for entry in (*config["untrained"], *config["variants"])]
     for name in names:
-        rows = rows_of(report, name, task, decoding)
-        if not rows:
+        found = measured_of(report, name, task, decoding)
+        if not found:
             continue
-        count, right = rows[0]["problems"], [row["right"] for row in rows]
+        count, right = found[0]["problems"], [one["right"] for one in found]
         mean, low, high = mean_interval(right)
         low, high = max(0.0, low), min(count, high)
         if name not in trained or len(set(right)) == 1:
             low, high = (count * share for share in wilson(right[0], count))
-        compared = "| | "
+        compared = ("", "")
         if base and name != config["against"] and name in trained:
             points = [100 * (r - b) / count for r, b in zip(right, base, strict=True)]
             middle, least, most = mean_interval(points)
             spread = f"{least:+.1f} to {most:+.1f}" if least < most else "-"
-            compared = f"| {middle:+.1f} | {spread} "
-        speed = sum(r["visible_tokens"] for r in rows) / sum(r["forwards"] for r in rows)
-        forwards = sum(r["forwards"] for r in rows) / (count * len(rows))
+            compared = (f"{middle:+.1f}", spread)
+        speed = sum(r["visible_tokens"] for r in found) / sum(r["forwards"] for r in found)
+        forwards = sum(r["forwards"] for r in found) / (count * len(found))
+        by_seed = " ".join(str(r) for r in right) if name in trained else ""
         yield (
-            f"| {decoding} | {name} | {mean:.1f} | {low:.1f} to {high:.1f} "
-            f"| {' '.join(str(r) for r in right) if name in trained else ''} "
-            f"{compared}| {speed:.2f} | {forwards:.1f} |"
-        )
+            decoding, name, f"{mean:.1f}", f"{low:.1f} to {high:.1f}", by_seed, *compared,
+            f"{speed:.2f}", f"{forwards:.1f}",
+        )  # fmt: skip
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -21,8 +21,8 @@ MEASURED = "measured.json"
 
 
 def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig) -> dict[str, Any]:
-    """A variant's run: its last logged loss, seconds and measured rows. Raises InputError where
-    its folder has a run of another configuration, or where it was stopped."""
+    """A variant's run: its last logged loss, seconds and what was measured of it. Raises InputError
+    where its folder has a run of another configuration, or where it was stopped."""
     from distill.make_models import hours
     from distill.run.run_folder import RunFolder
     from distill.train import train
@@ -33,7 +33,7 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
             train(config)
         if not (folder / "model" / "config.json").is_file():
             raise InputError(f"{folder}: stopped before its end; the same command goes on")
-        rows = measure(ablation, str(folder / "model"), ablation.decodings(variant), folder)
+        measured = measure(ablation, str(folder / "model"), ablation.decodings(variant), folder)
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {
         "variant": variant.name,
@@ -42,28 +42,29 @@ def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig)
         "samples": log[-1]["samples"],
         "loss": log[-1]["loss"],
         "seconds": 3600 * hours(log),
-        "rows": rows,
+        "rows": measured,
     }
 
 
 def measure_untrained(ablation: Ablation, entry: Untrained, folder: Path) -> dict[str, Any]:
-    """The measured rows of a model as it is, kept in `folder`."""
+    """What was measured of a model as it is, kept in `folder`."""
     with locked(folder):
-        rows = measure(ablation, entry.model, entry.decode, folder)
-    return {"variant": entry.name, "rows": rows}
+        measured = measure(ablation, entry.model, entry.decode, folder)
+    return {"variant": entry.name, "rows": measured}
 
 
 def measure(
     ablation: Ablation, model_name: str, decodings: Sequence[Decoding], folder: Path
 ) -> list[dict[str, Any]]:
-    """A row of decode.evaluate for each decoding and task. Raises InputError."""
+    """What decode.evaluate says of each decoding and task. Raises InputError."""
     import transformers
 
     import d2f
     from d2f.tasks.registry import RESPONSE_LENGTH
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import weights_hash
-    from decode.evaluate import environment, evaluate
+    from decode.evaluate import evaluate
+    from decode.reporting.environment import environment
 
     path = folder / MEASURED
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -71,7 +72,7 @@ def measure(
     model = d2f.load(model_name, dtype="float32")
     weights = weights_hash(model)
     model.merge_adapter()
-    rows = []
+    measured = []
     for decoding in decodings:
         chosen = DecoderSettings(decoding.decoder, decoding.options)
         for task in ablation.tasks:
@@ -88,12 +89,12 @@ def measure(
             if found is None:
                 decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
                 decoder.check(model.contract)
-                row = evaluate(
+                judged = evaluate(
                     model, decoder, task, ablation.problems,
                     split=ablation.split, batch_size=ablation.batch_size,
                 )  # fmt: skip
-                found = row | asked | {"environment": environment(model)}
+                found = judged | asked | {"environment": environment(model)}
                 kept.append(found)
                 write_beside(path, json.dumps(kept) + "\n")
-            rows.append(found | {"decoding": decoding.name})
-    return rows
+            measured.append(found | {"decoding": decoding.name})
+    return measured

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from decode.commands.panels import RequestPanel, Row, Running
+from decode.commands.panels import RequestPanel, Running, ShownBlock
 from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Event
 from decode.reporting.record import Record, numbers, plain_line, shown_text, verdict, visible
@@ -127,14 +127,14 @@ class LiveDisplay(Silent):
     def _panel(self, job: PromptJob, event: Event) -> RequestPanel:
         fresh = {revealed.position for revealed in event.revealed}
         labels = job.decoder.labels
-        rows = []
+        shown = []
         for number, block in enumerate(event.blocks, 1):
             label, settled = labels.get(block.state, block.state), block.state in SETTLED
             text, focus = self._tokens(block.start, block.tokens, fresh)
-            rows.append(Row(number, label, STYLES[block.state], text, settled, focus))
+            shown.append(ShownBlock(number, label, STYLES[block.state], text, settled, focus))
         where = visible(job.source.where)
         title = Text(f"{where} · forward {event.forward} · {len(fresh)} revealed")
-        return RequestPanel(title, rows)
+        return RequestPanel(title, shown)
 
     def _tokens(
         self, start: int, tokens: tuple[int | None, ...], fresh: set[int]

@@ -18,7 +18,7 @@ LEAST = BORDER + 1  # lines of a panel that shows something
 
 
 @dataclass(frozen=True)
-class Row:
+class ShownBlock:
     """A block. settled: nothing of it may change any more. focus: where in its text decoding goes
     on, in characters."""
 
@@ -32,9 +32,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a row that was broken to the width."""
+    """A line of a block that was broken to the width."""
 
-    row: Row
+    block: ShownBlock
     text: Text
 
 
@@ -43,23 +43,23 @@ class RequestPanel:
     """A request's blocks, numbered from 1. title: what it is and how far."""
 
     title: Text
-    rows: Sequence[Row]
+    blocks: Sequence[ShownBlock]
 
     def lines(self, console: Console, width: int) -> tuple[list[Line], int]:
-        """All lines at a width, and the place of the one where decoding goes on: in the first row
+        """All lines at a width, and the place of the one where decoding goes on: in the first block
         that is not settled, else at the end."""
         found: list[Line] = []
         focus = None
-        for row in self.rows:
-            parts = row.text.wrap(console, self._widths(width)[2], overflow="fold")
-            if not row.settled and focus is None:
+        for block in self.blocks:
+            parts = block.text.wrap(console, self._widths(width)[2], overflow="fold")
+            if not block.settled and focus is None:
                 ends, focus = 0, len(found) + max(0, len(parts) - 1)
                 for place, part in enumerate(parts):
                     ends += len(part.plain) + 1  # a space may have gone with the break
-                    if row.focus < ends:
+                    if block.focus < ends:
                         focus = len(found) + place
                         break
-            found += [Line(row, part) for part in parts] or [Line(row, Text())]
+            found += [Line(block, part) for part in parts] or [Line(block, Text())]
         return found, len(found) - 1 if focus is None else focus
 
     def render(self, console: Console, width: int, height: int) -> RenderableType:
@@ -74,7 +74,7 @@ class RequestPanel:
             parts.append(Text(_above(found, first), "dim", no_wrap=True, overflow="ellipsis"))
         parts.append(self._table(found[first:stop], width))
         if stop < len(found) and room > 2:
-            more = f"… {len(found) - stop} more lines, to block {len(self.rows)}"
+            more = f"… {len(found) - stop} more lines, to block {len(self.blocks)}"
             parts.append(Text(more, "dim", no_wrap=True, overflow="ellipsis"))
         if not framed:
             return Group(*parts)
@@ -82,7 +82,7 @@ class RequestPanel:
 
     def _widths(self, width: int) -> tuple[int, int, int]:
         """Columns of number, state and text."""
-        number = len(str(len(self.rows)))
+        number = len(str(len(self.blocks)))
         text = width - 4 - number - 2  # borders and their padding, the gap
         if text - LABEL_WIDTH - 2 >= NARROWEST:
             return number, LABEL_WIDTH, text - LABEL_WIDTH - 2
@@ -95,10 +95,10 @@ class RequestPanel:
             table.add_column(width=part, no_wrap=True, overflow="crop")
         before = None
         for line in lines:
-            row, new = line.row, line.row is not before
-            state = [Text(row.label if new else "", row.style)] if len(widths) == 3 else []
-            table.add_row(Text(str(row.number) if new else "", "dim"), *state, line.text)
-            before = row
+            block, new = line.block, line.block is not before
+            state = [Text(block.label if new else "", block.style)] if len(widths) == 3 else []
+            table.add_row(Text(str(block.number) if new else "", "dim"), *state, line.text)
+            before = block
         return table
 
 
@@ -149,9 +149,10 @@ def shares(needs: Sequence[int], height: int) -> list[int]:
 
 def _above(lines: Sequence[Line], first: int) -> str:
     """What the lines before `first` were: whole blocks by their numbers and state."""
-    kept = lines[first].row
-    gone = list(dict.fromkeys(line.row.number for line in lines[:first] if line.row is not kept))
-    labels = {line.row.label for line in lines[:first] if line.row is not kept}
+    kept = lines[first].block
+    above = [line.block for line in lines[:first] if line.block is not kept]
+    gone = list(dict.fromkeys(block.number for block in above))
+    labels = {block.label for block in above}
     if not gone:
         return f"… {first} lines of block {kept.number} above"
     state = labels.pop() if len(labels) == 1 else "done"

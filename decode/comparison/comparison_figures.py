@@ -8,8 +8,18 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.statistics import Row
-from decode.reporting.plots import COLORS, DPI, MARKERS, Panel, Point, Series, frontier, save
+from decode.comparison.statistics import Accuracy, Speed
+from decode.reporting.plots import (
+    COLORS,
+    MARKERS,
+    Panel,
+    Point,
+    Series,
+    dress,
+    frontier,
+    new_figure,
+    save,
+)
 
 
 def draw(report: ComparisonReport, folder: Path) -> None:
@@ -20,7 +30,7 @@ def draw(report: ComparisonReport, folder: Path) -> None:
     if not report.ranked:  # nothing that could be compared
         return
     models = _swept_models(report)
-    if not models or len({row.concurrency for row in report.ranked}) > 1:
+    if not models or len({speed.concurrency for speed in report.ranked}) > 1:
         save(throughput(report), folder / "throughput")
     if models:
         for name, forwards in (("frontier", False), ("forwards", True)):
@@ -42,12 +52,11 @@ def throughput(report: ComparisonReport) -> Figure:
     """A panel a workload: visible tokens a second over the requests in flight, a line an entry,
     its band from the slowest to the fastest repetition."""
     workloads = _workloads(report)
-    figure = Figure(figsize=(5.6 * len(workloads), 4.6), dpi=DPI, layout="constrained")
-    panels = figure.subplots(1, len(workloads), squeeze=False)[0]
-    ticks = sorted({row.concurrency for row in report.ranked})
+    figure, panels = new_figure(len(workloads), _caption(report), inches=(5.6, 4.6))
+    ticks = sorted({speed.concurrency for speed in report.ranked})
     for axes, workload in zip(panels, workloads, strict=True):
         for i, (entry, own) in enumerate(_lines(report, workload)):
-            x = [row.concurrency for row in own]
+            x = [speed.concurrency for speed in own]
             color = COLORS[i % len(COLORS)]
             marker = MARKERS[i % len(MARKERS)]
             axes.plot(
@@ -63,14 +72,10 @@ def throughput(report: ComparisonReport) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_ylim(bottom=0)
-        axes.set_title(workload, fontsize=11)
-        axes.set_xlabel("requests in flight")
-        axes.grid(color="#e6e6e6", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
+        dress(axes, workload, "requests in flight")
     panels[0].set_ylabel("speed, visible tokens per second")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    figure.supxlabel(_caption(report), fontsize=8, color="#444444")
     return figure
 
 
@@ -80,21 +85,25 @@ def _panel(report: ComparisonReport, workload: str) -> Panel:
     for entry, own in _lines(report, workload):
         found = report.accuracy(entry, workload)
         if found is not None:
-            share = found.right / found.problems
+            ends = own[0], own[-1]
             points = [
-                Point(
-                    x=row.throughput,
-                    accuracy=share,
-                    low=found.low,
-                    high=found.high,
-                    label=str(row.concurrency) if row in (own[0], own[-1]) else "",
-                    slowest=row.throughput_low,
-                    fastest=row.throughput_high,
-                )
-                for row in own
+                _point(speed, found, str(speed.concurrency) if speed in ends else "")
+                for speed in own
             ]
             series.append(Series(entry, points, line=True))
     return Panel(f"{workload}, labels: requests in flight", series)
+
+
+def _point(speed: Speed, found: Accuracy, label: str) -> Point:
+    return Point(
+        x=speed.throughput,
+        accuracy=found.right / found.problems,
+        low=found.low,
+        high=found.high,
+        label=label,
+        slowest=speed.throughput_low,
+        fastest=speed.throughput_high,
+    )
 
 
 def _swept_models(report: ComparisonReport) -> list[str]:
@@ -107,28 +116,21 @@ def _sweep_panel(report: ComparisonReport, workload: str, model: str, *, forward
     """A line a sweep of that model, its points in the order of its values, at the lowest
     concurrency; other entries of the model, and of models without sweeps, are points. forwards:
     over the tokens of a forward, not of a second."""
-    lowest = min(row.concurrency for row in report.ranked)
+    lowest = min(speed.concurrency for speed in report.ranked)
     others = set(_swept_models(report)) - {model}
     models = {entry["name"]: entry["model"] for entry in report.about["config"]["entries"]}
     points: dict[str, list[Point]] = {}
-    for row in report.ranked:
-        found = report.accuracy(row.entry, workload)
-        x = row.tokens_per_forward if forwards else row.throughput
-        here = (row.workload, row.concurrency) == (workload, lowest)
-        if not here or models[row.entry] in others or found is None or x is None:
+    for speed in report.ranked:
+        found = report.accuracy(speed.entry, workload)
+        here = (speed.workload, speed.concurrency) == (workload, lowest)
+        if not here or models[speed.entry] in others or found is None:
             continue
-        name = row.series or row.entry
-        points.setdefault(name, []).append(
-            Point(
-                x=x,
-                accuracy=found.right / found.problems,
-                low=found.low,
-                high=found.high,
-                label=row.entry.split()[-1] if row.series else "",
-                slowest=None if forwards else row.throughput_low,
-                fastest=None if forwards else row.throughput_high,
-            )
-        )
+        point = _point(speed, found, speed.entry.split()[-1] if speed.series else "")
+        if forwards:
+            if speed.tokens_per_forward is None:
+                continue
+            point = replace(point, x=speed.tokens_per_forward, slowest=None, fastest=None)
+        points.setdefault(speed.series or speed.entry, []).append(point)
     series = [Series(name, _ends_labelled(own), line=len(own) > 1) for name, own in points.items()]
     across = "visible tokens a forward" if forwards else "speed, visible tokens per second"
     return Panel(f"{workload}, {model}, {lowest} in flight", series, across=across)
@@ -141,11 +143,11 @@ def _ends_labelled(points: list[Point]) -> list[Point]:
 
 
 def _workloads(report: ComparisonReport) -> list[str]:
-    return list(dict.fromkeys(row.workload for row in report.ranked))
+    return list(dict.fromkeys(speed.workload for speed in report.ranked))
 
 
-def _lines(report: ComparisonReport, workload: str) -> list[tuple[str, list[Row]]]:
-    """Each entry with its rows, in the configuration's order, so that colours stay its own."""
+def _lines(report: ComparisonReport, workload: str) -> list[tuple[str, list[Speed]]]:
+    """Each entry with its speeds, in the configuration's order, so that colours stay its own."""
     return [
         (entry, [r for r in report.ranked if (r.workload, r.entry) == (workload, entry)])
         for entry in report.about["entries"]

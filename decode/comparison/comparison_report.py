@@ -9,9 +9,10 @@ from typing import Any
 
 from d2f.files import write_beside
 from decode.comparison.records import Record, as_json, from_json
-from decode.comparison.statistics import Accuracy, Row, accuracies, failures, faster_at, rows
+from decode.comparison.statistics import Accuracy, Speed, accuracies, failures, faster_at, speeds_of
+from decode.reporting.tables import markdown_table
 
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, Callable[[Speed], str]]
 
 
 class ComparisonReport:
@@ -26,10 +27,10 @@ class ComparisonReport:
         self.records = list(records)
         self.baseline: str = about["baseline"]
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
-        self.rows = rows(self.records, series)
+        self.speeds = speeds_of(self.records, series)
         self.accuracies = accuracies(self.records, self.baseline)
         self.failures = failures(self.records)
-        self.ranked = [r for r in self.rows if self._is_ranked(r.entry, r.workload)]
+        self.ranked = [r for r in self.speeds if self._is_ranked(r.entry, r.workload)]
 
     @classmethod
     def load(cls, path: Path) -> ComparisonReport:
@@ -44,17 +45,17 @@ class ComparisonReport:
 
     @property
     def workloads(self) -> list[str]:
-        return list(dict.fromkeys(row.workload for row in self.rows))
+        return list(dict.fromkeys(speed.workload for speed in self.speeds))
 
     def _is_ranked(self, entry: str, workload: str) -> bool:
         return not any((f.entry, f.workload) == (entry, workload) for f in self.failures)
 
-    def speedup(self, row: Row) -> float | None:
+    def speedup(self, speed: Speed) -> float | None:
         """Throughput over the baseline's at the same concurrency, None where one is not ranked."""
-        for other in self.ranked if row in self.ranked else ():
-            same = (other.workload, other.concurrency) == (row.workload, row.concurrency)
+        for other in self.ranked if speed in self.ranked else ():
+            same = (other.workload, other.concurrency) == (speed.workload, speed.concurrency)
             if same and other.entry == self.baseline and other.throughput:
-                return row.throughput / other.throughput
+                return speed.throughput / other.throughput
         return None
 
     def accuracy(self, entry: str, workload: str) -> Accuracy | None:
@@ -90,18 +91,18 @@ class ComparisonReport:
             for f in self.failures
             if f.workload == workload
         ]
-        own = [row for row in self.ranked if row.workload == workload]
-        for concurrency in dict.fromkeys(row.concurrency for row in own):
+        own = [speed for speed in self.ranked if speed.workload == workload]
+        for concurrency in dict.fromkeys(speed.concurrency for speed in own):
             best = max((r for r in own if r.concurrency == concurrency), key=lambda r: r.throughput)
             lines.append(
                 f"- At concurrency {concurrency} **{best.entry}** is fastest: "
                 f"{best.throughput:,.0f} visible tokens/s{self._against(best)}."
             )
-        counts = sorted({row.concurrency for row in own})
-        for series in dict.fromkeys(row.series for row in own if row.series):
+        counts = sorted({speed.concurrency for speed in own})
+        for series in dict.fromkeys(speed.series for speed in own if speed.series):
             lines.append(f"- {series}: {self._range([r for r in own if r.series == series])}.")
-        entries = dict.fromkeys(row.entry for row in own)
-        compared = [row.entry for row in own if not row.series and self.baseline in entries]
+        entries = dict.fromkeys(speed.entry for speed in own)
+        compared = [speed.entry for speed in own if not speed.series and self.baseline in entries]
         for entry in dict.fromkeys(compared):
             if entry != self.baseline:
                 wins = faster_at(own, workload, self.baseline, entry)
@@ -109,18 +110,18 @@ class ComparisonReport:
                 lines.append(f"- {won}{self._points(entry, workload)}.")
         return lines
 
-    def _range(self, own: Sequence[Row]) -> str:
+    def _range(self, own: Sequence[Speed]) -> str:
         """From the slowest to the fastest value of a sweep, at the lowest concurrency."""
-        lowest = min(row.concurrency for row in own)
+        lowest = min(speed.concurrency for speed in own)
         ends = sorted((r for r in own if r.concurrency == lowest), key=lambda r: r.throughput)
         parts = []
-        for row in (ends[0], ends[-1]):
-            found = self.accuracy(row.entry, row.workload)
+        for speed in (ends[0], ends[-1]):
+            found = self.accuracy(speed.entry, speed.workload)
             right = f", {found.right / found.problems:.1%} right" if found else ""
-            value = row.entry.removeprefix(f"{row.series} ")
+            value = speed.entry.removeprefix(f"{speed.series} ")
             parts.append(
-                f"{value} has {row.throughput:,.0f} visible tokens/s, "
-                f"{_number(row.tokens_per_forward, 2)} a forward{right}"
+                f"{value} has {speed.throughput:,.0f} visible tokens/s, "
+                f"{number(speed.tokens_per_forward, 2)} a forward{right}"
             )
         return "; ".join(dict.fromkeys(parts))
 
@@ -138,9 +139,9 @@ class ComparisonReport:
             )
         return f"{self.baseline} is faster than {entry} at concurrency {', '.join(map(str, wins))}"
 
-    def _against(self, row: Row) -> str:
-        ratio = self.speedup(row)
-        if ratio is None or row.entry == self.baseline:
+    def _against(self, speed: Speed) -> str:
+        ratio = self.speedup(speed)
+        if ratio is None or speed.entry == self.baseline:
             return ""
         return f", {ratio:.2f} times {self.baseline}"
 
@@ -157,42 +158,38 @@ class ComparisonReport:
         own = [a for a in self.accuracies if a.workload == workload]
         if not own:
             return []
-        lines = [
-            f"| entry | right | accuracy | 95 % | points of {self.baseline} | answers equal to "
-            f"{self.baseline}'s | unstable answers |",
-            "|---|---|---|---|---|---|---|",
-        ]
+        base = self.baseline
+        columns = (
+            "entry", "right", "accuracy", "95 %", f"points of {base}",
+            f"answers equal to {base}'s", "unstable answers",
+        )  # fmt: skip
+        entries = []
         for a in own:
-            ranked = all(self._is_ranked(e, workload) for e in (a.entry, self.baseline))
-            points = "" if a.entry == self.baseline or not ranked else f"{a.difference:+.1f}"
-            same = "" if a.entry == self.baseline else f"{a.same} of {a.problems}"
-            lines.append(
-                f"| {a.entry} | {a.right} of {a.problems} | {a.right / a.problems:.1%} "
-                f"| {a.low:.1%} to {a.high:.1%} | {points} | {same} | {a.unstable} |"
-            )
-        return [*lines, ""]
+            ranked = all(self._is_ranked(e, workload) for e in (a.entry, base))
+            points = "" if a.entry == base or not ranked else f"{a.difference:+.1f}"
+            same = "" if a.entry == base else f"{a.same} of {a.problems}"
+            right, share = f"{a.right} of {a.problems}", f"{a.right / a.problems:.1%}"
+            interval = f"{a.low:.1%} to {a.high:.1%}"
+            entries.append((a.entry, right, share, interval, points, same, a.unstable))
+        return [*markdown_table(columns, entries), ""]
 
     def _counts_table(self, workload: str) -> list[str]:
         """What decoders counted of themselves, a request."""
-        own = [row for row in self.rows if row.workload == workload and row.counts]
-        names = list(dict.fromkeys(name for row in own for name in row.counts))
+        own = [speed for speed in self.speeds if speed.workload == workload and speed.counts]
+        names = list(dict.fromkeys(name for speed in own for name in speed.counts))
         if not names:
             return []
-        head = ["concurrency", "entry", *(f"{name.replace('_', ' ')} a request" for name in names)]
-        lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-        for row in own:
-            cells = [_number(row.counts.get(name), 2) for name in names]
-            lines.append("| " + " | ".join([str(row.concurrency), row.entry, *cells]) + " |")
-        return [*lines, ""]
+        columns = ["concurrency", "entry", *(f"{n.replace('_', ' ')} a request" for n in names)]
+        cells = [
+            [speed.concurrency, speed.entry, *(number(speed.counts.get(name), 2) for name in names)]
+            for speed in own
+        ]
+        return [*markdown_table(columns, cells), ""]
 
     def _table(self, workload: str, columns: Sequence[Column]) -> list[str]:
-        lines = ["| " + " | ".join(name for name, _ in columns) + " |"]
-        lines.append("|---" * len(columns) + "|")
-        for row in self.rows:
-            if row.workload == workload:
-                cells = [value(row) for _, value in columns]
-                lines.append("| " + " | ".join(cells) + " |")
-        return lines
+        own = [speed for speed in self.speeds if speed.workload == workload]
+        cells = [[value(speed) for _, value in columns] for speed in own]
+        return markdown_table([name for name, _ in columns], cells)
 
 
 def _resumed(about: dict[str, Any]) -> list[str]:
@@ -208,7 +205,8 @@ def _resumed(about: dict[str, Any]) -> list[str]:
     ]
 
 
-def _number(value: float | None, digits: int = 0) -> str:
+def number(value: float | None, digits: int = 0) -> str:
+    """A value for a table, - where it is unknown."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -229,23 +227,23 @@ def _facts(facts: dict[str, Any]) -> str:
 SPEED: list[Column] = [
     ("concurrency", lambda r: str(r.concurrency)),
     ("entry", lambda r: r.entry),
-    ("tokens/s", lambda r: _number(r.throughput) + " (not ranked)" * bool(r.failed)),
+    ("tokens/s", lambda r: number(r.throughput) + " (not ranked)" * bool(r.failed)),
     ("slowest to fastest run", lambda r: f"{r.throughput_low:,.0f} to {r.throughput_high:,.0f}"),
-    ("tokens/s a request", lambda r: _number(r.request_throughput)),
+    ("tokens/s a request", lambda r: number(r.request_throughput)),
     ("first token, ms (median / 95 %)", lambda r: _milliseconds(r.first, r.first_95)),
     ("whole answer, ms (median / 95 %)", lambda r: _milliseconds(r.finished, r.finished_95)),
-    ("prefill, ms", lambda r: _number(None if r.prefill is None else 1e3 * r.prefill, 1)),
-    ("tokens/s after prefill", lambda r: _number(r.decode_throughput)),
+    ("prefill, ms", lambda r: number(None if r.prefill is None else 1e3 * r.prefill, 1)),
+    ("tokens/s after prefill", lambda r: number(r.decode_throughput)),
 ]
 WORK: list[Column] = [
     ("concurrency", lambda r: str(r.concurrency)),
     ("entry", lambda r: r.entry),
-    ("tokens a request", lambda r: _number(r.tokens, 1)),
-    ("forwards a request", lambda r: _number(r.forwards, 1)),
-    ("tokens a forward", lambda r: _number(r.tokens_per_forward, 2)),
-    ("rows a forward", lambda r: _number(r.rows_per_forward, 1)),
-    ("tokens a model call", lambda r: _number(r.tokens_per_call, 2)),
-    ("peak memory, MiB", lambda r: _number(r.peak_bytes and r.peak_bytes / 2**20)),
+    ("tokens a request", lambda r: number(r.tokens, 1)),
+    ("forwards a request", lambda r: number(r.forwards, 1)),
+    ("tokens a forward", lambda r: number(r.tokens_per_forward, 2)),
+    ("rows a forward", lambda r: number(r.rows_per_forward, 1)),
+    ("tokens a model call", lambda r: number(r.tokens_per_call, 2)),
+    ("peak memory, MiB", lambda r: number(r.peak_bytes and r.peak_bytes / 2**20)),
     ("failed", lambda r: f"{r.failed} of {r.requests * r.repetitions}"),
     ("retried", lambda r: str(r.retried)),
 ]

@@ -87,21 +87,13 @@ def judge(
         right = workload.items[answer.item].right(text)
         answers.append(
             Judged(
-                item=answer.item,
-                submitted=answer.submitted,
-                prefill=answer.prefill,
-                first=answer.first,
-                finished=answer.finished,
-                first_tokens=min(answer.first_tokens, tokens),
-                tokens=tokens,
-                own_tokens=answer.own_tokens,
-                forwards=answer.forwards,
-                rows=answer.rows,
-                attempts=answer.attempts,
-                right=False if answer.error and right is not None else right,
-                text=text,
-                error=answer.error,
-                counts=answer.counts,
+                **vars(answer)
+                | {
+                    "first_tokens": min(answer.first_tokens, tokens),
+                    "tokens": tokens,
+                    "right": False if answer.error and right is not None else right,
+                    "text": text,
+                }
             )
         )
     return Record(
@@ -111,16 +103,17 @@ def judge(
 
 
 def as_json(records: list[Record]) -> dict[str, Any]:
-    """Records as plain values: answers are rows under common columns, equal texts are kept once."""
+    """Records as plain values: answers are lists under common columns, equal texts are kept
+    once."""
     texts: dict[str, int] = {}
     runs = []
     for record in records:
-        rows = []
+        answers = []
         for answer in record.answers:
             values = dict(vars(answer))
             values["text"] = texts.setdefault(answer.text, len(texts))
-            rows.append([_short(values[column]) for column in COLUMNS])
-        runs.append({**vars(record), "seconds": _short(record.seconds), "answers": rows})
+            answers.append([_short(values[column]) for column in COLUMNS])
+        runs.append({**vars(record), "seconds": _short(record.seconds), "answers": answers})
     return {"columns": list(COLUMNS), "texts": list(texts), "runs": runs}
 
 

@@ -1,4 +1,4 @@
-"""From records to the rows of the table."""
+"""From records to how fast and how right the entries are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decode.reporting.intervals import paired, wilson
 
 
 @dataclass(frozen=True)
-class Row:
+class Speed:
     """One entry at one concurrency of one workload; times in seconds, None where unknown.
 
     throughput: visible tokens a second of the whole run, the median repetition; throughput_low and
@@ -95,20 +95,20 @@ def failures(records: Sequence[Record]) -> list[Failures]:
     return found
 
 
-def rows(
+def speeds_of(
     records: Sequence[Record], series: Mapping[str, str | None] = MappingProxyType({})
-) -> list[Row]:
-    """A row for each workload, concurrency and entry, in the order of the records. series: of the
+) -> list[Speed]:
+    """A speed for each workload, concurrency and entry, in the order of the records. series: of the
     entries that a sweep made."""
     keys = dict.fromkeys(
         (r.workload, r.concurrency, r.entry) for r in records if r.repetition is not None
     )
     timed = [r for r in records if r.repetition is not None]
     runs = [[r for r in timed if (r.workload, r.concurrency, r.entry) == key] for key in keys]
-    return [_row(own, series.get(own[0].entry)) for own in runs]
+    return [_speed_of(own, series.get(own[0].entry)) for own in runs]
 
 
-def _row(runs: list[Record], series: str | None) -> Row:
+def _speed_of(runs: list[Record], series: str | None) -> Speed:
     answers = [a for run in runs for a in run.answers]
     good = [a for a in answers if a.error is None]
     speeds = [run.tokens / run.seconds for run in runs]
@@ -119,7 +119,7 @@ def _row(runs: list[Record], series: str | None) -> Row:
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
     fed = [a for a in good if a.forwards]
     forwards = sum(a.forwards or 0 for a in fed)
-    return Row(
+    return Speed(
         entry=runs[0].entry,
         series=series,
         workload=runs[0].workload,
@@ -129,7 +129,7 @@ def _row(runs: list[Record], series: str | None) -> Row:
         throughput=float(np.median(speeds)),
         throughput_low=min(speeds),
         throughput_high=max(speeds),
-        request_throughput=_median([_speed(a) for a in good]),
+        request_throughput=_median([_request_speed(a) for a in good]),
         first=_median(firsts),
         first_95=_percentile(firsts),
         finished=_median(ends),
@@ -187,7 +187,7 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
     return found
 
 
-def faster_at(table: Sequence[Row], workload: str, one: str, other: str) -> list[int]:
+def faster_at(table: Sequence[Speed], workload: str, one: str, other: str) -> list[int]:
     """The concurrencies at which `one` is faster than `other`."""
     speed = {(r.entry, r.concurrency): r.throughput for r in table if r.workload == workload}
     counts = sorted({c for e, c in speed if e == one} & {c for e, c in speed if e == other})
@@ -207,7 +207,7 @@ def _unstable(runs: list[Record]) -> int:
     return sum(len(found) > 1 for found in texts.values())
 
 
-def _speed(answer: Judged) -> float | None:
+def _request_speed(answer: Judged) -> float | None:
     if answer.finished is None or not answer.tokens:
         return None
     return answer.tokens / max(1e-9, answer.finished - answer.submitted)

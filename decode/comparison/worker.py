@@ -10,7 +10,6 @@ import signal
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 from d2f.errors import InputError
@@ -69,12 +68,7 @@ class Worker:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def run(self, entry: str, workload: Workload, count: int, concurrency: int) -> Run:

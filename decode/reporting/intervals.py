@@ -1,8 +1,10 @@
-"""95 % intervals of shares and of their differences; none of them has a width of zero."""
+"""95 % intervals: of shares and of their differences, of which none has a width of zero, and of a
+mean."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 Z95 = 1.959964
 
@@ -47,3 +49,16 @@ def _highest(gained: int, lost: int, count: int) -> float:
         else:
             high = middle
     return low
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95 % interval of the mean (Student's t over the values); nan without two values.
+    Needs scipy (the extra `ablation`)."""
+    from scipy.stats import t
+
+    mean, count = sum(values) / len(values), len(values)
+    if count < 2:
+        return mean, math.nan, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
+    half = float(t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
+    return mean, mean - half, mean + half

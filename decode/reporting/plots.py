@@ -76,20 +76,40 @@ class Panel:
 def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = None) -> Figure:
     """Accuracy against tokens per second, a panel a task. caption: what was measured, on what.
     columns: panels in a row, of which all rows have as many; by default there is one row."""
-    width, height = PANEL_INCHES
-    columns = columns or len(panels)
-    rows = len(panels) // columns
-    figure = Figure(figsize=(width * columns, height * rows), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    pairs = list(zip(grid.flat, panels, strict=True))
+    figure, grid = new_figure(len(panels), caption, columns=columns)
+    pairs = list(zip(grid, panels, strict=True))
     for axes, panel in pairs:
         _draw(axes, panel)
-    figure.supxlabel(caption, fontsize=8, color="#444444")
     figure.draw_without_rendering()  # settles the layout, labels are placed in it
     for axes, panel in pairs:
         _place_labels(axes, panel)
     return figure
+
+
+def new_figure(
+    panels: int,
+    caption: str,
+    *,
+    columns: int | None = None,
+    inches: tuple[float, float] = PANEL_INCHES,
+) -> tuple[Figure, list[Axes]]:
+    """A figure of so many pairs of axes, each of `inches`, with what was measured below them."""
+    columns = columns or panels
+    lines = panels // columns
+    size = inches[0] * columns, inches[1] * lines
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.supxlabel(caption, fontsize=8, color="#444444")
+    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+
+
+def dress(axes: Axes, title: str, across: str) -> None:
+    """What all axes have. across: what is shown over."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(across)
+    axes.grid(color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def save(figure: Figure, stem: FilePath) -> list[FilePath]:
@@ -113,12 +133,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
     if panel.bound is not None:
         value, what = panel.bound
         axes.axhline(100 * value, color="#444444", linewidth=1, linestyle=(0, (5, 3)), label=what)
-    axes.set_title(panel.title, fontsize=11)
-    axes.set_xlabel(panel.across)
+    dress(axes, panel.title, panel.across)
     axes.set_ylabel("accuracy, % of problems right")
-    axes.grid(color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.15, y=0.12)
     axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 

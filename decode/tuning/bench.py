@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, make_problems
 from decode.commands.task_problems import encode_problems
-from decode.evaluate import Judged, decode_and_judge
-from decode.tuning.measurements import Measurements
+from decode.evaluate import decode_and_judge
+from decode.reporting.measurements import Measurements
 from decode.tuning.space import Space
 from decode.tuning.tuning_ledger import JobDone, TuningJob, TuningLedger
+from decode.tuning.tuning_run import Tuning
 
 Problems = dict[tuple[str, str], list[Problem]]
 """By task and split."""
@@ -58,29 +57,17 @@ class Bench:
             decode_and_judge(self.model, decoder, problems[:1], batch_size=self.batch_size)
             self.warm.add((job.task, job.setting))
         judged = decode_and_judge(self.model, decoder, problems, batch_size=self.batch_size)
-        return JobDone(job, to_measurements(judged), time.perf_counter() - began)
+        return JobDone(job, judged.measurements(), time.perf_counter() - began)
 
 
-def to_measurements(judged: Judged) -> Measurements:
-    """Judged problems by themselves; each has the share of the seconds that its own time has."""
-    results = judged.results
-    own = np.array([result.seconds for result in results])
-    return Measurements(
-        np.array(judged.right, dtype=bool),
-        np.array([len(result.tokens) for result in results], dtype=np.int64),
-        np.array([result.forwards for result in results], dtype=np.int64),
-        own * (judged.seconds / own.sum()),
-    )
-
-
-def make_all_problems(tasks: Sequence[str], counts: Mapping[str, int], seed: int) -> Problems:
+def make_all_problems(tuning: Tuning) -> Problems:
     """The first problems of each task, so many of each split. Raises InputError for more than a
     split has."""
     problems: Problems = {}
-    for task in tasks:
-        for split, count in counts.items():
+    for task in tuning.tasks:
+        for split, count in (("tuning", tuning.problems), ("heldout", tuning.heldout)):
             try:
-                problems[task, split] = make_problems(task, split, count, seed)
+                problems[task, split] = make_problems(task, split, count, tuning.seed)
             except ValueError as error:
                 raise InputError(f"{task}, split {split}: {error}") from error
     return problems

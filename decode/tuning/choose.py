@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from d2f.errors import InputError
 from decode.reporting.intervals import paired
-from decode.tuning.measurements import Measurements
+from decode.reporting.measurements import Measurements
 
 TOUCH = 1e-9  # accuracies are shares of small counts: what is closer than this is equal
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from decode.reporting.measurements import Measurements
 from decode.tuning.choose import Choice, Goal, Verdict, frontier, paired_interval, verdict
-from decode.tuning.measurements import Measurements
 from decode.tuning.search import SMALLEST_PASS, Found
-from decode.tuning.space import Setting, named
+from decode.tuning.space import Setting, described
 
 ROLES = ("chosen", "most accurate in the search", "defaults")
 
@@ -174,28 +174,19 @@ class Outcome:
 
 def numbers(measured: Measurements) -> dict[str, Any]:
     """Sums and rates of what was measured."""
-    low, high = measured.interval
-    return {
-        "problems": measured.problems,
-        "right": measured.count_right,
-        "accuracy": measured.accuracy,
-        "accuracy_low": low,
-        "accuracy_high": high,
-        "visible_tokens": int(measured.tokens.sum()),
-        "forwards": int(measured.forwards.sum()),
-        "tokens_per_forward": measured.tokens_per_forward,
+    return measured.numbers() | {
         "tokens_per_second": measured.tokens_per_second,
         "seconds_per_problem": measured.seconds_per_problem,
     }
 
 
-def final_row(final: Final) -> list[str]:
+def final_cells(final: Final) -> list[str]:
     """A held-out measurement for a table with `FINAL_COLUMNS`."""
     measured, speeds = final.measured, final.speeds
     low, high = measured.interval
     return [
         ", ".join(final.roles),
-        named(final.setting) or "defaults",
+        described(final.setting) or "defaults",
         f"{measured.count_right} of {measured.problems}",
         f"{measured.accuracy:.1%} ({low:.1%} to {high:.1%})",
         f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",

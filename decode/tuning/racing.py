@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from decode.reporting.measurements import Measurements
 from decode.tuning.choose import Goal, choose
-from decode.tuning.measurements import Measurements
 
 DRAWS = 2000
 LEAST_CHANCE = 0.02  # a setting with this chance goes on whatever its rank
@@ -47,7 +47,7 @@ def chances(goal: Goal, measured: Sequence[Measurements], seed: int) -> tuple[Ch
     )
 
 
-def keep(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed: int) -> list[int]:
+def who_goes_on(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed: int) -> list[int]:
     """The places of the settings that go on, the most promising first.
 
     Those are what would be chosen now, the most accurate now, each that is the choice or, where

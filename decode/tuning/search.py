@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from decode.reporting.measurements import Measurements, joined
 from decode.tuning.choose import Goal
-from decode.tuning.measurements import Measurements, joined
-from decode.tuning.racing import affordable, keep
+from decode.tuning.racing import affordable, who_goes_on
 from decode.tuning.space import Setting
 
 LOOK = 4  # problems that every setting decodes first
@@ -132,7 +132,7 @@ def run_search(
     def cut(eta: int, rungs: Sequence[int]) -> list[int]:
         """Who goes on to the first of the rungs to come."""
         measured = [joined(parts[i]) for i in alive]
-        order = keep(goal, measured, eta=eta, seed=seed)
+        order = who_goes_on(goal, measured, eta=eta, seed=seed)
         costs = [measured[i].seconds_per_problem * (rungs[0] - reached) for i in order]
         kept = order[: affordable(costs, seconds_left() / len(rungs))]
         if eta > 1 or len(kept) < len(alive):

@@ -91,7 +91,7 @@ def make_space(
     return space
 
 
-def named(setting: Setting, options: Iterable[str] | None = None) -> str:
+def described(setting: Setting, options: Iterable[str] | None = None) -> str:
     """A setting for reading: ``tau_conf 0.9, tau_add 0.1``. options: which of its values."""
     chosen = [name for name in (setting if options is None else options) if name in setting]
     return ", ".join(f"{name} {setting[name]:g}" for name in chosen)

@@ -6,8 +6,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from decode.tuning.outcome import FINAL_COLUMNS, final_row
-from decode.tuning.space import named
+from decode.tuning.outcome import FINAL_COLUMNS, final_cells
+from decode.tuning.space import described
 from decode.tuning.tuning_report import TuningReport
 
 PLAIN_WIDTH = 160  # columns, where the output is not a terminal
@@ -15,8 +15,6 @@ PLAIN_WIDTH = 160  # columns, where the output is not a terminal
 
 def show(report: TuningReport, console: Console) -> None:
     """Print what was chosen, whether it holds up, and the command that uses it."""
-    if not console.is_terminal:
-        console = Console(file=console.file, width=PLAIN_WIDTH, highlight=False)
     for outcome in report.outcomes:
         _print(
             console,
@@ -26,7 +24,7 @@ def show(report: TuningReport, console: Console) -> None:
                 outcome.verdict_text,
                 outcome.against_defaults,
                 *(
-                    f"{', '.join(f.roles)}: {named(f.setting) or 'as it is'}"
+                    f"{', '.join(f.roles)}: {described(f.setting) or 'as it is'}"
                     for f in outcome.finals
                 ),
             ],
@@ -36,8 +34,8 @@ def show(report: TuningReport, console: Console) -> None:
         for i, name in columns:
             table.add_column(name, justify="right" if i else "left")
         for final in outcome.finals:
-            row = final_row(final)
-            table.add_row(*(row[i] for i, _ in columns))
+            cells = final_cells(final)
+            table.add_row(*(cells[i] for i, _ in columns))
         console.print(table)
     _print(console, [report.counted, "", f"written: {report.folder}"])
     _print(console, ["use it:", *(f"  {report.use(o.task)}" for o in report.outcomes)])

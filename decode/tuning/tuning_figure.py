@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING
 
+from decode.reporting.measurements import Measurements
 from decode.reporting.plots import Panel, Point, Series, frontier, save
-from decode.tuning.measurements import Measurements
 from decode.tuning.outcome import ROLES, Final, Outcome
 from decode.tuning.space import Setting
-
-if TYPE_CHECKING:
-    from decode.tuning.tuning_report import TuningReport
+from decode.tuning.tuning_report import TuningReport
 
 SHORT = {"block_size": "block", "tau_add": "add", "tau_act": "act", "tau_conf": "conf"}
 

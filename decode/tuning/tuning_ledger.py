@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from d2f.json_file import parse
 from decode.reporting.ledger import Ledger, json_line
-from decode.tuning.measurements import Measurements
-from decode.tuning.space import Setting
+from decode.reporting.measurements import Measurements
+from decode.tuning.space import Setting, described
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ class JobDone:
     job: TuningJob
     measured: Measurements
     wall: float
+
+    @property
+    def text(self) -> str:
+        """For the progress bar."""
+        setting = described(dict(self.job.setting))
+        return f"{self.job.task}, {setting}: {self.measured.accuracy:.0%} right"
 
     def to_json(self) -> dict[str, Any]:
         """A line of the ledger; lists have a value a problem."""

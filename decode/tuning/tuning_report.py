@@ -13,8 +13,9 @@ from typing import Any
 from d2f.files import write_beside
 from d2f.yaml_core import dump
 from decode.commands.parser import DEFAULT_MODEL
-from decode.tuning.outcome import FINAL_COLUMNS, ROLES, Outcome, final_row
-from decode.tuning.space import Setting, Space, named
+from decode.reporting.tables import markdown_table
+from decode.tuning.outcome import FINAL_COLUMNS, Outcome, final_cells
+from decode.tuning.space import Space, described
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TuningReport:
         )
 
     def write(self, *, figures: bool) -> None:
-        """Write all files, each whole or not at all."""
+        """Write all files but the figures, each whole or not at all. figures: there will be."""
         for outcome in self.outcomes:
             write_beside(self.config(outcome.task), self.yaml(outcome))
         content = {
@@ -75,10 +76,6 @@ class TuningReport:
         }
         write_beside(self.folder / "report.json", json.dumps(content, indent=2) + "\n")
         write_beside(self.folder / "report.md", self.markdown(figures=figures))
-        if figures:
-            from decode.tuning.tuning_figure import draw
-
-            draw(self)
 
     def yaml(self, outcome: Outcome) -> str:
         """Decoder options for `decode.pipeline --config`, with their provenance above them."""
@@ -116,7 +113,7 @@ class TuningReport:
         return [
             f"## {outcome.task}",
             "",
-            f"Chosen: {named(outcome.chosen)}: {outcome.goal.text}, which was a bound of "
+            f"Chosen: {described(outcome.chosen)}: {outcome.goal.text}, which was a bound of "
             f"{outcome.choice.bound:.1%}.",
             outcome.verdict_text,
             outcome.against_defaults,
@@ -125,7 +122,7 @@ class TuningReport:
             self.use(outcome.task),
             "```",
             "",
-            *_table(FINAL_COLUMNS, [final_row(final) for final in outcome.finals]),
+            *markdown_table(FINAL_COLUMNS, map(final_cells, outcome.finals)),
             "",
             f"Speed is over {self.repetitions} repetitions of the same problems, the settings in "
             "turn.",
@@ -134,7 +131,7 @@ class TuningReport:
             "",
             *outcome.search_text,
             "",
-            *_table(SEARCH_COLUMNS, search_rows(outcome)),
+            *markdown_table(SEARCH_COLUMNS, search_entries(outcome)),
             "",
         ]
 
@@ -142,10 +139,10 @@ class TuningReport:
 SEARCH_COLUMNS = ("setting", "", "right", "accuracy (95 %)", "tokens/s", "tokens a forward")
 
 
-def search_rows(outcome: Outcome) -> list[list[str]]:
+def search_entries(outcome: Outcome) -> list[list[str]]:
     """The measured settings for a table: the compared ones, fastest first, then the others."""
     front, common = set(outcome.front), outcome.found.comparable()
-    rows: list[tuple[tuple[float, ...], list[str]]] = []
+    entries: list[tuple[tuple[float, ...], list[str]]] = []
     for i, whole in enumerate(outcome.found.measured):
         if whole is None:
             continue
@@ -154,30 +151,16 @@ def search_rows(outcome: Outcome) -> list[list[str]]:
         marks = ["chosen"] * (outcome.settings[i] == outcome.chosen)
         marks += ["frontier"] * (i in front) + ["dropped"] * (not compared)
         low, high = measured.interval
-        row = [
-            named(outcome.settings[i]),
+        entry = [
+            described(outcome.settings[i]),
             ", ".join(marks),
             f"{measured.count_right} of {measured.problems}",
             f"{measured.accuracy:.1%} ({low:.1%} to {high:.1%})",
             f"{measured.tokens_per_second:.1f}",
             f"{measured.tokens_per_forward:.2f}",
         ]
-        rows.append(((not compared, -measured.problems, -measured.tokens_per_second), row))
-    return [row for _, row in sorted(rows)]
-
-
-def finals_of(
-    chosen: Setting, reference: Setting, defaults: Setting
-) -> list[tuple[list[str], Setting]]:
-    """The settings to measure on held-out problems, each once, with their roles."""
-    found: list[tuple[list[str], Setting]] = []
-    for role, setting in zip(ROLES, (chosen, reference, defaults), strict=True):
-        same = [roles for roles, other in found if other == setting]
-        if same:
-            same[0].append(role)
-        else:
-            found.append(([role], setting))
-    return found
+        entries.append(((not compared, -measured.problems, -measured.tokens_per_second), entry))
+    return [entry for _, entry in sorted(entries)]
 
 
 def _measured(split: str, speed: float, measured: Any) -> str:
@@ -187,8 +170,3 @@ def _measured(split: str, speed: float, measured: Any) -> str:
         f"95 % {low:.1%} to {high:.1%}), {speed:.1f} tokens/s, "
         f"{measured.tokens_per_forward:.2f} tokens a forward"
     )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from d2f import __version__
 from d2f.errors import InputError
+from d2f.model import DiffusionModel
 from d2f.tasks.registry import TASKS
 from decode.decoders.checks import whole_number
+from decode.reporting.environment import environment
 from decode.tuning.choose import Goal
 from decode.tuning.search import SEARCHES
 from decode.tuning.space import Space, make_space
@@ -66,3 +70,24 @@ class Tuning:
     def budget_per_task(self) -> float:
         """Seconds of measuring that the search of each task has."""
         return math.inf if self.budget is None else self.budget / len(self.tasks)
+
+
+def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) -> dict[str, Any]:
+    """What decides a run's measurements. The goal, the budget and the final measurement's size
+    are not in it: they may change over one ledger."""
+
+    around = environment(model)
+    return {
+        "version": __version__,
+        "weights": weights,
+        "family": model.family,
+        **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
+        "decoder": space.decoder,
+        "grid": {name: list(values) for name, values in space.grid.items()},
+        "tasks": list(tuning.tasks),
+        "search": tuning.search,
+        "problems": tuning.problems,
+        "eta": tuning.eta,
+        "batch_size": tuning.batch_size,
+        "seed": tuning.seed,
+    }

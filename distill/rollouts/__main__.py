@@ -49,10 +49,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from tqdm import tqdm
+    from rich.console import Console
 
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import check_options, load, outline
+    from decode.reporting.shown_progress import ShownProgress
     from distill.rollouts.collect import collect, make_jobs
     from distill.rollouts.rollout_ledger import RolloutLedger
 
@@ -72,9 +73,11 @@ def _run(options: argparse.Namespace) -> None:
     if first:
         print(f"{file.path}: going on after {[*file.done][-1]}", file=sys.stderr)
     waiting: dict[int, Rollout | None] = {}
-    bar = tqdm(total=len(jobs), initial=first, disable=not sys.stderr.isatty())
+    display = ShownProgress(Console(stderr=True) if sys.stderr.isatty() else None, "problems")
     file.start()
-    with bar:
+    with display:
+        display.begin(len(jobs))
+        display.advance(first)
         for number, rollout in collect(
             model,
             jobs,
@@ -84,7 +87,7 @@ def _run(options: argparse.Namespace) -> None:
             batch_size=options.batch_size,
         ):
             waiting[number] = rollout
-            bar.update()
+            display.advance()
             while first in waiting:
                 found = waiting.pop(first)
                 if found is not None:

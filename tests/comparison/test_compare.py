@@ -71,10 +71,10 @@ def finished(tmp_path_factory):
 def test_every_entry_is_measured_alike(finished):
     report, _, _ = finished
     names = ["base", "D2F", "hf", "remote"]
-    assert [(r.concurrency, r.entry) for r in report.rows] == [
+    assert [(r.concurrency, r.entry) for r in report.speeds] == [
         (concurrency, name) for concurrency in (1, 2) for name in names
     ]
-    assert all((r.repetitions, r.requests, r.failed) == (2, 4, 0) for r in report.rows)
+    assert all((r.repetitions, r.requests, r.failed) == (2, 4, 0) for r in report.speeds)
     assert all((a.problems, a.unstable) == (5, 0) for a in report.accuracies)
 
 
@@ -126,7 +126,7 @@ def test_the_report_says_what_a_reader_needs(finished):
 
 
 def test_memory_and_work_are_there_where_they_can_be_known(finished):
-    rows = {(r.entry, r.concurrency): r for r in finished[0].rows}
+    rows = {(r.entry, r.concurrency): r for r in finished[0].speeds}
     assert rows["D2F", 1].peak_bytes > 50 * 2**20
     assert rows["remote", 1].peak_bytes is None and rows["remote", 1].forwards is None
     assert rows["base", 1].forwards == 9  # what the fake counts
@@ -191,7 +191,7 @@ def test_an_interrupt_stops_the_server_and_keeps_what_was_measured(tmp_path, fak
     assert process.returncode == 130, said
     assert gone(tmp_path / "out" / "logs" / "base.log")
     report = ComparisonReport.load(tmp_path / "out" / "report.json")
-    assert report.rows and report.about["cut_short"]
+    assert report.speeds and report.about["cut_short"]
     assert "Cut short" in (tmp_path / "out" / "report.md").read_text()
 
 

@@ -218,7 +218,7 @@ def test_one_with_failures_is_never_ranked(tmp_path, capsys, first):
     assert "error: story: 2 of 8 requests of liar failed, it is not ranked, e.g. HTTP" in said.err
     assert [f.entry for f in report.failures] == ["liar"]
     assert {row.entry for row in report.ranked} == {"honest"}
-    rows = {row.entry: row for row in report.rows}
+    rows = {row.entry: row for row in report.speeds}
     assert rows["liar"].throughput > rows["honest"].throughput and rows["liar"].failed == 2
     assert report.speedup(rows["liar"]) is None
     text = (tmp_path / "out" / "report.md").read_text()

@@ -168,7 +168,7 @@ def test_a_run_measured_twice_is_refused(tmp_path):
 
 def test_settings_machine_prompts_and_models_decide(tmp_path):
     from decode.comparison.comparison_config import read_config
-    from decode.comparison.identity import identity
+    from decode.comparison.comparison_identity import identity
 
     model = tmp_path / "model"
     model.mkdir()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decode.comparison.answers import Answer, Run
 from decode.comparison.records import Judged, Record, as_json, from_json, judge
-from decode.comparison.statistics import accuracies, faster_at, rows
+from decode.comparison.statistics import accuracies, faster_at, speeds_of
 from decode.comparison.workload import Item, Workload, visible
 from decode.reporting.intervals import paired
 
@@ -29,30 +29,30 @@ def record(entry="a", answers=(), *, repetition=0, seconds=4.0, concurrency=1, c
     return Record(entry, "story", concurrency, repetition, seconds, calls, None, list(answers))
 
 
-def test_a_row_is_what_it_says():
+def test_a_speed_is_what_it_says():
     fast = record(answers=[judged(tokens=12), judged(1, finished=4.0)], seconds=2.0, calls=4)
     slow = record(
         answers=[judged(), judged(1, error="HTTP 500", tokens=0, finished=None, attempts=3)],
         repetition=1, seconds=5.0, calls=6,
     )  # fmt: skip
-    (row,) = rows([fast, slow])
-    assert (row.throughput_low, row.throughput_high) == (2.0, 11.0)
-    assert row.throughput == 6.5
-    assert row.finished == 2.0 and row.first == 0.5
-    assert row.finished_95 == pytest.approx(np.percentile([2.0, 4.0, 2.0], 95))
-    assert row.request_throughput == 5.0  # of 6, 2.5 and 5
-    assert row.decode_throughput == 6.0  # of 11/1.5, 9/3.5 and 9/1.5
-    assert row.tokens_per_forward == pytest.approx(32 / 15)
-    assert row.rows_per_forward == 10
-    assert row.tokens_per_call == 3.2
-    assert (row.failed, row.retried, row.requests, row.repetitions) == (1, 1, 2, 2)
+    (speed,) = speeds_of([fast, slow])
+    assert (speed.throughput_low, speed.throughput_high) == (2.0, 11.0)
+    assert speed.throughput == 6.5
+    assert speed.finished == 2.0 and speed.first == 0.5
+    assert speed.finished_95 == pytest.approx(np.percentile([2.0, 4.0, 2.0], 95))
+    assert speed.request_throughput == 5.0  # of 6, 2.5 and 5
+    assert speed.decode_throughput == 6.0  # of 11/1.5, 9/3.5 and 9/1.5
+    assert speed.tokens_per_forward == pytest.approx(32 / 15)
+    assert speed.rows_per_forward == 10
+    assert speed.tokens_per_call == 3.2
+    assert (speed.failed, speed.retried, speed.requests, speed.repetitions) == (1, 1, 2, 2)
 
 
 def test_the_judging_pass_is_not_timed():
     timed = record(answers=[judged()])
     wide = record(answers=[judged(), judged(1, right=False)], repetition=None, seconds=0.1)
-    (row,) = rows([timed, wide])
-    assert row.throughput == 2.5 and row.repetitions == 1
+    (speed,) = speeds_of([timed, wide])
+    assert speed.throughput == 2.5 and speed.repetitions == 1
     (found,) = accuracies([timed, wide], "a")
     assert (found.right, found.problems) == (1, 2)
 
@@ -84,8 +84,8 @@ def test_where_one_is_faster():
         for concurrency, pair in speeds.items()
         for entry, tokens in zip("ab", pair, strict=True)
     ]
-    assert faster_at(rows(records), "story", "b", "a") == [4, 8]
-    assert faster_at(rows(records), "story", "a", "b") == [1, 2]
+    assert faster_at(speeds_of(records), "story", "b", "a") == [4, 8]
+    assert faster_at(speeds_of(records), "story", "a", "b") == [1, 2]
 
 
 class Words:

@@ -41,13 +41,13 @@ def finished(tmp_path_factory):
 
 def test_each_value_is_an_entry_of_one_line(finished):
     report = ComparisonReport.load(finished / "report.json")
-    assert [(r.entry, r.series) for r in report.rows] == [
+    assert [(r.entry, r.series) for r in report.speeds] == [
         ("threshold tau 0.5", "threshold"), ("threshold tau 0.99", "threshold"), ("static", None),
     ]  # fmt: skip
     facts = report.about["entries"]
     assert facts["threshold tau 0.99"]["decoder"]["sudoku"]["tau"] == 0.99
     assert facts["threshold tau 0.99"]["decoder"]["sudoku"]["block_size"] == 8
-    bold, shy, static = (row.tokens_per_forward for row in report.rows)
+    bold, shy, static = (row.tokens_per_forward for row in report.speeds)
     assert bold > shy > static, "a lower threshold decodes more tokens a forward"
 
 
@@ -68,7 +68,7 @@ def test_what_a_decoder_counts_is_in_the_report(finished):
     assert "revoked" not in report.markdown()
     (finished / "report.json").write_text(json.dumps(values))
     again = ComparisonReport.load(finished / "report.json")
-    assert again.rows[0].counts == {"revoked": 3.0}
+    assert again.speeds[0].counts == {"revoked": 3.0}
     assert "| 1 | static | 3.00 |" in again.markdown()
 
 

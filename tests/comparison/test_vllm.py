@@ -44,11 +44,11 @@ def test_vllm_and_this_engine_decode_the_same_model_to_the_same_answers(tmp_path
     assert done.returncode == 0, done.stderr
     report = ComparisonReport.load(tmp_path / "out" / "report.json")
     assert report.about["entries"]["vLLM"]["vllm"]
-    assert len(report.rows) == 6 and all(row.failed == 0 for row in report.rows)
+    assert len(report.speeds) == 6 and all(row.failed == 0 for row in report.speeds)
     assert [(a.entry, a.same, a.problems) for a in report.accuracies] == [
         ("vLLM", 4, 4), ("whole", 4, 4), ("ours", 4, 4),
     ]  # fmt: skip
-    ours = {r.concurrency: r for r in report.rows if r.entry == "ours"}
-    theirs = {r.concurrency: r for r in report.rows if r.entry == "vLLM"}
+    ours = {r.concurrency: r for r in report.speeds if r.entry == "ours"}
+    theirs = {r.concurrency: r for r in report.speeds if r.entry == "vLLM"}
     assert all(ours[c].forwards == theirs[c].forwards for c in (1, 2))
     assert all(row.first <= row.finished and row.peak_bytes for row in theirs.values())

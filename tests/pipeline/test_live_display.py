@@ -11,7 +11,7 @@ from rich.text import Text
 
 from decode.commands import live_display as display
 from decode.commands.live_display import LiveDisplay
-from decode.commands.panels import RequestPanel, Row, Running, shares, window
+from decode.commands.panels import RequestPanel, Running, ShownBlock, shares, window
 from decode.pipeline import main
 
 
@@ -24,10 +24,13 @@ def terminal(width, height):
 
 def panel(cached, active, words=6, name="a"):
     """Blocks of several words that are cached, then active ones that are masked."""
-    rows = [Row(i, "cached", "", Text(f"word{i} " * words), True, 0) for i in range(1, cached + 1)]
+    blocks = [
+        ShownBlock(i, "cached", "", Text(f"word{i} " * words), True, 0)
+        for i in range(1, cached + 1)
+    ]
     for i in range(cached + 1, cached + active + 1):
-        rows.append(Row(i, "fully active", "", Text("·" * 12), False, 0))
-    return RequestPanel(Text(f"{name} · forward 33"), rows)
+        blocks.append(ShownBlock(i, "fully active", "", Text("·" * 12), False, 0))
+    return RequestPanel(Text(f"{name} · forward 33"), blocks)
 
 
 def shown(panels, width=80, height=12):
@@ -64,11 +67,11 @@ def test_a_narrow_or_a_low_terminal():
 def test_the_tail_of_one_long_block():
     """Autoregressive decoding and a static decoder's one block have nothing to leave out whole."""
     words = " ".join(f"w{i}" for i in range(400))
-    done = RequestPanel(Text("a"), [Row(1, "decoded", "", Text(words), True, 0)])
+    done = RequestPanel(Text("a"), [ShownBlock(1, "decoded", "", Text(words), True, 0)])
     lines = shown([done])
     assert "w399" in lines[-2] and "lines of block 1 above" in lines[1]
     middle = words.index("w200")
-    active = RequestPanel(Text("a"), [Row(1, "current", "", Text(words), False, middle)])
+    active = RequestPanel(Text("a"), [ShownBlock(1, "current", "", Text(words), False, middle)])
     lines = shown([active])
     assert "w200" in lines[2] and "more lines, to block 1" in lines[-2]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from decode.engine.result import Result
 from decode.evaluate import Judged
-from decode.tuning.measurements import Measurements
+from decode.reporting.measurements import Measurements
 
 TOKENS = 10  # a problem
 

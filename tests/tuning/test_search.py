@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_up import Model, counted, measured
 
 from decode.tuning.choose import Goal, choose
-from decode.tuning.racing import chances, keep
+from decode.tuning.racing import chances, who_goes_on
 from decode.tuning.search import Plan, make_plan, passes, run_search
 
 PERIOD = 8  # of the problems' difficulties: every rung below has whole periods
@@ -87,24 +87,24 @@ def test_who_goes_on(monkeypatch):
     goal = Goal(1)
     hopeless = [counted(2, 20, 100 + i) for i in range(8)]
     front = [counted(19, 20, 10), counted(20, 20, 9), counted(20, 20, 8)]
-    everyone = keep(goal, [*hopeless, *front], eta=1, seed=0)
+    everyone = who_goes_on(goal, [*hopeless, *front], eta=1, seed=0)
     assert sorted(everyone) == list(range(11)) and set(everyone[:3]) == {8, 9, 10}
-    kept = keep(goal, [*hopeless, *front], eta=3, seed=0)
+    kept = who_goes_on(goal, [*hopeless, *front], eta=3, seed=0)
     assert {8, 9, 10} <= set(kept) and len(kept) == 4  # a third of eleven
     level = [counted(20, 20, 10 + i / 10) for i in range(6)]
-    assert len(keep(goal, level, eta=6, seed=0)) > 1  # noise could make several the choice
-    assert 0 in keep(goal, level, eta=6, seed=0)  # the reference: the slowest of the most accurate
+    assert len(who_goes_on(goal, level, eta=6, seed=0)) > 1  # noise could make several the choice
+    assert 0 in who_goes_on(goal, level, eta=6, seed=0)  # the slowest of the most accurate
 
     fast = [counted(90, 100, 50 + i) for i in range(6)]
     careful = [counted(98, 100, 2), counted(99, 100, 1)]  # either may be the most accurate in truth
-    assert {5, 6, 7} <= set(keep(Goal(30), [*fast, *careful], eta=8, seed=0))
-    kept = keep(Goal(min_accuracy=0.5), [*fast, *careful], eta=8, seed=0)
+    assert {5, 6, 7} <= set(who_goes_on(Goal(30), [*fast, *careful], eta=8, seed=0))
+    kept = who_goes_on(Goal(min_accuracy=0.5), [*fast, *careful], eta=8, seed=0)
     assert 6 not in kept  # no bound hangs on it
 
     lost = np.array([1.0, 0, 0]), np.array([1.0, 0, 0])  # what draws may say, now counts as well
     monkeypatch.setattr("decode.tuning.racing.chances", lambda *arguments: lost)
     now = [counted(5, 20, 9), counted(19, 20, 8), counted(20, 20, 7)]
-    assert keep(Goal(5), now, eta=3, seed=0) == [1, 2, 0]  # choice and reference first
+    assert who_goes_on(Goal(5), now, eta=3, seed=0) == [1, 2, 0]  # choice and reference first
 
 
 # What is measured

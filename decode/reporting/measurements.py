@@ -1,9 +1,9 @@
-"""What was measured of one setting, problem by problem, and what follows from it."""
+"""What was measured on problems of a task, one by one, and what follows from it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from decode.reporting.intervals import wilson
 
 @dataclass(frozen=True, eq=False)
 class Measurements:
-    """Problems decoded with one setting; all arrays are [problems].
+    """Problems decoded by one decoder; all arrays are [problems].
 
     right: whether the response solves the problem. tokens: visible ones. forwards: calls of the
     model that the request was in. seconds: wall time; of problems decoded together each has a
@@ -65,16 +65,22 @@ class Measurements:
     def seconds_per_problem(self) -> float:
         return float(self.seconds.sum() / self.problems)
 
+    def numbers(self) -> dict[str, Any]:
+        """Sums and shares, as reports have them."""
+        low, high = self.interval
+        return {
+            "problems": self.problems,
+            "right": self.count_right,
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "visible_tokens": int(self.tokens.sum()),
+            "forwards": int(self.forwards.sum()),
+            "tokens_per_forward": self.tokens_per_forward,
+        }
+
 
 def joined(parts: list[Measurements]) -> Measurements:
     """Parts one after another. parts: at least one."""
-    return reduce(_plus, parts)
-
-
-def _plus(a: Measurements, b: Measurements) -> Measurements:
-    return Measurements(
-        np.concatenate([a.right, b.right]),
-        np.concatenate([a.tokens, b.tokens]),
-        np.concatenate([a.forwards, b.forwards]),
-        np.concatenate([a.seconds, b.seconds]),
-    )
+    names = [field.name for field in fields(Measurements)]
+    return Measurements(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
