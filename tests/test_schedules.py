@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import decode
 import decode.record_states
 from d2f import noise
 from d2f.errors import InputError
+from d2f.models import resolve
 from d2f.pipeline_states import PipelineStates, read_states
 from d2f.save_transformers import save_model
 from d2f.spans import block_causal
@@ -252,3 +254,12 @@ def test_random_ratios_are_one_a_block(length, size, seed):
     ratios = noise.random_ratios(length, size, 0.2, 0.7, np.random.default_rng(seed))
     want = np.random.default_rng(seed).uniform(0.2, 0.7, -(-length // size))
     assert ratios.tolist() == np.repeat(want, size)[:length].tolist()
+
+
+def test_what_is_asked_is_checked_before_the_weights_are_read(tmp_path, monkeypatch, capsys):
+    whole, bare = resolve("tiny-d2f"), tmp_path / "bare"
+    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    monkeypatch.setattr("decode.commands.load_model.load", lambda options: pytest.fail("too late"))
+    arguments = ["--model", str(bare), "--output", str(tmp_path / "states.json")]
+    assert decode.record_states.main(arguments) == 2
+    assert "story 1: text needs a tokenizer" in capsys.readouterr().err

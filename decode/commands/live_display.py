@@ -10,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from d2f.errors import one_line
 from decode.commands.panels import RequestPanel, Running, ShownBlock
 from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Event
-from decode.reporting.record import Record, numbers, plain_line, shown_text, verdict, visible
+from decode.reporting.record import Record, numbers, plain_line, shown_text, verdict
 
 FRAME_SECONDS = 1 / 12  # between refreshes where many prompts are decoded together
 FIRST_PAUSE, ALL_PAUSES = 0.05, 3.0  # seconds, where none are asked for
@@ -111,7 +112,7 @@ class LiveDisplay(Silent):
     def finish(self, job: PromptJob, record: Record) -> None:
         self._done += 1
         self._draw()
-        title = Text(f"{visible(job.source.where)} · {self._done} of {self.total}", "bold")
+        title = Text(f"{one_line(job.source.where)} · {self._done} of {self.total}", "bold")
         table = Table.grid(padding=(0, 2))
         if record.question is not None:
             table.add_row(Text("question", "dim"), _lines(record.question))
@@ -132,7 +133,7 @@ class LiveDisplay(Silent):
             label, settled = labels.get(block.state, block.state), block.state in SETTLED
             text, focus = self._tokens(block.start, block.tokens, fresh)
             shown.append(ShownBlock(number, label, STYLES[block.state], text, settled, focus))
-        where = visible(job.source.where)
+        where = one_line(job.source.where)
         title = Text(f"{where} · forward {event.forward} · {len(fresh)} revealed")
         return RequestPanel(title, shown)
 
@@ -156,10 +157,10 @@ class LiveDisplay(Silent):
     def _piece(self, token: int) -> str:
         if token not in self._pieces:
             text = f"{token} " if self.tokenizer is None else str(self.tokenizer.decode([token]))
-            self._pieces[token] = visible(text, line_end="↵")
+            self._pieces[token] = "↵".join(map(one_line, text.split("\n")))
         return self._pieces[token]
 
 
 def _lines(text: str) -> Text:
     """Text of several lines without control characters."""
-    return Text("\n".join(visible(line) for line in text.split("\n")), overflow="fold")
+    return Text("\n".join(map(one_line, text.split("\n"))), overflow="fold")

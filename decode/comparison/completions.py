@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from d2f.errors import one_line
 from decode.comparison.answers import Answer
 from decode.comparison.http import UnusableError
-from decode.reporting.record import visible as printable
 
 QUOTED = 300  # characters of an answer that cannot be used
 ALLOWED_BYTES = 2**16  # of an answer, and for each token asked for:
@@ -83,7 +83,7 @@ def ignored_limit(answer: Answer, tokens: int, max_new_tokens: int) -> str | Non
 
 def quote(data: bytes) -> str:
     """The beginning of what a server sent, in one printable line."""
-    return printable(data[:QUOTED].decode("utf-8", "backslashreplace"))
+    return one_line(data[:QUOTED].decode("utf-8", "backslashreplace"))
 
 
 def parse_json(data: bytes) -> Any:

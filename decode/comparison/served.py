@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from d2f.errors import InputError
+from d2f.errors import InputError, one_line
 from decode.comparison.answers import Answer, Run
 from decode.comparison.comparison_config import Limits, Served
 from decode.comparison.completions import (
@@ -24,7 +24,6 @@ from decode.comparison.completions import (
     read_whole,
 )
 from decode.comparison.http import PLAIN, UnusableError, beginning, body, chunks, fetch
-from decode.reporting.record import visible as printable
 
 BACKOFF_SECONDS = 0.2  # before the first retry, doubled for each further one
 
@@ -104,7 +103,7 @@ class Client:
                 answer.error = f"no answer within {self.limits.request:g} s"
             except httpx.TransportError as error:
                 said = f"{type(error).__name__}: {error}".rstrip(": ")
-                answer.error = printable(said[:QUOTED])
+                answer.error = one_line(said[:QUOTED])
             except UnusableError as error:
                 answer.error = str(error)
                 if isinstance(error, _RefusedError):
@@ -149,9 +148,9 @@ def check_endpoint(url: str, served_name: str, headers: dict[str, str], limits: 
             raise InputError(f"{url}/models: HTTP {status}: {quote(data)}")
         values = parse_json(data)
         names = [model["id"] for model in values["data"]]
-        shown = printable(", ".join(names)[:QUOTED])
+        shown = one_line(", ".join(names)[:QUOTED])
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise InputError(f"{url}: no endpoint answers there: {printable(str(error))}") from error
+        raise InputError(f"{url}: no endpoint answers there: {one_line(str(error))}") from error
     except TimeoutError as error:
         raise InputError(f"{url}/models: no answer within {limits.silence:g} s") from error
     except UnusableError as error:

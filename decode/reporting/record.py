@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from d2f.errors import one_line
 from d2f.json_file import parse
 from d2f.tasks import check
 from decode.commands.prompt_jobs import PromptJob
@@ -123,7 +124,7 @@ def numbers(record: Record) -> str:
 
 def plain_line(record: Record) -> str:
     """A result in one line."""
-    name, text = visible(str(record.id)), visible(shown_text(record))
+    name, text = one_line(str(record.id)), one_line(shown_text(record))
     return f"{name}  {verdict(record)}  {numbers(record)}  {text}"
 
 
@@ -148,11 +149,3 @@ def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
             f"{tokens / forwards:.2f} tokens/forward"
         )
     return lines
-
-
-def visible(text: str, line_end: str = "\\n") -> str:
-    """Text in one line without control characters."""
-    return "".join(
-        line_end if c == "\n" else c if c.isprintable() else c.encode("unicode_escape").decode()
-        for c in text
-    )
