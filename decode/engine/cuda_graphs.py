@@ -35,7 +35,7 @@ from triton_kernels.span_attention import MAX_SPANS
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 VARIABLE = "D2F_GRAPHS"
 
-# Rows of the one array ``[_QUERIED + 1, size]`` that holds all inputs of a forward, so that they
+# Lines of the one array ``[_QUERIED + 1, size]`` that holds all inputs of a forward, so that they
 # cross to the device in one copy.
 _TOKENS, _POSITIONS, _SLOTS, _SPANS = 0, 1, 2, 3
 _READ = _SPANS + 2 * MAX_SPANS
@@ -77,8 +77,8 @@ class GraphForwards:
 
 
 class GraphForward:
-    """One size. scores: whether its table has the rows of queried tokens, entropy and margin. pool:
-    of CUDA graphs, which run one after the other and so may share their memory."""
+    """One size. scores: whether its table has queried tokens, entropy and margin too. pool: of CUDA
+    graphs, which run one after the other and so may share their memory."""
 
     def __init__(self, model: DiffusionModel, cache: SlotCache, size: int, scores: bool, pool: Any):
         self.pool = pool

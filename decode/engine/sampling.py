@@ -93,7 +93,7 @@ def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
 
 
 def greedy_table(logits: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
-    """The table of greedy choices; 5 rows where tokens ``[N]`` are queried, else 2."""
+    """The table of greedy choices, ``[5, N]`` where tokens ``[N]`` are queried, else ``[2, N]``."""
     if use_kernel("confidence", logits):
         found = confidence_of_logits(logits, mask_id=mask_id, named=queried, kernel=True)
         columns = [found.token, found.probability]
