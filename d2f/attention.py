@@ -62,6 +62,7 @@ class SpanPlan:
 
     def mask(self, keys: int) -> Tensor:
         """Mask ``[B or 1, T, keys]``, built once a forward."""
+        # Every layer asks for the same mask; the key -1 is that of the whole batch.
         if -1 not in self._masks:
             self._masks[-1] = span_mask(self.spans, keys)
         return self._masks[-1]

@@ -103,6 +103,7 @@ class DiffusionModel(ModelParts):
         if self._compiled is not None:
             hidden = self._compiled(tokens, positions, plan, cache)
         else:
+            # All requests in one row of a batch of 1: the plan says which slots each row sees.
             hidden = self.backbone.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -110,6 +111,7 @@ class DiffusionModel(ModelParts):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[0]
+        # Only the rows that are read meet the head, the widest product of a forward.
         return self.head(hidden.index_select(0, read))
 
     def compile(self) -> None:

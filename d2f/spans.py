@@ -93,7 +93,7 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
     k = max((part.shape[-2] for part in parts), default=1)
     rows, offset = [], 0
     for part in parts:
-        rows.append(shift(widen(part, k), offset))
+        rows.append(shift(widen(part, k), offset))  # spans count in the row, not the sequence
         offset += part.shape[0]
     if offset > length:
         raise ValueError(f"sequences of {offset} positions do not fit in a row of {length}")

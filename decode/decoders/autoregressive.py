@@ -58,8 +58,10 @@ class AutoregressiveSession(Session):
             return None
         ends = np.arange(1, self.length + 1)
         wanted = np.array([self.length])
+        # First the prompt, then the last token. The row of position p - 1 predicts position p,
+        # whatever shift the contract has for masked positions.
         step = feed(self.x, self.cached, ends, wanted, cached=self.cached, logit_shift=1)
-        self.cached = self.length
+        self.cached = self.length  # causal rows never change: final as soon as they are fed
         return step
 
     def accept(self, predictions: Predictions) -> None:

@@ -165,7 +165,7 @@ class BlockSession(MaskedSession):
     def step(self) -> Step | None:
         if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
             return None
-        if not self.masked[self.start : self.end].any():
+        if not self.masked[self.start : self.end].any():  # at first the block is empty
             if self.end == len(self.x):
                 return None
             self.start, self.end = self.end, int(self.ends[self.end])
@@ -190,6 +190,7 @@ class BlockSession(MaskedSession):
         """Which of `wanted` to reveal, as indices, where the step's number is `count`."""
         if self.decoder.reveal == "sequential":
             return np.arange(len(confidence))[:count]
+        # dynamic: where fewer than the step's number are above tau, as static does.
         above = np.flatnonzero(confidence > self.decoder.tau)
         if self.decoder.reveal == "dynamic" and len(above) >= count:
             return above

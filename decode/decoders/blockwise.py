@@ -127,6 +127,7 @@ class BlockwiseSession(MaskedSession):
         return self.end
 
     def step(self) -> Step | None:
+        # At first the block is empty; a block that looked-ahead drafts have filled is passed over.
         while not self.masked[self.start : self.end].any():
             if self.end == len(self.x) or self._ended():
                 return None
@@ -169,7 +170,7 @@ class BlockwiseSession(MaskedSession):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        for i in np.sort(self.choose(predictions)):
+        for i in np.sort(self.choose(predictions)):  # revealed from left to right, as events say
             confidence = float(predictions.confidence[i])
             self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
 

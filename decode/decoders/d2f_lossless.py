@@ -50,6 +50,7 @@ class LosslessSession(D2FSession):
 
     @property
     def slots(self) -> int:
+        # The sequence, a spare slot for rows fed only to be read, a response for each branch.
         return len(self.x) + 1 + self.most * self.rules.max_new_tokens
 
     def step(self) -> Step | None:
@@ -99,13 +100,14 @@ class LosslessSession(D2FSession):
             tokens, confidence = zip(*guesses, strict=True)
             stale = Predictions(np.array(tokens), np.array(confidence, dtype=np.float32))
             D2FSession.accept(state, stale)
-            if not state.advance():
+            if not state.advance():  # the request would be done: nothing to feed
                 break
             states.append(state)
         return states
 
     def _tells(self, state: D2FSession) -> bool:
         """Whether there are predictions for all blocks that must reveal a token."""
+        # A fully active block reveals its surest token: without a prediction, which one is unknown.
         must = [b.start for b in state.pipeline if b.state == "fully active" and b.masked]
         first = state.wanted[np.searchsorted(state.wanted, must)]  # masked, of each such block
         return all(position in self.guesses for position in first.tolist())

@@ -44,7 +44,7 @@ class RevokingSession(D2FSession):
     def settled_end(self) -> int:
         end = self.prompt_length
         for block in self.pipeline:
-            if block.active or len(self._doubtful(block)):
+            if block.active or len(self._doubtful(block)):  # any of its tokens may go
                 break
             end = block.end
         return end
@@ -64,6 +64,7 @@ class RevokingSession(D2FSession):
         self.verified = [(block, self._doubtful(block)) for block in self.pipeline]
         ends = self.ends()
         for block, positions in self.verified:
+            # A shadow's slots follow from its block's place, so those of two blocks never meet.
             slot = len(self.x) + shadow_slots(block.start - self.prompt_length, self.contract)
             step = add_shadow(
                 step, self.x, ends, block.start, block.end, positions, slot, self.contract
@@ -80,6 +81,7 @@ class RevokingSession(D2FSession):
                 drafted[block.start] = masked - block.masked
         self._judge(self._checked(predictions), drafted)
         self._close()
+        # Looked for anew: the end id that stopped the appending may just have been taken back.
         response = self.x[self.prompt_length :]
         self.ended = bool(np.isin(response, self.contract.end_ids).any())
         self.revocations.count()
@@ -137,6 +139,7 @@ class AlwaysSession(RevokingSession):
             chosen = weakest(probability, self.rules.tau_revoke, spare)
             self.revoke_in(block, positions[chosen])
             decided = drafted.get(block.start, 0)
+            # One fewer than it decided: each deciding forward leaves the block a token fuller.
             self.spare[block.start] = decided - 1 if decided else spare - len(chosen)
 
 
@@ -176,8 +179,9 @@ class CommitSession(RevokingSession):
             if not refused:
                 chosen = weakest(probability, self.rules.tau_revoke, len(positions))
                 self.revoke_in(block, positions[chosen])
-                self.sure[positions[chosen]] = True
+                self.sure[positions[chosen]] = True  # what is decided there next stays
                 refused = len(chosen) > 0
+            # A block after a refused one saw its tokens: verified again once that is done.
             block.state = "fully active" if refused else "cached"
             if not refused:
                 self.cached = block.end

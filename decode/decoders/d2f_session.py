@@ -117,6 +117,7 @@ class D2FSession(MaskedSession):
             if block.active:
                 self._reveal_in(block, predictions)
         self._close()
+        # Blocks that begin after the first end id cannot change what is visible: no longer fed.
         if self.rules.early_exit and self.limit < len(self.x):
             self.pipeline = [b for b in self.pipeline if b.start < self.limit]
 
@@ -134,6 +135,7 @@ class D2FSession(MaskedSession):
 
     def _close(self) -> None:
         """Finish the blocks without masks that no active block precedes."""
+        # From left to right: cached keys and values must not come from what may still change.
         waiting = False
         for block in self.pipeline:
             if block.active and not waiting and not block.masked:
@@ -141,7 +143,7 @@ class D2FSession(MaskedSession):
             waiting = waiting or block.active
 
     def _append(self) -> None:
-        last = self.pipeline[-1]
+        last = self.pipeline[-1]  # the prompt, at first: decoded as a whole
         room = last.end < len(self.x)
         if room and not self.ended and last.decoded >= self.rules.tau_add:
             end = min(last.end + self.rules.block_size, len(self.x))
@@ -149,14 +151,14 @@ class D2FSession(MaskedSession):
 
     def _activate(self) -> None:
         for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
-            if before.decoded >= self.rules.tau_act:
+            if before.decoded >= self.rules.tau_act:  # and stays so, whatever becomes of `before`
                 block.full = True
                 if block.state == "semi-active":
                     block.state = "fully active"
 
     def _reveal_in(self, block: PipelineBlock, predictions: Predictions) -> None:
         low, high = np.searchsorted(self.wanted, (block.start, block.end))
-        confidence = predictions.confidence[low:high]
+        confidence = predictions.confidence[low:high]  # of the block's masks
         chosen = np.flatnonzero(confidence > self.rules.tau_conf)
         if not len(chosen) and block.full and len(confidence):
             chosen = np.array([confidence.argmax()])
@@ -164,7 +166,7 @@ class D2FSession(MaskedSession):
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))
             block.masked -= 1
-            if token in self.contract.end_ids:
+            if token in self.contract.end_ids:  # what is after it is padding or noise
                 self.ended = True
                 self.limit = min(self.limit, position + 1)
 

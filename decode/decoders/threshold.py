@@ -67,5 +67,5 @@ def sure(confidence: Floats, tau: float) -> Ints:
     """Indices into confidence ``[N]`` of the largest, the first of equals, and of all that are at
     least tau."""
     chosen = confidence.astype(np.float64) >= tau
-    chosen[confidence.argmax()] = True
+    chosen[confidence.argmax()] = True  # else a step could reveal nothing
     return np.flatnonzero(chosen)

@@ -18,6 +18,7 @@ SDAR_BLOCK_SIZE = 4
 def mask_kind(contract: Contract) -> MaskKind:
     """The mask that a model of this contract decodes under. Block-causal blocks begin at the
     prompt's end, absolute ones at position 0."""
+    # A D2F student's mask is that of its training, whatever its family's.
     if contract.objective == "d2f" and contract.block_size is not None:
         return "block-causal"
     if contract.prompt_rule == "block_causal":

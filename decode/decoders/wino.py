@@ -117,6 +117,7 @@ class WinoSession(BlockwiseSession):
 
     @property
     def settled_end(self) -> int:
+        # Of a block in progress any token may be taken back, also one left of the first mask.
         undecided = super().settled_end
         if self.decoder.tau2 and self.masked[self.start : self.end].any():
             return min(undecided, self.start)
@@ -164,4 +165,5 @@ class WinoSession(BlockwiseSession):
         """How many decisions may be taken back where `drafted` were just made."""
         if self.decoder.caps:
             return self.last - 1 if drafted > 1 else 0
+        # After n forwards n decisions stay: a block takes at most as many forwards as positions.
         return len(self.verified) + drafted - self.forwards

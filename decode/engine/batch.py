@@ -29,6 +29,7 @@ class FlatRows:
 
     def on(self, device: torch.device) -> Rows:
         """The batch on a device, in one copy."""
+        # Each copy to a GPU costs a launch, whatever its size.
         parts = (self.tokens, self.positions, self.slots, self.spans.ravel(), self.read)
         host = torch.from_numpy(np.concatenate(parts))
         tokens, positions, slots, ranges, read = host.to(device).split([len(p) for p in parts])
@@ -61,6 +62,7 @@ def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
 
     No row sees a slot of another request, so each computes what it would compute alone.
     """
+    # Ranges a row in the batch: where one request needs three, the others get empty ones.
     width = max(step.spans.shape[1] for _, step in fed)
     columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
     segments, first = [], 0

@@ -170,7 +170,7 @@ class Engine:
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
         """A step again without the others: a row that sees nothing of a request whose values are
         not finite may still have met them, at a weight of 0."""
-        group.sampler.rewind()
+        group.sampler.rewind()  # the same draws again, as if the first forward had not been
         self.forwards += 1
         return split(self._compute(join([(request, step)]), [group])(), [group])[0]
 
@@ -183,7 +183,7 @@ class Engine:
         except Exception as error:
             self._release(request)
             return request.fail(error, now)
-        if request.done:
+        if request.done:  # what it wrote is finite, and adds nothing at a weight of 0
             self._release(request, clear=False)
         return event
 

@@ -55,7 +55,7 @@ class Request:
         self.result = Result.failed(
             error,
             calls=self.calls,
-            seconds=now - self._began if self._began else 0.0,
+            seconds=now - self._began if self._began else 0.0,  # 0: it never entered
             prompt_tokens=self.session.prompt_length,
             seed=self.decoder.seed,
         )
@@ -64,12 +64,13 @@ class Request:
     def accept(self, step: Step, predictions: Predictions | None, now: float) -> None:
         """Take the predictions of a step, None where they are not finite; the request may be done
         after it. Raises NonFiniteLogitsError, and what the session raises."""
-        self.calls.append((len(step.tokens), step.cached))
+        self.calls.append((len(step.tokens), step.cached))  # also of a step that failed: it was run
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
         self.session.accept(predictions)
+        # A stop string in text that may still change ends nothing.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
         self.next_step = None if stopped else self.session.step()
         if self.next_step is None:
@@ -120,6 +121,7 @@ class Request:
         if not found:
             return None
         cut = min(found)
+        # Tokens are dropped until their text ends at the cut; one that spans it goes as a whole.
         kept = tokens
         while kept and len(self._decode(kept) or "") > cut:
             kept = kept[:-1]

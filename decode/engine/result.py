@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["end", "stop", "length", "error"]
+# waiting: not opened yet. semi-active, fully active, to cache, cached: D2F's, where a block that
+# other decoders work on is fully active. decoded: without masks, and nothing is said of a cache.
 BlockState = Literal["waiting", "semi-active", "fully active", "to cache", "cached", "decoded"]
 
 
