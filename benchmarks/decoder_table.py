@@ -5,6 +5,7 @@ Writes the table of docs/decoders.md from what each decoder says of itself (`Dec
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from d2f.files import write_beside
@@ -33,6 +34,11 @@ def page() -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.decoder_table",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     write_beside(PAGE, page())
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from d2f.errors import CheckpointError, InputError
 from d2f.quiet import quiet
 from decode.commands.parser import Parser, add_verbose
+from decode.commands.run_command import command
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
 MASK_TOKEN = "<|mask|>"
-BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -185,22 +185,15 @@ def _stored_dtype(place: str) -> torch.dtype:
     return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
-    try:
-        options = parse(arguments)
-        with quiet(options.verbose):
-            lines = convert_checkpoint(
-                options.model, options.family, options.output, options.mask_token
-            )
-    except (InputError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return INTERRUPTED
+@command(OSError, interrupted="interrupted: nothing was written")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse(arguments)
+    with quiet(options.verbose):
+        lines = convert_checkpoint(
+            options.model, options.family, options.output, options.mask_token
+        )
     print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_evaluate_takes_it(working):
 
 def test_tune_searches_its_values_and_writes_what_the_pipeline_takes(working):
     few = "--model tiny-teacher --problems 2 --heldout 2 --repetitions 1 --no-figures".split()
-    done = command("decode.tune", "--decoder", NAME, "--task", "story", *few, "--output", "tuned")
+    done = command("decode.tune", "--decoder", NAME, "--tasks", "story", *few, "--output", "tuned")
     assert done.returncode == 0, done.stderr
     lines = Path("tuned/measurements.jsonl").read_text().splitlines()[1:]
     assert {json.loads(line)["setting"]["k"] for line in lines} == {2, 4}
