@@ -116,3 +116,12 @@ def test_links_lead_to_a_file_and_a_heading(page):
             titles = re.findall(r"^#+ (.+)$", place.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles]
             assert heading in anchors, target
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
+def test_the_files_that_a_page_names_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    folders = "d2f|decode|distill|triton_kernels|benchmarks|configs|tests|docs"
+    named = set(re.findall(rf"(?<![\w/.])(?:{folders})/[\w/-]*(?:\.\w+)?", text))
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []

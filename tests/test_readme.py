@@ -76,7 +76,7 @@ def test_the_comparison_is_what_the_report_says():
 
 
 def test_the_folders_that_the_readme_names_exist():
-    for folder in re.findall(r"`([a-z_]+/)`", README):
+    for folder in re.findall(r"`([a-z_/]+/)`", README):
         assert (ROOT / folder).is_dir(), folder
 
 
