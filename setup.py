@@ -49,8 +49,6 @@ setup(
             "models/**/*.safetensors",
             "models/**/*.md",
             "models/**/*.jinja",
-            "tasks/**/*.json",
-            "tasks/**/*.jsonl",
         ],
     },
     install_requires=[
@@ -75,8 +73,6 @@ setup(
     ],
     extras_require={
         "data": ["datasets>=4.0"],
-        "eval": ["datasets>=4.0"],
-        "serve": ["fastapi>=0.115", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
         "ablation": ["scipy>=1.13"],
         "4bit": ["bitsandbytes>=0.48"],

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fresh_process import apart
+from benchmarks.fresh_process import in_fresh_process
 from benchmarks.timing import about, milliseconds
 from d2f.files import write_beside
 from decode.comparison.process_memory import peak_bytes, reset_peak
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             line = f"{vocabulary:>10}{rows:>6}"
             for way in measured:
                 shape = (rows, vocabulary, options.width, options.dtype)
-                found = apart(measure, way, *shape, device, options.repeat)
+                found = in_fresh_process(measure, way, *shape, device, options.repeat)
                 sizes = {"way": way, "rows": rows, "vocabulary": vocabulary}
                 table.append({**sizes, **(found or {"ms": None, "peak_mib": None})})
                 if found is None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.decode_step import seconds
-from benchmarks.fresh_process import apart
+from benchmarks.fresh_process import in_fresh_process
 from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits
 from benchmarks.timing import about
 from d2f import noise
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     found = {}
     for way in options.ways:
-        found[way] = one = apart(
+        found[way] = one = in_fresh_process(
             measure, way, options.shape, options.samples, options.length, options.dtype,
             options.checkpointing, options.repeat,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def test_without_arguments_a_cpu_measures_small_shapes(monkeypatch, capsys):
         monkeypatch.setattr(decode_step, name, value)
     assert decode_step.main([]) == 0
     assert [shape for shape, device in built if device == "cpu"] == ["tiny", "small"]
-    monkeypatch.setattr(train_step, "apart", lambda *arguments: None)
+    monkeypatch.setattr(train_step, "in_fresh_process", lambda *arguments: None)
     assert train_step.main([]) == 0
     assert "small, 1 x 1024 tokens" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def test_without_arguments_a_cpu_measures_small_sizes(monkeypatch):
         largest.append(arguments)
         return None
 
-    monkeypatch.setattr(masked_kl, "apart", on)
+    monkeypatch.setattr(masked_kl, "in_fresh_process", on)
     masked_kl.main([])
     assert max(rows * vocabulary for _, _, rows, vocabulary, *_ in largest) <= 2**23
     sizes = []
