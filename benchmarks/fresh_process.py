@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 
-def in_fresh_process(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | None:
+def in_fresh_process(
+    measure: Callable[..., dict[str, Any]], *arguments: Any
+) -> dict[str, Any] | None:
     """What measure(*arguments) returns, None where the GPU's memory did not suffice.
 
     Raises RuntimeError where the process was killed or failed.

@@ -34,7 +34,7 @@ NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
 )  # fmt: skip
 ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f")  # shipped without the base they are for
-# What makes the data.file of a configuration: arguments of distill.rollouts.__main__.
+# What makes the data.file of a configuration: arguments of distill.rollouts.
 ROLLOUTS = {
     "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "
     "--temperatures 0,0.2,0.4",
@@ -73,7 +73,7 @@ def train(name: str) -> None:
         train(start.parts[1])
     file = values["data"].get("file")
     if file is not None:  # a call that has nothing left to do is short
-        collect = ["-m", "distill.rollouts.__main__", *ROLLOUTS[name].split(), "--output", file]
+        collect = ["-m", "distill.rollouts", *ROLLOUTS[name].split(), "--output", file]
         subprocess.run([sys.executable, *collect], check=True)
     launch = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
     module = ["-m", "distill.train", "--config", str(config), "--tracker", "none"]

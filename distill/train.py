@@ -1,7 +1,7 @@
 """accelerate launch -m distill.train [--config NAME] [--key value ...]
 
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
-student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts.__main__, or WeDLM from an
+student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
 autoregressive model. A killed run goes on where its newest checkpoint is, to the same weights to
 the bit; a finished one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the
 step. The result (adapter, merged model, contract, card, configuration, log) lies in the

@@ -173,6 +173,8 @@ def test_an_end_token_of_its_own(tmp_path):
         assert sample.response[sample.answer - 1 :] == [turn] + [END] * (
             len(sample.response) - sample.answer
         )
+    first = tokenizer().convert_ids_to_tokens(0)  # an id that a test for truth would take for none
+    assert all(0 in s.response for s in samples(stream(file=path, end_token=first)))
     with pytest.raises(InputError, match=r"data\.end_token must be a token .* got '<eot>'"):
         stream(file=path, end_token="<eot>")
     config = run_settings(tmp_path / "out", {"file": path, "end_token": "<|user|>"})

@@ -61,7 +61,7 @@ COMMANDS = {
     "decode.record_states": "--problems 1 --tasks sudoku --output {folder}/states.json",
     "decode.tune": "--problems 1 --heldout 1 --repetitions 1 --tasks sudoku --tau-add 0.1 "
     "--tau-act 1 --tau-conf 0.9 --no-figures --output {folder}/tune",
-    "distill.rollouts.__main__": "--model tiny-d2f --decoder d2f --problems 1 --tasks sudoku "
+    "distill.rollouts": "--model tiny-d2f --decoder d2f --problems 1 --tasks sudoku "
     "--output {folder}/rollouts.jsonl",
 }
 

@@ -83,6 +83,21 @@ def test_the_pipeline_schedule_draws_states_of_the_pipeline_only():
     assert all((np.diff(made.state(sample(i))[0]) >= 0).all() for i in range(20))
 
 
+def test_what_lies_beyond_the_first_appended_block_weighs_as_far():
+    """The pipeline's states without a recording: that block is decoded next, those after it are
+    there for the model to see."""
+    made = objective(noise={"schedule": "pipeline", "far_weight": 0.125})
+    seen = set()
+    for i in range(40):
+        ratios, weight = made.state(sample(i))
+        appended = np.append(ratios, 1.0).tolist().index(1.0)  # where appended blocks begin
+        for place, (ratio, came) in enumerate(zip(ratios, weight, strict=True)):
+            far = place >= appended + 4
+            seen.add(far)
+            assert came == (0.125 if far else pytest.approx(1 / ratio) if ratio else 1.0)
+    assert seen == {False, True}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -282,7 +282,7 @@ def test_an_adapter_is_trained_on(tmp_path, files, base):
         ({"wino_plus": {"lambda": 0.1}}, "wino_plus.lambda"),
         (
             {"data": {"tasks": {"story": 1.0}}},
-            "needs data.file: a file of distill.rollouts.__main__",
+            "needs data.file: a file of distill.rollouts",
         ),
         ({"init": None, "family": "llada", "model": {}}, "wino_plus needs init"),
         ({"objective": "masked_diffusion", "init_adapter": "x"}, "leave out init_adapter"),
@@ -318,6 +318,15 @@ def test_rollouts_that_do_not_fit_are_refused_before_training(
     with pytest.raises(InputError, match=message):
         train(settings(tmp_path / "out", path, init=str(base["llada"]), **change))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("first", ["some notes", "{}", '{"rollouts": 5}'])
+def test_a_file_that_is_none_of_rollouts_is_named(tmp_path, files, base, first):
+    path = tmp_path / "rollouts.jsonl"
+    lines = files["llada", "wino"].read_text().splitlines(keepends=True)[1:]
+    path.write_text(first + "\n" + "".join(lines))
+    with pytest.raises(InputError, match=r"rollouts\.jsonl is not a file of distill\.rollouts"):
+        train(settings(tmp_path / "out", path, init=str(base["llada"])))
 
 
 def test_a_rollout_with_a_foreign_or_a_mask_id_is_named(tmp_path, files, base):

@@ -107,9 +107,7 @@ class WinoPlusKind(Kind):
         if len(keys.block_shares) > 1:
             raise ValueError("objective wino_plus takes one block_size, that of its rollouts")
         if keys.data.file is None:
-            raise ValueError(
-                "objective wino_plus needs data.file: a file of distill.rollouts.__main__"
-            )
+            raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
 
     def contract(self, keys: TrainKeys) -> dict[str, object]:
         found = super().contract(keys) | {"block_size": first_block_size(keys)}

@@ -1,6 +1,6 @@
 """Decoding training problems for their trajectories: many requests a batch; what the checker
 accepts is kept with the forward that decided every token for good. The command is
-`distill.rollouts.__main__`."""
+`distill.rollouts`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def collect(
     jobs: Sequence[TrajectoryJob],
     *,
     first: int = 0,
-    temperatures: Sequence[float] = (0.0,),
+    temperatures: Sequence[float],
     seed: int = 0,
     batch_size: int = 32,
 ) -> Iterator[tuple[int, Rollout | None]]:

@@ -9,7 +9,7 @@ revealed, the others masked. Four tokens a b c d with steps 0 2 1 1 have three s
     before step 1    a M M M    c and d now, b later
     before step 2    a M c d    b now
 
-`distill.rollouts.__main__` writes the file that is read here.
+`distill.rollouts` writes the file that is read here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from distill.data.data_config import Data
 Count = Annotated[int, Field(ge=0)]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-NO_ROLLOUTS = "is not a file of distill.rollouts.__main__: line 1 says no run"
+NO_ROLLOUTS = "is not a file of distill.rollouts: line 1 says no run"
 
 
 class Rollout(Section):
