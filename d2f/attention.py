@@ -23,10 +23,11 @@ Way = Literal["kernel", "sdpa", "flex"]
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``[rows.start, rows.stop)`` of a flat batch and the slots they may see.
+    """One request's rows in a flat batch, ``[rows.start, rows.stop)``, and the slots that they may
+    see.
 
-    whole: every row sees all of the slots, so there is nothing to mask. Two requests, the slots of
-    the second from 6 on::
+    whole: every row sees all of the slots, so there is nothing to mask. Two requests in one batch;
+    the slots of the second begin at 6::
 
         spans of the batch                         segments
         [0, 4) [0, 4)   [6, 7) [6, 8) [6, 9)       rows 0 1: slots 0 to 3, whole
@@ -41,11 +42,11 @@ class Segment:
 class SpanPlan:
     """What every layer of one forward needs to know of its attention.
 
-    spans: int32 ``[B or 1, T, K, 2]`` over the keys (or the slots of a cache).
-    segments: for a flat batch of several requests, each request's rows and slots; the mask that
-    is built is then rows x own slots, never rows x all slots. None: one mask of T x S.
-    way: what computes it; None takes the kernel where `use_kernel` says so, else sdpa, which is
-    scaled_dot_product_attention with a mask. flex, flex_attention, takes no segments.
+    spans: int32 ``[B or 1, T, K, 2]`` over the keys, which in decoding are the slots of the cache.
+    segments: for a flat batch of several requests, the rows and slots of each. Plain attention then
+    builds a mask of rows x own slots for each request; without segments it is one of T x S.
+    way: what computes it. None takes the kernel where `use_kernel` says so, else ``sdpa``, which is
+    scaled_dot_product_attention with a mask. ``flex`` is flex_attention, which takes no segments.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class SpanPlan:
         self.segments = segments
         self.way = way
         self._flex: FlexSpans | None = None
-        self._masks: dict[int, Tensor] = {}
+        # Made by the first layer that asks and kept for the others; a plan lasts one forward.
+        self._masks: dict[int, Tensor] = {}  # by segment
         self._flat: Tensor | None = None
 
     def mask(self, keys: int) -> Tensor:
@@ -93,12 +95,15 @@ class SpanPlan:
             if self._flex is None:
                 self._flex = FlexSpans(self.spans.expand(len(query), -1, -1, -1), key.shape[2])
             return self._flex(query, key, value, scale).transpose(1, 2)
+        # The kernel is compiled for the usual head dimensions; a model of another one is computed
+        # in plain PyTorch, never refused.
         if query.shape[-1] in HEAD_DIMS and self._takes_kernel(query):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
         else:
-            # Request by request: a mask over the whole batch and cache would be mostly False.
+            # Request by request: a mask over the whole batch and cache would be mostly False, and
+            # its cost would grow with the square of the number of requests.
             parts = [
                 masked_attention(
                     query[:, :, part.rows],
@@ -118,17 +123,25 @@ class SpanPlan:
         return use_kernel("span_attention", query)
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """The batch as one flat batch over one flat cache."""
+        """The kernel knows no batch: its rows are laid one after the other, and so are its keys.
+        What a row sees is then `_flat_spans`."""
         batch, heads, rows, dim = query.shape
         kv_heads, slots = key.shape[1:3]
-        q = query.transpose(1, 2).reshape(batch * rows, heads, dim)
+        # Decoding has a batch of 1, of which these are views: the cache is not copied.
+        q = query.transpose(1, 2).reshape(batch * rows, heads, dim)  # [B * T, H, D]
         k, v = (x.transpose(0, 1).reshape(kv_heads, batch * slots, dim) for x in (key, value))
         spans = self._flat_spans(batch, slots)
+        # Not checked here: looking into the spans would wait for the GPU in every layer.
         out = span_attention(q, k, v, spans, scale=scale, kernel=True, check=False)
         return out.view(batch, rows, heads, dim)
 
     def _flat_spans(self, batch: int, slots: int) -> Tensor:
-        """Spans ``[B * T, K, 2]`` over the batch's keys laid one after the other, built once."""
+        """Spans ``[B * T, K, 2]`` over the batch's keys laid one after the other, built once a
+        forward. Two sequences of 3 causal rows::
+
+            over each one's keys     [0, 1) [0, 2) [0, 3)    [0, 1) [0, 2) [0, 3)
+            over 6 keys in a row     [0, 1) [0, 2) [0, 3)    [3, 4) [3, 5) [3, 6)
+        """
         if self._flat is None:
             first = torch.arange(batch, dtype=torch.int32, device=self.spans.device) * slots
             spans = self.spans.expand(batch, -1, -1, -1) + first[:, None, None, None]
@@ -147,7 +160,11 @@ def span_attention_forward(
     spans: SpanPlan | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query ``[B, H, T, D]`` to output ``[B, T, H, D]``."""
+    """The function that transformers calls in every layer: query ``[B, H, T, D]`` to output
+    ``[B, T, H, D]``. Its name for the plan, ``spans``, is a keyword of the model's forward.
+
+    Raises ValueError without a plan: there is no mask to fall back on (`_no_mask`).
+    """
     if spans is None:
         raise ValueError("span attention needs spans=SpanPlan(...) in the model's forward")
     return spans.attend(module, query, key, value, scaling), None

@@ -32,6 +32,8 @@ class SlotCache:
         heads = config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (1, heads, slots, dim)
+        # Zeros, not memory as it comes: a slot that a row does not see meets a weight of 0, and 0
+        # times a NaN that lay there is NaN.
         self.layers = [
             (
                 torch.zeros(shape, dtype=dtype, device=device),
@@ -49,13 +51,14 @@ class SlotCache:
         # which of them a row sees, the spans of the forward say.
         if self.slots is None:
             raise RuntimeError("SlotCache.slots must be set before a forward")
-        k, v = self.layers[layer_idx]
+        k, v = self.layers[layer_idx]  # [1, H_kv, S, D]
         write_slots(k[0], v[0], self.slots, keys[0], values[0])
         return k, v
 
     def clear(self, start: int, stop: int) -> None:
-        """Forget the slots ``[start, stop)``: what is not finite there must not meet a weight of 0
-        in the attention of whoever has them next."""
+        """Set the slots ``[start, stop)`` to 0. A request that failed may leave values there that
+        are not finite, and they would reach the request that has the slots next: masked, they have
+        a weight of 0, and 0 times NaN is NaN."""
         for k, v in self.layers:
             k[:, :, start:stop] = 0
             v[:, :, start:stop] = 0
@@ -102,7 +105,7 @@ class SlotPool:
             raise ValueError(f"a request of {count} slots cannot fit in a cache of {self.slots}")
         start = 0
         for used, stop in sorted(self._used.items()):
-            if used - start >= count:
+            if used - start >= count:  # the gap before this run suffices
                 break
             start = stop
         if start + count > self.slots:

@@ -37,13 +37,14 @@ _library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    # Not arguments of the operator: the graph would be of this cache and this plan.
     keys, values = _running.cache.update(key, value, layer)
     return _running.plan.attend(None, query, keys, values, scale).contiguous()
 
 
 def _attend_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
     batch, heads, rows, dim = query.shape
-    return value.new_empty((batch, rows, heads, dim))
+    return value.new_empty((batch, rows, heads, dim))  # as `SpanPlan.attend` gives it
 
 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
@@ -51,7 +52,8 @@ torch.library.register_fake("d2f::attend", _attend_fake, lib=_library)
 
 
 class _PlanOfTheForward(SpanPlan):
-    """Stands for the plan while a graph is made, and puts ``d2f::attend`` into it."""
+    """What the model is traced with in place of a plan: its `attend` puts the operator
+    ``d2f::attend`` into the graph, which finds the real plan of the forward when it runs."""
 
     def __init__(self) -> None:
         self.segments = None

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 class Fp32Rotary(nn.Module):
-    """Gives a model's rotary tables in fp32 whatever its dtype, so that RoPE is applied in fp32
-    by type promotion (LLaDA's ``rope_full_precision``)."""
+    """Gives a model's rotary tables (cos, sin) in fp32 whatever the model's dtype. Queries and keys
+    are then rotated in fp32 by type promotion, as LLaDA does (its ``rope_full_precision``); rotated
+    in bf16 its logits differ visibly. `SpanPlan.attend` takes them back to the model's dtype."""
 
     def __init__(self, rotary: nn.Module):
         super().__init__()
         self.rotary = rotary
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        # Of x the rotary module reads only device and dtype; its tables come back in that dtype.
         return self.rotary(x.new_empty((), dtype=torch.float32), position_ids)
 
 
@@ -38,9 +40,10 @@ class DiffusionModel(ModelParts):
     (`ModelParts`), and forwards over spans. Made by `d2f.load`."""
 
     def __post_init__(self) -> None:
-        self._merged = False
+        self._merged = False  # an adapter was folded in: the model is adapted without having one
         self._compiled: CompiledRows | None = None
         decoder = self.backbone.model
+        # A model that is converted keeps its backbone, which may be wrapped already.
         if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
             decoder.rotary_emb = Fp32Rotary(decoder.rotary_emb)
 
@@ -86,7 +89,8 @@ class DiffusionModel(ModelParts):
         if isinstance(spans, Tensor):
             spans = SpanPlan(spans.to(input_ids.device))
         if positions is None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, L]
+        # The model without its head: in training only the masked rows meet the vocabulary.
         return self.backbone.model(
             input_ids=input_ids, position_ids=positions, spans=spans, use_cache=False
         ).last_hidden_state
@@ -122,7 +126,7 @@ class DiffusionModel(ModelParts):
         """
         from d2f.compiled import CompiledRows
 
-        self.merge_adapter()
+        self.merge_adapter()  # beside the weights it is two more products a layer
         self._compiled = CompiledRows(self.backbone, self.new_cache)
 
     def new_cache(self, slots: int) -> SlotCache:
@@ -131,7 +135,9 @@ class DiffusionModel(ModelParts):
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """The same weights without the adapter (the D2F teacher); nothing to do without one."""
+        """Within it the model computes without its adapter: D2F's teacher is the student's own
+        weights with the LoRA off, so one copy of them serves both. Without an adapter it does
+        nothing."""
         if self.adapter is None:
             yield
         else:
@@ -152,7 +158,7 @@ class DiffusionModel(ModelParts):
     def merge_adapter(self) -> None:
         """Fold the adapter into the weights and forget it: the same function, one matrix less."""
         if self.adapter is not None:
-            merged: Any = self.adapter.merge_and_unload()
+            merged: Any = self.adapter.merge_and_unload()  # in place: W += scale * B A
             self.backbone = merged
             self.adapter = None
             self._merged = True

@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class ModelParts:
-    """backbone: the transformers model. tokenizer: None where the checkpoint has none. adapter: the
-    PEFT model around the backbone, or None. path: its folder, None where there is none."""
+    """The parts of a loaded model.
+
+    backbone: the transformers model, of which PEFT replaces layers where there is an adapter.
+    contract: how its logits are to be read. tokenizer: None where the checkpoint has none. adapter:
+    the PEFT model around the backbone, or None. path: the folder that it was loaded from, None for
+    a model made in memory.
+    """
 
     backbone: PreTrainedModel
     contract: Contract

@@ -19,7 +19,7 @@ CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS = range(7)
 
 def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:
     """The generator of one of a sample's draws."""
-    return np.random.default_rng([seed, stream, index])
+    return np.random.default_rng([seed, stream, index])  # hashed together: all differ
 
 
 def even_draw(seed: int, index: int) -> float:
@@ -43,6 +43,7 @@ def monotone_ratios(
     if blocks > 1:
         steps = rng.random(blocks - 1) * (high - ratios[0]) / (blocks - 1)
         ratios[1:] = ratios[0] + np.cumsum(steps)
+    # Their sum may pass `high` by a rounding error. A short last block takes its part.
     return np.repeat(np.minimum(ratios, high), block_size)[:length]
 
 
@@ -57,7 +58,7 @@ def random_ratios(
 
 
 def uniform_ratios(length: int, ratio: float) -> Ratios:
-    """LLaDA's noise: one ratio for the whole response."""
+    """LLaDA's noise: every token of the response is masked with the same ratio."""
     return np.full(length, ratio)
 
 
@@ -81,6 +82,7 @@ def pipeline_ratios(
     freshly appended blocks (1). With blocks of 2, say 0 0 .4 .4 .6 .6 1 1."""
     check_bounds(low, high)
     blocks = -(-length // block_size)
+    # Blocks [0, first) are done, [first, first + active) in work, the others just appended.
     first = int(rng.integers(blocks))
     active = int(rng.integers(1, min(blocks - first, most_active or blocks) + 1))
     ratios = np.ones(blocks)
@@ -117,6 +119,7 @@ def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int
         masked     0 1 0 | 1 0 0      blocks of 3
         order      0 2 1 | 4 5 3
     """
+    # Sorted by block, then observed before masked; equal ones stay in order.
     return np.lexsort((masked, np.arange(len(masked)) // block_size))
 
 

@@ -42,7 +42,7 @@ def _linear(x: Tensor, handle: int) -> Tensor:
 
 
 def _linear_fake(x: Tensor, handle: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], _weights[handle].outputs))
+    return x.new_empty((*x.shape[:-1], _weights[handle].outputs))  # [..., outputs of all parts]
 
 
 _library.impl("packed_linear", _linear, "CPU")
@@ -84,13 +84,17 @@ class PackedModel:
             setattr(module, name, _Part(product, i))
 
     def forget(self) -> None:
-        """Let go of the last forward's products."""
+        """Let go of the last forward's products, which would be held until the next one."""
         for product in self.products:
             product.forget()
 
 
 class _Product:
-    """Layers that read one input, as one product; the first that is asked computes it."""
+    """Layers that read one input, as one product. The first of them that is called computes it for
+    all; the others take their columns of it::
+
+        [T, C] @ q_proj k_proj v_proj  =  [T, q | k | v]    split into the three layers' outputs
+    """
 
     def __init__(self, layers: list[nn.Linear]):
         weight = torch.cat([layer.weight.detach() for layer in layers])
@@ -99,6 +103,7 @@ class _Product:
         self.handle = next(_handles)
         self.outputs = [layer.out_features for layer in layers]
         _weights[self.handle] = _Weights(layout, torch.cat(biases) if biases else None, len(weight))
+        # The table would keep the second copy of the weights after the model is gone.
         weakref.finalize(self, _weights.pop, self.handle)
         self.x: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()

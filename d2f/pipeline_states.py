@@ -21,8 +21,11 @@ State = tuple[float, ...]
 
 
 class PipelineStates:
-    """States by block size. A state: the mask ratios of the blocks opened so far, the response's
-    first one first. Raises InputError for a ratio outside [0, 1] or a state without a mask."""
+    """Recorded states by block size. A state is the mask ratios of the blocks that were open at one
+    forward, from the response's first block on, the finished ones (0) included.
+
+    Raises InputError for a ratio outside [0, 1] or a state without a mask.
+    """
 
     def __init__(self, by_size: Mapping[int, Sequence[Sequence[float]]]):
         self.by_size: dict[int, list[State]] = {}
@@ -38,14 +41,21 @@ class PipelineStates:
                         f"block size {size}: a state must be ratios in [0, 1], not all 0, "
                         f"got {list(state)}"
                     )
+            # Sorted by their first block with a mask: the states that a response of some length can
+            # be in are then the first ones of the list, and `draw` finds how many by bisection.
             first = [next(i for i, ratio in enumerate(state) if ratio) for state in states]
-            order = np.argsort(first, kind="stable")  # by the first block with a mask
+            order = np.argsort(first, kind="stable")
             self.by_size[size] = [tuple(states[i]) for i in order]
             self._first[size] = np.array(first)[order]
 
     def draw(self, length: int, block_size: int, rng: np.random.Generator) -> tuple[Ratios, int]:
         """(ratios ``[length]``, where the state's open blocks end) of one of the states that have
-        a mask in `length` positions. What is beyond the open blocks is masked (1)."""
+        a mask in `length` positions. What is beyond the open blocks is masked (1). The state
+        (0, .5) of blocks of 2, drawn for a response of 5::
+
+            position    0 1 | 2 3 | 4
+            ratio       0 0 | .5 .5 | 1      the open blocks end at 4
+        """
         blocks = -(-length // block_size)
         fitting = int(np.searchsorted(self._first[block_size], blocks))
         if not fitting:  # none was recorded so early: the start of every decoding

@@ -26,7 +26,7 @@ def block_ends(length: int, prompt_length: int, block_size: int) -> Ints:
     if not 0 <= prompt_length <= length:
         raise ValueError(f"prompt_length must lie in [0, {length}], got {prompt_length}")
     position = np.arange(length)
-    after = position - prompt_length
+    after = position - prompt_length  # below 0 in the prompt, which the last line sets apart
     ends = np.minimum(prompt_length + (after // block_size + 1) * block_size, length)
     return np.where(after < 0, prompt_length, ends)
 
@@ -66,6 +66,8 @@ def branch_spans(ends: Ints, shared: int, stop: int, scratch: int) -> Ints:
         6       [0, 2)  [9, 13)
         8       [0, 2)  [9, 13)  [6, 8)
     """
+    # Three ranges: what the branch shares with the request, its own copy, and behind that the
+    # request's slots again.
     own_end = scratch + np.clip(ends, shared, stop) - shared
     behind = ends > stop
     last = np.where(behind, stop, 0), np.where(behind, ends, 0)

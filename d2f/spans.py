@@ -66,7 +66,7 @@ def wedlm_training(length: int, block_size: int) -> Tensor:
     at_least(0, length=length)
     at_least(1, block_size=block_size)
     q = np.arange(length)
-    starts = q // block_size * block_size
+    starts = q // block_size * block_size  # of each position's block
     clean = stack((0, q + 1), (0, np.zeros_like(q)))
     reordered = stack((0, starts), (length + starts, length + q + 1))
     return _tensor(np.concatenate((clean, reordered)))
@@ -88,7 +88,12 @@ def widen(spans: Tensor, k: int) -> Tensor:
 def pack(parts: Sequence[Tensor], length: int) -> Tensor:
     """Spans of several sequences laid one after the other in a row of `length` positions.
 
-    No sequence sees another; positions after the last one see nothing (empty spans).
+    No sequence sees another; positions after the last one see nothing (empty spans)::
+
+        pack([bidirectional(2), causal(3)], length=6)
+
+        position    0       1       2       3       4       5
+        span        [0, 2)  [0, 2)  [2, 3)  [2, 4)  [2, 5)  [0, 0)
     """
     k = max((part.shape[-2] for part in parts), default=1)
     rows, offset = [], 0
@@ -97,6 +102,7 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
         offset += part.shape[0]
     if offset > length:
         raise ValueError(f"sequences of {offset} positions do not fit in a row of {length}")
+    # Padding sees nothing and nobody sees it.
     rows.append(torch.zeros(length - offset, k, 2, dtype=torch.int32))
     return torch.cat(rows)
 
