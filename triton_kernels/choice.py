@@ -21,14 +21,17 @@ VARIABLE = "D2F_KERNELS"
 
 
 def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
-    """Whether the kernel `name` of `self_check.CHECKS` computes on x, whose last dimension is the
-    head dimension where the kernel has one. wanted: None chooses as this module says. fp64 is never
-    for a kernel. Raises ValueError for another value of ``D2F_KERNELS``."""
+    """Whether the kernel `name` (one of `self_check.CHECKS`) is to compute on x, whose last
+    dimension is the head dimension where the kernel has one. wanted: the caller's own choice; None
+    chooses as this module says. fp64 is always for the plain computation.
+
+    Raises ValueError for another value of ``D2F_KERNELS``.
+    """
     if x.dtype == torch.float64:
         return False
     if wanted is not None:
         return wanted
-    if not x.is_cuda:
+    if not x.is_cuda:  # on a CPU there is only the interpreter, which the tests ask for by `wanted`
         return False
     told = os.environ.get(VARIABLE, "")
     if told not in ("", "0", "1"):
@@ -43,6 +46,7 @@ def is_sound(name: str, dtype: torch.dtype, device: torch.device, dim: int) -> b
     """Whether the kernel gives what its reference gives there; asked once, warns where not."""
     check = CHECKS[name]
     try:
+        # The first call may come from a decoder's inference mode; the check needs gradients.
         with torch.inference_mode(False), torch.enable_grad():
             check(dtype, device, dim)
     except Exception as error:  # whatever a compiler or a driver may raise

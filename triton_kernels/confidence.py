@@ -48,7 +48,9 @@ def confidence_reference(
 ) -> Confidence:
     """`confidence_of_logits` in plain PyTorch."""
     _check(logits.shape[0], logits.shape[-1], mask_id, named, temperature, seed)
-    wide = logits.float()
+    wide = logits.float()  # [N, V]
+    # The mask id is never chosen, but keeps its part of the probability: p is over the whole
+    # vocabulary, as in the official code, or thresholds would mean something else.
     allowed = wide
     if mask_id is not None:
         allowed = wide.clone()
@@ -56,17 +58,21 @@ def confidence_reference(
     score = allowed
     if temperature > 0:
         assert seed is not None
+        # Gumbel's trick: the argmax of log p / temperature + noise is a sample of the softmax.
         noise = uniform(_seeds(seed, wide), wide.shape[1])
         score = allowed / temperature - torch.log(-torch.log(noise))
     token = score.argmax(-1)
+    # Confidence is of the model: without temperature and noise, whichever token was chosen.
     p = wide.softmax(-1)
     log_p = wide.log_softmax(-1)
     best = allowed.topk(min(2, allowed.shape[-1]), dim=-1).values
     lse = wide.logsumexp(-1, keepdim=True)
+    # A vocabulary of one token besides the mask has no second: its probability is 0.
     top = torch.cat(((best - lse).exp(), torch.zeros_like(lse)), -1)  # [N, 2 or 3]
     return Confidence(
         token,
         p.gather(-1, token[:, None])[:, 0],
+        # 0 log 0 is 0 here; multiplied out, 0 times -inf would be NaN.
         -torch.where(p > 0, p * log_p, 0.0).sum(-1),
         top[:, 0] - top[:, 1],
         None if named is None else p.gather(-1, named[:, None])[:, 0],
@@ -133,7 +139,7 @@ def confidence_head(
 
 
 def _seeds(seed: int | Tensor, rows: Tensor) -> Tensor:
-    """A seed a row, int64 ``[N]``."""
+    """One seed for each row, int64 ``[N]``: a row's noise then does not depend on its batch."""
     if isinstance(seed, Tensor):
         return seed.to(rows.device)
     return torch.full((len(rows),), seed, dtype=torch.int64, device=rows.device)
@@ -166,6 +172,7 @@ def _check(
 def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> None:
     """The same tokens, ties included, and the same probabilities."""
     logits = 3 * random_inputs(((6, 5000),), dtype, device)[0]
+    # Equal largest logits in two tiles: the lower id must win.
     logits[0, 30] = logits[0, 4000] = logits.max() + 1
     named = torch.arange(6, device=device)
     ours, plain = (

@@ -28,22 +28,25 @@ def _store_tile(
     """z [ROWS, COLUMNS] in fp32 of the rows `row` and columns `column`, -inf outside."""
     tile = tl.program_id(0)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    z = tl.where(inside, z, -float("inf"))
+    z = tl.where(inside, z, -float("inf"))  # [ROWS, COLUMNS]
     largest = tl.max(z, axis=1)
     safe = tl.where(largest == -float("inf"), 0.0, largest)  # a row beyond the last
     below = z - safe[:, None]
     share = tl.where(inside, tl.exp(below), 0.0)
     total = tl.sum(share, axis=1)
     mixed = tl.sum(share * tl.where(share > 0, below, 0.0), axis=1)
+    # The sums above are over all tokens; what may be chosen is all but the mask id.
     allowed = z
     if HAS_MASK:
         allowed = tl.where(column[None, :] == mask_id, -float("inf"), z)
     first = tl.max(allowed, axis=1)
     first_at = tl.argmax(allowed, axis=1, tie_break_left=True)
     here = tl.arange(0, z.shape[1])[None, :]
+    # Only the place of the first is left out: an equal logit elsewhere is a second, margin 0.
     second = tl.max(tl.where(here == first_at[:, None], -float("inf"), allowed), axis=1)
     best, best_at, best_z = first, first_at, first
     if SAMPLED:
+        # Drawn by the row's seed and the token's id, so neither tiles nor batch change the noise.
         seed = tl.load(seeds + row, mask=row < rows, other=0)
         offset = column[None, :] + tl.zeros_like(row)[:, None]
         noise = tl.rand(seed[:, None], offset)
@@ -51,15 +54,17 @@ def _store_tile(
         score = tl.where(inside, score, -float("inf"))
         best = tl.max(score, axis=1)
         best_at = tl.argmax(score, axis=1, tie_break_left=True)
+        # Of the chosen token the logit, because its probability is without the noise.
         best_z = tl.max(tl.where(here == best_at[:, None], allowed, -float("inf")), axis=1)
     if HAS_NAMED:
+        # One tile holds the named token; it alone writes the row's logit, to a place of the row.
         wanted = tl.load(named + row, mask=row < rows, other=-1)
         hit = column[None, :] == wanted[:, None]
         found = tl.sum(tl.where(hit & inside, z, 0.0), axis=1)
         is_here = tl.sum((hit & inside).to(tl.int32), axis=1) > 0
         tl.store(named_logit + row, found, mask=is_here)
     kept = row < rows
-    place = facts + (tile * rows + row) * 7
+    place = facts + (tile * rows + row) * 7  # [tiles, rows, 7]
     tl.store(place, largest, mask=kept)
     tl.store(place + 1, total, mask=kept)
     tl.store(place + 2, mixed, mask=kept)
@@ -79,6 +84,7 @@ def _logits_tile(
     """One row's tile of given logits."""
     row = tl.program_id(1) + tl.arange(0, 1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # int64: rows x vocabulary passes 2**31 from some 17,000 rows on.
     place = logits + row.to(tl.int64)[:, None] * columns + column[None, :]
     z = tl.load(place, mask=(column < columns)[None, :], other=-float("inf")).to(tl.float32)
     _store_tile(
@@ -103,6 +109,7 @@ def _head_tile(
         w_place = head + column.to(tl.int64)[None, :] * width + at[:, None]
         x = tl.load(x_place, mask=(row < rows)[:, None] & (at < width)[None, :], other=0.0)
         w = tl.load(w_place, mask=(column < columns)[None, :] & (at < width)[:, None], other=0.0)
+        # ieee: no TF32, which would round fp32 inputs to 10 bits.
         z = tl.dot(x, w, z, input_precision="ieee")
     z = z.to(hidden.dtype.element_ty).to(tl.float32)  # as a linear layer rounds
     _store_tile(
@@ -124,9 +131,10 @@ def _join_tiles(
     nothing = -float("inf")
     largest = tl.load(place, mask=there, other=nothing)
     most = tl.max(largest, axis=0)
-    shrink = tl.exp(largest - most)
+    shrink = tl.exp(largest - most)  # each tile's sums are to its own largest: bring them to one
     part = tl.load(place + 1, mask=there, other=0.0)
     mixed = tl.load(place + 2, mask=there, other=0.0)
+    # sum (z - most) e^(z - largest) = what the tile has + (largest - most) * sum e^(z - largest)
     mixed += tl.where(part > 0, part * tl.where(there, largest - most, 0.0), 0.0)
     mixed = tl.sum(mixed * shrink, axis=0)
     total = tl.sum(part * shrink, axis=0)
@@ -135,12 +143,14 @@ def _join_tiles(
     top = tl.max(first, axis=0)
     top_at = tl.argmax(first, axis=0, tie_break_left=True)
     second = tl.max(tl.load(place + 4, mask=there, other=nothing), axis=0)
+    # The second of all is a tile's second, or the first of a tile that does not have the first.
     second = tl.maximum(second, tl.max(tl.where(tile == top_at, nothing, first), axis=0))
     best = tl.load(place + 5, mask=there, other=nothing)
     best_at = tl.argmax(best, axis=0, tie_break_left=True)
     z = tl.load(facts + (best_at * rows + row) * 7 + 6)
     tl.store(token + row, tl.load(tokens + best_at * rows + row).to(tl.int64))
     tl.store(out + row, tl.exp(z - log_sum))
+    # With p = e^(z - most) / total: -sum p log p = log total - sum p (z - most).
     tl.store(out + rows + row, tl.log(total) - mixed / total)
     tl.store(out + 2 * rows + row, tl.exp(top - log_sum) - tl.exp(second - log_sum))
     if HAS_NAMED:
@@ -149,6 +159,7 @@ def _join_tiles(
 
 def head_tile(rows: int, element_bytes: int) -> dict[str, int]:
     """Size of a tile of `_head_tile`."""
+    # tl.dot needs 16 rows; few rows take a small tile, as the rest of it would be computed in vain.
     block = max(16, min(64, triton.next_power_of_2(rows)))
     warps = 8 if block == 64 else 4
     if element_bytes == 4:
@@ -175,7 +186,7 @@ class _Work:
         self.tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
         self.named_logit = torch.empty(rows, dtype=torch.float32, device=device)
         self.named = named
-        unused = self.tokens
+        unused = self.tokens  # a kernel takes a pointer also for what its switches leave out
         self.shared = (
             self.facts,
             self.tokens,

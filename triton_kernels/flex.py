@@ -27,7 +27,7 @@ class FlexSpans:
 
         def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             inside = (key >= spans[b, row, 0, 0]) & (key < spans[b, row, 0, 1])
-            for i in range(1, ranges):
+            for i in range(1, ranges):  # unrolled when it is traced
                 inside = inside | ((key >= spans[b, row, i, 0]) & (key < spans[b, row, i, 1]))
             return inside
 

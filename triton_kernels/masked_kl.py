@@ -76,6 +76,8 @@ def masked_linear_kl(
         columns, part = tile_columns(rows, tile), tile // 4 // (2 * len(head))
         if part >= min(rows, least):
             rows, columns = max(1, part), len(head)
+    # What autocast asks for is done once, here; within the function it is off, so that forward and
+    # backward compute in the same dtype.
     kind = student_hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -111,6 +113,8 @@ class _MaskedLinearKL(torch.autograd.Function):
     ) -> Tensor:
         ctx.columns, ctx.kernel, ctx.dtype = columns, kernel, student.dtype
         with torch.autocast(student.device.type, enabled=False):
+            # All rows against a tile of the vocabulary at a time: its logits are gone before the
+            # sums over all tiles are complete, so backward makes them again.
             if len(head) > columns:
                 hidden = torch.cat((student, teacher))  # [2N, C]
                 totals = Statistics.empty(hidden)
@@ -118,6 +122,8 @@ class _MaskedLinearKL(torch.autograd.Function):
                     totals.add(F.linear(hidden, part.to(hidden.dtype)), kernel)
                 ctx.save_for_backward(weight, hidden, head, totals.log_sum())
                 return (totals.divergence() * weight).sum()
+            # A part of the rows against the whole vocabulary: its sums are complete at once, and so
+            # is its gradient [rows, C], which backward only has to scale.
             head = head.to(student.dtype)
             loss = _wide(weight).new_zeros(())
             slopes = [_wide(student[:0])] if ctx.needs_input_grad[0] else []
@@ -144,7 +150,7 @@ class _MaskedLinearKL(torch.autograd.Function):
             hidden, head, log_sum = saved
             gradient = torch.zeros_like(_wide(hidden[: len(weight)]))  # [N, C]
             for part in _tiles(head, ctx.columns):
-                part = part.to(hidden.dtype)
+                part = part.to(hidden.dtype)  # a tile at a time: no second head in memory
                 logits = F.linear(hidden, part)
                 _add_product(gradient, difference(logits, log_sum, scale, ctx.kernel), part)
             return gradient.to(hidden.dtype), *rest
@@ -172,10 +178,11 @@ def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> 
 
 @dataclass
 class Statistics:
-    """What the tiles seen so far add up to; all ``[2N]`` or ``[N]``, at least fp32.
+    """What the tiles seen so far add up to, in at least fp32; the first N rows are the student's,
+    the second N the teacher's.
 
-    largest: running maximum of the logits of student rows and then of teacher rows. total: sums of
-    e^(z - largest). cross: of each teacher row, the sum of e^(z_t - largest) * (z_t - z_s).
+    largest: ``[2N]``, the running maximum of each row's logits. total: ``[2N]``, the sum of
+    e^(z - largest). cross: ``[N]``, of each teacher row the sum of e^(z_t - largest) * (z_t - z_s).
     """
 
     largest: Tensor
@@ -194,7 +201,9 @@ class Statistics:
 
             masked_kl_tiles.add_tile(logits, self.largest, self.total, self.cross)
             return
-        logits, before = _wide(logits), self.largest
+        logits, before = _wide(logits), self.largest  # [2N, columns], [2N]
+        # The streaming softmax: sums are kept relative to the largest logit so far, and shrunk when
+        # a larger one comes. Before the first tile it is -inf, and shrink 0.
         self.largest = torch.maximum(before, logits.amax(-1))
         shrink = (before - self.largest).exp()
         share = (logits - self.largest[:, None]).exp()
@@ -209,7 +218,7 @@ class Statistics:
 
     def divergence(self) -> Tensor:
         """KL(teacher || student) of each row, ``[N]``."""
-        student, teacher = self.log_sum().chunk(2)
+        student, teacher = self.log_sum().chunk(2)  # [N] each
         return self.cross / self.total.chunk(2)[1] - teacher + student
 
 

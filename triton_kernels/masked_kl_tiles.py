@@ -15,6 +15,7 @@ def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr)
     """One row: its student's and its teacher's running statistics over [2 * rows, columns]."""
     row = tl.program_id(0)
     other = rows + row
+    # [2 * rows, columns]: a student's row, and its teacher's `rows` further down
     student = logits + row.to(tl.int64) * columns
     teacher = logits + other.to(tl.int64) * columns
     most_s, most_t = tl.load(largest + row), tl.load(largest + other)
@@ -24,11 +25,13 @@ def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr)
         inside = column < columns
         z_s = tl.load(student + column, mask=inside, other=-float("inf")).to(tl.float32)
         z_t = tl.load(teacher + column, mask=inside, other=-float("inf")).to(tl.float32)
+        # As `Statistics.add`: relative to the largest so far, shrunk when a larger one comes.
         now_s, now_t = tl.maximum(most_s, tl.max(z_s)), tl.maximum(most_t, tl.max(z_t))
         shrink = tl.exp(most_t - now_t)
         share = tl.exp(z_t - now_t)
         sum_s = sum_s * tl.exp(most_s - now_s) + tl.sum(tl.exp(z_s - now_s))
         sum_t = sum_t * shrink + tl.sum(share)
+        # Outside both are -inf, and their difference NaN.
         mixed = mixed * shrink + tl.sum(tl.where(inside, share * (z_t - z_s), 0.0))
         most_s, most_t = now_s, now_t
     tl.store(largest + row, most_s)

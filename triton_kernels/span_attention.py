@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from triton_kernels.choice import use_kernel
 from triton_kernels.self_check import compare, random_inputs, self_check
 
-MAX_SPANS = 3
+MAX_SPANS = 3  # every mask of this field is a union of at most three ranges (`d2f.spans`)
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 
 
@@ -49,7 +49,7 @@ def span_attention(
         validate_spans(spans, k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     use = (kernel is True or q.shape[-1] in HEAD_DIMS) and use_kernel("span_attention", q, kernel)
-    if not use or not len(q) or not k.shape[1]:
+    if not use or not len(q) or not k.shape[1]:  # without rows or keys there is nothing to launch
         rows = q.transpose(0, 1)[None]  # [1, H, T, D]
         plain = span_attention_reference(rows, k[None], v[None], spans[None], scale=scale)
         return plain[0].transpose(0, 1)
@@ -64,9 +64,11 @@ class _SpanAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
         from triton_kernels import span_attention_tiles as tiles
 
+        # The kernels take the strides of rows and heads, never that within a head: a transposed
+        # tensor is read as it lies.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         spans = spans.contiguous()
-        out, log_sum = tiles.forward(q, k, v, spans, scale)
+        out, log_sum = tiles.forward(q, k, v, spans, scale)  # [T, H, D], [T, H]
         ctx.save_for_backward(q, k, v, spans, out, log_sum)
         ctx.scale = scale
         return out
@@ -78,7 +80,7 @@ class _SpanAttention(torch.autograd.Function):
 
         q, k, v, spans, out, log_sum = ctx.saved_tensors
         gradients = backward(q, k, v, spans, ctx.scale, out, log_sum, grads[0])
-        return (*gradients, None, None)
+        return (*gradients, None, None)  # none of spans and scale
 
 
 def write_slots(
@@ -97,6 +99,7 @@ def write_slots(
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         tiles.write_slots(k, v, slots, keys, values)
         return
+    # The cache's dtype: RoPE in fp32 gives keys in fp32.
     k.index_copy_(1, slots, keys.to(k.dtype))
     v.index_copy_(1, slots, values.to(v.dtype))
 
@@ -135,10 +138,11 @@ def masked_attention(
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
-    if heads != kv_heads:
+    if heads != kv_heads:  # [B, H, S, D], head h reads key head h // (H / H_kv)
         k, v = (repeat(x, "b h s d -> b (h g) s d", g=heads // kv_heads) for x in (k, v))
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    # mask [B or 1, 1, T, S]: the same for all heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
     if q.device.type == "cpu":  # gives 0 for a query that sees no key, of itself
         return out
@@ -156,7 +160,7 @@ def validate_spans(spans: Tensor, keys: int) -> None:
     starts, ends = spans.unbind(-1)
     if bool((starts > ends).any()):
         raise ValueError("a span starts after its end")
-    filled = ends > starts
+    filled = ends > starts  # an empty range may lie anywhere: padding has [0, 0), a shift moves it
     if bool((filled & ((starts < 0) | (ends > keys))).any()):
         raise ValueError(f"a span reaches outside the keys [0, {keys})")
     for i in range(spans.shape[-2]):
@@ -164,6 +168,7 @@ def validate_spans(spans: Tensor, keys: int) -> None:
             both = filled[..., i] & filled[..., j]
             apart = (ends[..., i] <= starts[..., j]) | (ends[..., j] <= starts[..., i])
             if bool((both & ~apart).any()):
+                # A kernel goes range by range and would count the shared keys twice.
                 raise ValueError("two spans of one query overlap")
 
 

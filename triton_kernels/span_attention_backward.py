@@ -2,6 +2,10 @@
 
 With z = scale * q k^T, p = e^(z - lse), out = p v, delta = sum(out * d_out):
 d_v = p^T d_out, d_z = p * (d_out v^T - delta), d_q = scale * d_z k, d_k = scale * d_z^T q.
+
+One kernel has a program for each tile of queries and sums over keys, the other one for each tile of
+keys and sums over queries. Each gradient has one program that writes it, in one order of summation:
+nothing is added atomically, and p is computed twice.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ def _backward_queries(
         q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
         mask=held, other=0.0,
     )  # fmt: skip
-    upstream = tl.load(d_out + flat, mask=held, other=0.0)
-    lse = tl.load(log_sum + place, mask=real, other=0.0)
+    upstream = tl.load(d_out + flat, mask=held, other=0.0)  # [R, D]
+    lse = tl.load(log_sum + place, mask=real, other=0.0)  # [R]
     own = tl.load(delta + place, mask=real, other=0.0)
     acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
     keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
@@ -49,7 +53,8 @@ def _backward_queries(
             v_tile = tl.load(values + at[:, None] * v_s + d[None, :], mask=there, other=0.0)
             z = tl.dot(rows, tl.trans(k_tile), input_precision=PRECISION) * scale
             sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
-            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)
+            # Chosen, not multiplied: of a row that sees no key lse is -inf, and the exp infinite.
+            p = tl.where(sees, tl.exp(z - lse[:, None]), 0.0)  # [R, KEYS]
             d_p = tl.dot(upstream, tl.trans(v_tile), input_precision=PRECISION)
             d_z = p * (d_p - own[:, None]) * scale
             acc = tl.dot(d_z.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -75,8 +80,11 @@ def _backward_keys(
     k_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
     v_acc = tl.zeros((KEYS, WIDTH), dtype=tl.float32)
     for tile in range(tiles):
+        # Most tiles of queries of a packed row are of other sequences and see none of these keys.
         low, high = tl.load(bounds + 2 * tile), tl.load(bounds + 2 * tile + 1)
         if (low < first + KEYS) & (high > first):
+            # All heads that share this key head are rows of the tile, so their gradients of its
+            # keys and values are summed here too.
             query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
             head = kv_head * GROUP + member
             held = real[:, None] & (d < DIM)[None, :]
@@ -88,7 +96,7 @@ def _backward_keys(
             upstream = tl.load(d_out + place[:, None] * DIM + d[None, :], mask=held, other=0.0)
             lse = tl.load(log_sum + place, mask=real, other=0.0)
             own = tl.load(delta + place, mask=real, other=0.0)
-            sees = tl.zeros((QUERIES * PADDED, KEYS), dtype=tl.int1)
+            sees = tl.zeros((QUERIES * PADDED, KEYS), dtype=tl.int1)  # by any of its ranges
             for span in tl.static_range(SPANS):
                 start, end = seen_by(spans, query, real, span, SPANS)
                 sees |= (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
@@ -117,6 +125,7 @@ def backward(
     """Gradients of q, k and v, contiguous."""
     shape = Shape(q, k, v, spans)
     d_out = d_out.contiguous()
+    # Once for each row: d_z needs the same sum for every key that the row sees.
     delta = (out.float() * d_out.float()).sum(-1)  # [T, H]
     d_q = torch.empty_like(out)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
@@ -139,8 +148,10 @@ def _bounds(spans: Tensor, tile: int) -> Tensor:
     """First and one past the last key that each tile of queries sees, int32 ``[tiles, 2]``."""
     start, end = spans[..., 0], spans[..., 1]  # [T, K]
     seen = end > start
-    low = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(1)
+    # Empty ranges may lie anywhere and must not widen the bounds.
+    low = torch.where(seen, start, torch.iinfo(torch.int32).max).amin(1)  # [T]
     high = torch.where(seen, end, 0).amax(1)
+    # The last tile is filled up with rows that see nothing, so that each tile has as many.
     lacking = -len(low) % tile
     low = torch.nn.functional.pad(low, (0, lacking), value=torch.iinfo(torch.int32).max)
     high = torch.nn.functional.pad(high, (0, lacking))

@@ -21,7 +21,13 @@ _FILLS_A_GPU = 256  # programs
 
 @triton.jit
 def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
-    """Query and head within the group of each row of a tile, and whether there is one."""
+    """Query and head within the group of each row of a tile, and whether there is one. Sizes of a
+    tile are powers of two and a group need not be; two queries, a group of 3::
+
+        row       0 1 2 3   4 5 6 7      QUERIES = 2, GROUP = 3, PADDED = 4
+        query     0 0 0 0   1 1 1 1
+        member    0 1 2 .   0 1 2 .      . is no row
+    """
     row = tl.arange(0, QUERIES * PADDED)
     query = tile * QUERIES + row // PADDED
     member = row % PADDED
@@ -46,22 +52,24 @@ def _forward(
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
     head = kv_head * GROUP + member
-    d = tl.arange(0, WIDTH)
+    d = tl.arange(0, WIDTH)  # DIM rounded up to a power of two; R below is QUERIES * PADDED
     held = real[:, None] & (d < DIM)[None, :]
     rows = tl.load(
         q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
         mask=held, other=0.0,
     )  # fmt: skip  # [R, D]
     most = tl.full((QUERIES * PADDED,), -float("inf"), dtype=tl.float32)
-    total = tl.zeros((QUERIES * PADDED,), dtype=tl.float32)
+    total = tl.zeros((QUERIES * PADDED,), dtype=tl.float32)  # [R]
     acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
     keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
     for span in tl.static_range(SPANS):
         start, end = seen_by(spans, query, real, span, SPANS)
+        # From the first to the last key that any row of the tile sees by this range; what lies
+        # outside is not loaded. A row's own bounds are held against each key below.
         low = tl.min(tl.where(end > start, start, 2147483647))
         high = tl.max(tl.where(end > start, end, 0))
         tiles = tl.cdiv(tl.maximum(high - low, 0), KEYS)
-        for i in range(split, tiles, SPLITS):
+        for i in range(split, tiles, SPLITS):  # the splits take turns at the tiles
             key = low + i * KEYS + tl.arange(0, KEYS)
             inside = key < high
             at = key.to(tl.int64)
@@ -73,6 +81,7 @@ def _forward(
             sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
             z = tl.where(sees, z, -float("inf"))
             now = tl.maximum(most, tl.max(z, axis=1))
+            # The streaming softmax. A row that has seen no key yet is at -inf, and -inf - -inf NaN.
             safe = tl.where(now == -float("inf"), 0.0, now)
             p = tl.exp(z - safe[:, None])
             shrink = tl.exp(most - safe)
@@ -86,13 +95,14 @@ def _forward(
             most = now
     place = query.to(tl.int64) * HEADS + head
     if SPLITS == 1:
-        some = total > 0
+        some = total > 0  # a row without keys gives 0
         result = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
         tl.store(
             out + place[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=held
         )
         tl.store(log_sum + place, most + tl.log(total), mask=real)
     else:
+        # part [SPLITS, T, H, D], not divided by its total: `_join` does it once for all
         place += split.to(tl.int64) * queries * HEADS
         tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=held)
         tl.store(part_most + place, most, mask=real)
@@ -112,7 +122,7 @@ def _join(
     most = tl.load(part_most + place)
     largest = tl.max(most, axis=0)
     safe = tl.where(largest == -float("inf"), 0.0, largest)
-    weight = tl.exp(most - safe)
+    weight = tl.exp(most - safe)  # [SPLITS]; 0 for a split whose keys the row does not see
     total = tl.sum(tl.load(part_total + place) * weight, axis=0)
     acc = tl.load(part + place[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
     acc = tl.sum(acc * weight[:, None], axis=0)
@@ -143,7 +153,9 @@ class Shape:
         self.queries, self.heads, self.dim = q.shape
         self.kv_heads, self.slots = k.shape[:2]
         self.group = self.heads // self.kv_heads
+        # Dream has 28 heads over 4: a group of 7 in rows for 8.
         self.padded = triton.next_power_of_2(self.group)
+        # tl.dot takes at least 16 a side, here and in the rows of a tile.
         self.width = max(16, triton.next_power_of_2(self.dim))
         self.strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
         # Tiles whose registers suffice (`benchmarks.compiled_kernels`); fp32 has no tensor cores.
@@ -166,10 +178,12 @@ class Shape:
 
     def splits(self) -> int:
         """Programs that share the keys of a tile of queries; a power of two."""
+        # A decoding step has few rows on a long cache: one program a tile would leave most of the
+        # GPU idle.
         programs = self.tiles * self.kv_heads
         most = triton.cdiv(self.slots, self.keys)
         wanted = max(1, min(_FILLS_A_GPU // max(1, programs), most, 64))
-        return 1 << (wanted.bit_length() - 1)
+        return 1 << (wanted.bit_length() - 1)  # rounded down to a power of two
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> tuple[Tensor, Tensor]:
