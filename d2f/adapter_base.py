@@ -41,6 +41,7 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
     """
     here = base_name(path) or path
     wanted = base_hash or _hash_of(named)
+    # Hashes settle it, where both can be had; names are only the next best.
     if wanted is not None and path is not None:
         came = fingerprint(path)
         if came != wanted:
@@ -50,6 +51,8 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
             )
         return
     same_name = bool(named and here) and _last(str(named)) == _last(str(here))
+    # Where both names are certain, different ones are an error. The name of a folder is not: there
+    # the same is taken for good, and another is a warning.
     if base_name(path) is not None and named and _HUB_NAME.fullmatch(named):
         if named.lower() == str(here).lower():
             return
@@ -91,10 +94,13 @@ def fingerprint(place: str) -> str:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 part = tensors.get_slice(name)
                 shape = part.get_shape()
+                # Only these rows are read: the whole of 8B weights is 16 GB.
                 rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape else []
+                # As bytes, because numpy has no bf16.
                 data = [part[i : i + 1].contiguous().view(torch.uint8).numpy() for i in rows]
                 entries[name] = str(shape).encode() + b"".join(d.tobytes() for d in data)
     digest = hashlib.sha256()
+    # By name: how the tensors are split into files does not matter.
     for name, content in sorted(entries.items()):
         digest.update(name.encode() + content)
     return digest.hexdigest()

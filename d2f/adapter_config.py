@@ -30,9 +30,13 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter_config.json says. base: name or path of the base, None where it names none.
-    base_class: the class of the model that it was trained on, where it says so. targets: names of
-    the modules, as the file has them."""
+    """What an adapter_config.json says.
+
+    r, alpha, dropout, use_rslora: the LoRA's rank and scale as PEFT means them. targets: names of
+    the modules that it adapts, as the file has them: the family's own or transformers'. base: name
+    or path of the base, None where it names none. base_class: name of the class that it was trained
+    on, empty where the file does not say.
+    """
 
     r: int
     alpha: float
@@ -65,6 +69,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
                 f"{path}: {name} is not supported: expected it absent or empty, got {value!r}"
             )
     start = values.get("init_lora_weights", True)
+    # By identity first: 1 and 0 equal True and False, but are none of PEFT's values.
     is_plain = any(start is plain for plain in _PLAIN_STARTS[:3]) or start in _PLAIN_STARTS[3:]
     expect("init_lora_weights", f"one of {list(_PLAIN_STARTS)} (others change the base)", is_plain)
     r: Any = values.get("r")
@@ -79,6 +84,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     expect("base_model_name_or_path", "text", isinstance(base, str | None))
     mapping = values.get("auto_mapping") or {}
     expect("auto_mapping", "an object", isinstance(mapping, dict))
+    # PEFT takes a regular expression too, and a word for all layers: not one name of a module.
     targets = values.get("target_modules")
     if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
         raise CheckpointError(f"{folder}: expected a list of target_modules, got {targets!r}")
@@ -95,5 +101,5 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 2**53
+        return abs(value) < 2**53  # a whole number that a float holds exactly
     return isinstance(value, float) and math.isfinite(value)

@@ -21,7 +21,7 @@ from d2f.model_parts import ModelParts
 from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
 from d2f.weights import write_weights
 
-_PREFIX = "base_model.model."
+_PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name
 Shape = tuple[int, ...]
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -34,7 +34,8 @@ def new_lora(
     dropout: float,
     targets: Sequence[str] = ATTENTION,
 ) -> None:
-    """Put a fresh, zero-effect LoRA on `model` in place, ready to train."""
+    """Put a new LoRA on `model` in place, ready to train. Its B matrices are 0, so that until the
+    first step the model computes what it did."""
     from peft import LoraConfig, PeftModel
 
     config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(targets))
@@ -59,6 +60,8 @@ def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
     contract = Contract.load(folder)
     if contract is not None:
         _check_contract(model, folder, contract)
+    # Whose it is before what it holds: an adapter fits every base of the same shape, and on the
+    # wrong one it loads without a word and answers wrongly.
     named = (contract.base if contract else None) or came.base
     check_base(folder, named, contract.base_hash if contract else None, model.path)
     targets = _targets(model, folder, came.targets)
@@ -76,12 +79,14 @@ def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
         lora_alpha=came.alpha,
         lora_dropout=came.dropout,
         use_rslora=came.use_rslora,
+        # PEFT finds the modules by the last part of their names, in all layers.
         target_modules=sorted({name.rsplit(".", 1)[-1] for name in targets}),
         inference_mode=not trainable,
     )
     wrapped = PeftModel(model.backbone, config)
     set_peft_model_state_dict(wrapped, weights)
     model.adapter = wrapped.eval()
+    # What the adapter was trained to do (objective, block size) is now what the model does.
     if contract is not None:
         model.contract = contract
 
@@ -93,6 +98,7 @@ def save_adapter(model: ModelParts, folder: Path) -> None:
     config = model.adapter.peft_config["default"]
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
+        # PEFT's name of the adapter in memory, which is not in its files.
         key.replace(".default.", "."): value.detach().cpu().contiguous()
         for key, value in model.adapter.state_dict().items()
         if ".lora_" in key
@@ -118,7 +124,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_WEIGHTS}")
     path = inside(folder, ADAPTER_WEIGHTS)
-    stored([path])
+    stored([path])  # raises for a damaged file, and for weights that are not floating point
     return load_file(path)
 
 
@@ -150,6 +156,7 @@ def _targets(model: ModelParts, folder: Path, came: Sequence[str]) -> dict[str, 
     linear = {n: m for n, m in model.backbone.named_modules() if isinstance(m, nn.Linear)}
     if model.backbone.config.tie_word_embeddings:
         linear.pop("lm_head")  # it would change the embeddings too
+    # An official adapter targets attn_out, one of this project o_proj: either is understood.
     names = _official_modules(FAMILIES[model.family], linear)
     targets = {names.get(name, name) for name in came}
     have = {name.rsplit(".", 1)[-1] for name in linear}
@@ -173,8 +180,14 @@ def _official_modules(family: Family, linear: Iterable[str]) -> dict[str, str]:
 
 
 def _rename(model: ModelParts, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adapter weights under transformers' module names."""
+    """Adapter weights under transformers' module names, whichever the file has. Of LLaDA the first
+    of these becomes the second::
+
+        base_model.model.model.transformer.blocks.0.attn_out.lora_A.weight
+        base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight
+    """
     family = FAMILIES[model.family]
+    # Some files have PEFT's name of the adapter in their keys: lora_A.default.weight.
     names = {key: key.removeprefix(_PREFIX).replace(".default.", ".") for key in weights}
     return {_PREFIX + family.native_name(names[key]): value for key, value in weights.items()}
 
@@ -191,5 +204,5 @@ def _difference(expected: Mapping[str, Shape], came: Mapping[str, Shape]) -> str
     for key in sorted(expected.keys() & came.keys()):
         if expected[key] != came[key]:
             problems.append(f"{key}: expected shape {list(expected[key])}, got {list(came[key])}")
-            break
+            break  # one says it: of another rank or size all are
     return "; ".join(problems)

@@ -34,6 +34,7 @@ def build(
     if family.scratch is None:
         known = sorted(name for name, other in FAMILIES.items() if other.scratch)
         raise CheckpointError(f"a model from scratch must be of {known}, got {family.name!r}")
+    # Without an end no response would stop, and the mask's id is part of the contract.
     for name, wanted in (("eos_token", True), ("mask_token", family.needs_mask)):
         if wanted and getattr(tokenizer, name) is None:
             raise CheckpointError(
@@ -41,7 +42,7 @@ def build(
                 f"{tokenizer.name_or_path or 'this one'} has none: add one with add_special_tokens"
             )
     values: dict[str, object] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer),  # with the added tokens, of which the mask is one
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": layers,
@@ -75,6 +76,7 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
     family = get_family(family_name)
     if family.keeps_class:
         return _relabelled(model, family, tokenizer)
+    # A head dimension that does not follow from the sizes has a field, which not all classes know.
     own = config.hidden_size // config.num_attention_heads
     unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
     with torch.device("meta"):  # every weight comes from the source
@@ -96,6 +98,7 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
             eos_token_id=config.eos_token_id,
             **unusual,
         ).backbone
+    # assign: the source's own tensors take the place of those without data, nothing is copied.
     try:
         missing, unexpected = new.load_state_dict(
             model.backbone.state_dict(), strict=False, assign=True
@@ -104,6 +107,7 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         raise CheckpointError(
             f"a {model.family} model does not convert to {family_name}: {error}"
         ) from error
+    # Dream has Qwen2's biases, a Llama none: of 0 they change nothing until they are trained.
     lacking = [name for name in missing if not name.endswith("_proj.bias")]
     if lacking or unexpected:
         raise CheckpointError(
@@ -115,9 +119,11 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         for name in missing
     }
     new.load_state_dict(zeros, strict=False, assign=True)
+    # RoPE's frequencies are a buffer that no state_dict has: those of `new` are without data. The
+    # source's wrapper goes, because the new family decides on the precision.
     rotary = model.backbone.model.rotary_emb
     new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
-    new.tie_weights()
+    new.tie_weights()  # undone by assigning
     contract = _started(model, family, tokenizer)
     return DiffusionModel(new.eval(), contract, tokenizer=tokenizer, path=model.path)
 
@@ -126,6 +132,7 @@ def _relabelled(
     model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase
 ) -> DiffusionModel:
     """The same backbone read as another family, with the end ids that it had."""
+    # One backbone for both: a wrapper put on for the one would change what the other computes.
     if model.contract.rope_fp32 != family.rope_fp32:
         raise CheckpointError(
             f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
@@ -141,7 +148,9 @@ def _relabelled(
 
 
 def _started(model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    """The contract of a model of the family that has the weights of `model`."""
+    """The contract of a model of the family that begins with the weights of `model`: the new
+    family's, with the end ids that the weights were trained to end by. The objective of an
+    autoregressive source stays, that of a diffusion model of another family does not."""
     objective = None if model.is_diffusion else model.contract.objective
     contract = new_contract(family, tokenizer)
     return dataclasses.replace(

@@ -30,6 +30,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     if not messages:
         raise InputError("expected at least one message, got none")
     try:
+        # What transformers' apply_chat_template hands to a template.
         variables = {
             **tokenizer.special_tokens_map,
             "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],

@@ -104,6 +104,8 @@ def _raise(message: str) -> None:
 def answer(line: str) -> dict[str, str]:
     """What to send back for a line."""
     request = json.loads(line)
+    # A thread in C ends the process; a signal's handler would wait for the interpreter, which one
+    # long operation of a template can keep busy.
     faulthandler.dump_traceback_later(request["seconds"], exit=True)
     try:
         text = compiled(request["template"]).render(**request["variables"])

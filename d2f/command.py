@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] not in COMMANDS:
         return _without_command(given)
+    # Before the import: a user's decode.py in the working folder would be run in its place.
     try:
         require("decode", "distill", "triton_kernels")
     except HiddenPackageError as error:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         return BAD_INPUT
     global _called_as
     _called_as = f"d2f {given[0]}"
-    sys.argv[1:] = given[1:]
+    sys.argv[1:] = given[1:]  # a command reads its own arguments there, as under python -m
     status: int | None = import_module(COMMANDS[given[0]][0]).main()
     return status
 

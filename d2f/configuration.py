@@ -45,8 +45,8 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     source = one_line(str(path))
     try:
         with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        text = content.decode("utf-8-sig")
+            content = file.read(MOST_BYTES + 1)  # one more than allowed tells that it is too long
+        text = content.decode("utf-8-sig")  # with or without a byte order mark
     except OSError as error:
         raise InputError(f"{source}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -96,6 +96,7 @@ def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
     refuse_another_kind(values, kind.model_fields, source, f"the keys {_some(kind)}")
     _refuse_endless(values, source)
     try:
+        # By way of JSON: in strict mode pydantic takes a list for a tuple only from there.
         return kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
         raise InputError(f"{source}: {explain(error, values)}") from error

@@ -24,13 +24,15 @@ OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
 class Contract:
     """What a decoder and a trainer must know of a checkpoint.
 
-    family: name in `d2f.families.FAMILIES`. mask_id: the mask token, None for a model without one.
-    end_ids: ids that end a response. logit_shift: 1 where row p-1 predicts position p, else 0.
-    objective: what it was trained by (``d2f``, ``masked_diffusion``, ``next_token``, ``wino_plus``,
-    ``wedlm``), None where unknown. block_size: of the blocks that it was trained to decode. noise:
-    mask ratio bounds of D2F training. prompt_rule: what the prompt attends. rope_fp32: RoPE is
-    applied in fp32 whatever the dtype. base, base_hash: name and fingerprint of the weights that an
-    adapter belongs to.
+    family: name in `d2f.families.FAMILIES`. mask_id: id of the mask token, None for a model without
+    one. end_ids: ids that end a response. logit_shift: 1 where row p-1 predicts position p (Dream,
+    which keeps the shift of the autoregressive model that it began as), else 0. rope_fp32: RoPE is
+    applied in fp32 whatever the model's dtype (LLaDA). prompt_rule: what the prompt attends to, one
+    of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
+    objective: what it was trained by, one of `OBJECTIVES`, None where not known. block_size:
+    size of the blocks that it was trained to decode. noise: lowest and highest mask ratio of D2F
+    training. base, base_hash: name and fingerprint (`d2f.adapter_base`) of the weights that an
+    adapter belongs to; None for a whole model.
     """
 
     family: str
@@ -59,11 +61,12 @@ class Contract:
         values = read_object(path, CheckpointError)
         known = {f.name for f in fields(Contract)}
         required = {"family", "mask_id", "end_ids", "logit_shift", "rope_fp32", "prompt_rule"}
+        # A key that nothing here honours is refused, not skipped.
         if set(values) - known or required - set(values):
             raise CheckpointError(
                 f"{path} must have the keys {sorted(known)}, got {sorted(values)}"
             )
-        for name in ("end_ids", "noise"):
+        for name in ("end_ids", "noise"):  # JSON has no tuples
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         hints = typing.get_type_hints(Contract)
@@ -87,6 +90,7 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{path}: noise must be two ratios in [0, 1], the lower first, got {list(noise)}"
         )
+    # The mask is never chosen, so such a response would never end by that id.
     if mask is not None and mask in ends:
         raise CheckpointError(
             f"{path}: mask_id must not be one of the end_ids {list(ends)}, got {mask}"
@@ -114,6 +118,7 @@ def _fits(value: object, hint: object) -> bool:
         if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
             return False
         return all(_fits(v, inner[0]) for v in value)
+    # In Python true and false are whole numbers too; in a contract they are none.
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

@@ -17,7 +17,9 @@ def published_contract(
     raw: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Contract:
-    """What an official checkpoint implies."""
+    """The contract of an official checkpoint, which carries none: from its family, the fields of
+    its config.json (`raw`) and its tokenizer. Raises CheckpointError where these name no mask
+    id."""
     mask_id = raw.get("mask_token_id")
     if mask_id is None and tokenizer is not None:
         mask_id = tokenizer.mask_token_id
@@ -27,6 +29,7 @@ def published_contract(
             "or a mask token in the tokenizer, found neither"
         )
     eos = raw.get("eos_token_id")
+    # config.json names one end, the base model's; a chat template ends its answers with another.
     ends = list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in ends):
         raise CheckpointError(f"config.json: eos_token_id must be ids, got {eos!r}")
@@ -48,6 +51,7 @@ def published_contract(
 def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
     """The block size in config.json of a family that is trained on blocks. Raises
     CheckpointError."""
+    # Only where the prompt is block-causal is the published model trained on blocks (SDAR).
     size = raw.get("block_size") if family.prompt_rule == "block_causal" else None
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise CheckpointError(
@@ -57,7 +61,9 @@ def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
 
 
 def new_contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    """Of a new model with this tokenizer. Raises CheckpointError."""
+    """The contract of a new model of the family with this tokenizer: mask and end ids are the
+    tokenizer's, and no objective yet. Raises CheckpointError for a tokenizer without a mask token
+    where the family needs one."""
     if family.needs_mask and tokenizer.mask_token_id is None:
         raise CheckpointError(f"the family {family.name} needs a tokenizer with a mask token")
     return Contract(
@@ -71,8 +77,11 @@ def new_contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract
 
 
 def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
-    """Raise CheckpointError unless a contract says of a vocabulary and its family what can be."""
+    """Raise CheckpointError unless a contract can be of a model of its family with this vocabulary
+    (its number of tokens): the family's logit shift and RoPE, a mask id where the family needs one,
+    all ids within the vocabulary, and a mask that does not end a response."""
     family = get_family(contract.family)
+    # Facts of the published weights, which no training of this project changes.
     for name in ("logit_shift", "rope_fp32"):
         expected, came = getattr(family, name), getattr(contract, name)
         if came != expected:

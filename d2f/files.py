@@ -38,12 +38,14 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     with _explained(path):
         beside = _beside(path, stat.S_ISREG, "a file")
         try:
-            with beside.open("xb") as file:
+            with beside.open("xb") as file:  # x: fails where anything has that name, links too
                 yield file
+                # Before the rename: after a power cut the name must not lead to data that is not
+                # on disk.
                 file.flush()
                 os.fsync(file.fileno())
             beside.replace(path)
-        except BaseException:
+        except BaseException:  # a Ctrl-C too leaves nothing beside
             beside.unlink(missing_ok=True)
             raise
 
@@ -73,9 +75,9 @@ def writing_folder(place: Path) -> Iterator[Path]:
 def put_back(place: Path) -> None:
     """Give a folder its name again that a kill left beside its place (`writing_folder`)."""
     for left in _leftovers(place, "replaced"):
-        if place.exists():
+        if place.exists():  # both renames were done, only the removal was not
             shutil.rmtree(left, ignore_errors=True)
-        else:
+        else:  # the kill came between them
             left.rename(place)
 
 
@@ -84,6 +86,7 @@ class GrowingFile:
 
     def __init__(self, path: Path):
         self.path = path
+        # APPEND: what another handle wrote meanwhile is not overwritten. NOFOLLOW: no planted link.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._descriptor = os.open(path, flags, 0o666)
@@ -97,7 +100,7 @@ class GrowingFile:
         rest = memoryview(lines.encode())
         before = os.fstat(self._descriptor).st_size
         try:
-            while rest:
+            while rest:  # a write may take a part only, as on a disk that is nearly full
                 rest = rest[os.write(self._descriptor, rest) :]
             if sync:
                 os.fsync(self._descriptor)
@@ -150,8 +153,8 @@ def _beside(path: Path, is_kind: Callable[[int], bool], kind: str) -> Path:
             shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink(missing_ok=True)
-    with suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
+    with suppress(FileNotFoundError):  # nothing there yet
+        mode = path.lstat().st_mode  # of a link itself, not of what it leads to
         if not is_kind(mode):
             found = "a link" if stat.S_ISLNK(mode) else "something else"
             raise OutputError(f"{path} could not be written: expected {kind} there, found {found}")
@@ -159,11 +162,14 @@ def _beside(path: Path, is_kind: Callable[[int], bool], kind: str) -> Path:
 
 
 def _leftovers(path: Path, suffix: str) -> list[Path]:
+    """What killed commands left beside `path`: names that only this module gives."""
     pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{16}}\.{suffix}")
     return [path.with_name(n) for n in os.listdir(path.parent) if pattern.fullmatch(n)]
 
 
 def _exchange(beside: Path, place: Path) -> None:
+    """Put the new folder in the place of the old one. A rename replaces no folder that holds
+    something, so it takes two, and `put_back` repairs a kill between them."""
     old = place.with_name(f"{place.name}.{secrets.token_hex(8)}.replaced")
     place.rename(old)
     try:
@@ -182,6 +188,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
+        # safetensors wraps the disk's errors; its others are of the tensors, and the caller's.
         if isinstance(error, SafetensorError) and "I/O error" not in str(error):
             raise
         there = "what was there before is untouched" if path.exists() else "nothing is there"

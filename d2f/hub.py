@@ -25,6 +25,7 @@ def folder_of(place: str, *, weights: bool = True) -> Path:
     try:
         if Path(place).is_dir():
             return Path(place)
+        # Formats that are never read here (`d2f.weight_files`) are not worth their download.
         ignored = ["*.bin", "*.pth", "*.gguf", *([] if weights else ["*.safetensors"])]
         return Path(snapshot_download(place, ignore_patterns=ignored))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -35,6 +36,7 @@ def base_of_adapter(place: str) -> str | None:
     """The base that the adapter in a folder names, None where the folder holds no adapter alone.
     Raises CheckpointError where it names none."""
     path = Path(place) / "adapter_config.json"
+    # Beside a model it is no adapter alone: `weight_files` refuses the pair by name.
     if path.with_name("config.json").is_file() or not path.is_file():
         return None
     base = read_object(path, CheckpointError).get("base_model_name_or_path")

@@ -66,7 +66,7 @@ def load(
     where = parse_device(device)
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
     base = base_of_adapter(place)
-    if base is not None:
+    if base is not None:  # the folder holds an adapter alone: load its base, put it on
         if adapter is not None:
             raise CheckpointError(f"{place} is an adapter: expected a model for {adapter}")
         try:
@@ -86,6 +86,8 @@ def load(
             progress=progress,
         )
     raw = _read_config(place)
+    # The contract is what this project saved and knows best; an official checkpoint has none, and
+    # its model_type says the family.
     contract = Contract.load(Path(place))
     chosen = get_family(
         family or (contract.family if contract else family_of(raw.get("model_type")).name)
@@ -93,6 +95,7 @@ def load(
     with loading_bars(progress):
         backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
     tokenizer = load_tokenizer(place)
+    # Named as another family by the caller: its contract says nothing of that one.
     if contract is None or contract.family != chosen.name:
         contract = published_contract(chosen, raw, tokenizer)
     check_ids(place, contract, backbone.config.vocab_size)
@@ -107,6 +110,7 @@ def _read_config(place: str) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{place}: expected a model folder with a config.json, found none")
     raw = read_object(path, CheckpointError)
+    # With either transformers would read other weights, or read them otherwise, than is checked.
     for name in ("quantization_config", "transformers_weights"):
         if raw.get(name):
             raise CheckpointError(
@@ -128,6 +132,8 @@ def _load_backbone(
     kind = model_classes()[config.model_type]
     if device.type == "meta":
         return empty_model(place, kind, config, dtype)
+    # From the files' headers, before anything is allocated: a config.json that asks for a thousand
+    # layers must not fill the memory first.
     tensors = stored(weight_files(Path(place)))
     check_fits_files(place, config, tensors)
     check_size(place, empty_model(place, kind, config, dtype), tensors)
@@ -139,8 +145,11 @@ def _load_backbone(
             dtype=dtype,
             attn_implementation=attention.NAME,
             key_mapping=dict(family.key_mapping) or None,
+            # transformers fills what is missing with random values and goes on; the report says
+            # so, and `_check_loaded` makes it an error; with misshapen ones in the same one.
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            # No pickles and no code of the checkpoint.
             use_safetensors=True,
             trust_remote_code=False,
             **more,
@@ -150,18 +159,20 @@ def _load_backbone(
             f"{place}: weights cannot be read: {type(error).__name__}: {error}"
         ) from error
     _check_loaded(place, family, info)
+    # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
     head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
     if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
         raise CheckpointError(
             f"{place}: config.json says that the output weights are the embeddings "
             "(tie_word_embeddings): expected none in the file, got others"
         )
+    # Checked on what was built: fields of RoPE that are right one by one may still not go together.
     if not backbone.model.rotary_emb.inv_freq.isfinite().all():
         raise CheckpointError(
             f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
             "gives others"
         )
-    return backbone if quantize else backbone.to(device)
+    return backbone if quantize else backbone.to(device)  # 4-bit: device_map has placed it
 
 
 def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (KeyError, ValueError, OSError):
+        # Its class is code of the checkpoint's, which is not run: Dream's is Qwen2's tokenizer.
         for kind in {family.tokenizer for family in FAMILIES.values()} - {None}:
             if (folder / kind.vocab_files_names["vocab_file"]).is_file():
                 return kind.from_pretrained(folder, trust_remote_code=False)

@@ -30,7 +30,8 @@ _SHOWN = 200  # characters of the other command
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Path]:
-    """Hold an output folder, made if it is missing; one that is made and left empty goes again.
+    """Hold an output folder, which is made if it is missing. If it was made here and nothing was
+    written to it, it is removed again.
 
     Raises OutputError where another command holds it, or where no lock can be written.
     """
@@ -61,12 +62,15 @@ def _held(lock: Path, output: Path) -> Iterator[None]:
             os.write(descriptor, _about_us())
         yield
     finally:
-        lock.unlink(missing_ok=True)  # while it is held: see _take
+        # While it is held: after closing, it could be the next holder's file that is removed. Who
+        # opened this one in between notices in `_take`, by samestat.
+        lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _take(lock: Path, output: Path) -> int:
-    """The descriptor of the lock file, locked."""
+    """The descriptor of the lock file, locked. Where its file system has no locks, it warns and
+    gives the descriptor unlocked."""
     while True:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

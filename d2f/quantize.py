@@ -44,6 +44,7 @@ def keep_differentiable(network: torch.nn.Module) -> None:
     packed layers compute has no gradient."""
     for module in network.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Its own switch, which bitsandbytes sets where the CPU has the instructions.
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (no module's own)
 
 

@@ -28,7 +28,7 @@ def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> Non
     """
     if model.adapter is not None:
         raise ValueError("merge the adapter before saving the model")
-    values = official_config(model)
+    values = official_config(model)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
     official_name = FAMILIES[model.family].official_name
     weights = {official_name(k): value for k, value in weights_of(model.backbone, dtype).items()}
@@ -60,9 +60,13 @@ def official_config(model: ModelParts) -> dict[str, Any]:
         )
     raw = _raw_config(model)
     values = raw if raw is not None else family.official_config(model.backbone.config)
+    # The contract is what the model was trained with, whatever its base says.
     values["mask_token_id"] = model.contract.mask_id
+    # It would name files of code that are not written beside it.
     if values.get("auto_map") and not _code(model, values):
         del values["auto_map"]
+    # Read back as a loader would: the family's fields may have no word for what transformers' have,
+    # such as a bias, and the export would be another model.
     made = transformers_config(family, values).to_dict()
     ours = model.backbone.config.to_dict()
     differ = [k for k in _SHAPE if made.get(k) != ours.get(k)]

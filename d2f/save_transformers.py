@@ -18,6 +18,7 @@ def save_model(model: ModelParts, folder: Path, *, dtype: torch.dtype, **contrac
     if model.adapter is not None:
         raise ValueError("merge the adapter before saving the model, or save the adapter alone")
     folder.mkdir(parents=True, exist_ok=True)
+    # A copy: the model in memory keeps its dtype.
     config = type(model.backbone.config).from_dict(model.backbone.config.to_dict())
     config.dtype = dtype
     config.architectures = [type(model.backbone).__name__]

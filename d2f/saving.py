@@ -29,9 +29,12 @@ def save(model: ModelParts, folder: str | Path) -> None:
         )
     with replaced(Path(folder)) as beside:
         if model.adapter is None:
+            # All of it is written, so it belongs to no base any more.
             save_model(model, beside, dtype=model.dtype, base=None, base_hash=None)
         else:
             assert model.path is not None
+            # The base as it is named here and now: by its hub or bundled name, which another
+            # machine finds too, else by its folder.
             contract = dataclasses.replace(
                 model.contract,
                 base=base_name(model.path) or str(Path(model.path).resolve()),
@@ -43,14 +46,17 @@ def save(model: ModelParts, folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def replaced(place: Path) -> Iterator[Path]:
-    """An empty folder beside `place` that takes its place once it is filled.
+    """An empty folder beside `place`, to be filled in the body, that takes its place afterwards.
 
-    Raises InputError where `place` is there and is neither empty nor a model of the same files: no
-    file is removed that is not written again. Raises OutputError where it cannot be written.
+    Raises InputError where `place` is there and is neither empty nor a model of the same files, so
+    that no file is removed that is not written again. Raises OutputError where it cannot be
+    written.
     """
     place = place.resolve()
     if place.exists() and not place.is_dir():
         raise InputError(f"{place}: expected a folder to save to, this is a file")
+    # Before anything is written. What else a save holds is known only once it is: the check below
+    # raises within `writing_folder`, which then leaves the place as it was.
     there = _names(place)
     if there and FILE_NAME not in there:
         raise InputError(

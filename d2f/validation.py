@@ -67,6 +67,7 @@ def explain(error: ValidationError, values: Any) -> str:
     found: dict[str, dict[str, Any]] = {}
     for fault in error.errors(include_url=False):
         path = _path(fault, values)
+        # A union reports a fault for each of its forms; they are one line: expected this or that.
         entry = found.setdefault(path, {"expected": [], "said": [], "input": fault["input"]})
         kind = fault["type"]
         context = {name: _plain(value) for name, value in fault.get("ctx", {}).items()}
@@ -74,7 +75,7 @@ def explain(error: ValidationError, values: Any) -> str:
             entry["expected"].append(_EXPECTED[kind].format(**context))
         elif kind == "extra_forbidden":
             entry["said"].append("there is no such key")
-        else:
+        else:  # from a validator of ours: it says what is wrong in its own words
             entry["said"].append(fault["msg"].removeprefix("Value error, "))
         if kind == "missing":
             entry["input"] = Missing

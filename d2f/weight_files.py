@@ -18,7 +18,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Stored:
-    """What a file's header says of a tensor, its data unread."""
+    """What a safetensors header says of a tensor; its data is not read."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -30,6 +30,7 @@ def weight_files(folder: Path) -> list[Path]:
     Raises CheckpointError where there are none, for an index that is not one, and for a file that
     is not inside of the folder (`inside`).
     """
+    # transformers would put the adapter onto the model while it loads it.
     if (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG).is_file():
         raise CheckpointError(
             f"{folder}: holds a model and an adapter ({ADAPTER_CONFIG}): expected each in a folder "
@@ -38,6 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WHOLE).exists():
         return [inside(folder, WHOLE)]
     if not (folder / INDEX).exists():
+        # Pickles can run code when they are read; they are named so that the error says enough.
         others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
             p.name for p in folder.glob("*.pt*")
         )
@@ -52,6 +54,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{folder / INDEX}: {name}: expected a safetensors file of this folder, "
                 f"got {file!r}"
             )
+    # The index maps each tensor to its file; a file holds many.
     return [inside(folder, file) for file in sorted(set(where.values()))]
 
 
@@ -60,7 +63,7 @@ def inside(folder: Path, name: str) -> Path:
     missing or elsewhere: an absolute path, one through ``..``, or a link that leads outside. (A
     snapshot in the hub's cache is links to its repository's blobs; those are inside.)"""
     path = folder / name
-    pure = PurePosixPath(name.replace("\\", "/"))
+    pure = PurePosixPath(name.replace("\\", "/"))  # as either system would read it
     real = folder.resolve()
     try:
         target, is_file = path.resolve(), path.is_file()
@@ -68,6 +71,7 @@ def inside(folder: Path, name: str) -> Path:
         raise CheckpointError(
             f"{folder}: expected the name of a weight file, got {name[:60]!r}"
         ) from error
+    # The hub's cache: models--OWNER--NAME/snapshots/COMMIT/FILE is a link to ../../blobs/HASH.
     roots = [real]
     if real.parent.name == "snapshots" and real.parents[1].name.startswith("models--"):
         roots.append((real.parents[1] / "blobs").resolve())
@@ -92,7 +96,7 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
         try:
             with safe_open(path, framework="np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    part = tensors.get_slice(name)
+                    part = tensors.get_slice(name)  # of the header: no data is read
                     if name in found:
                         raise CheckpointError(f"{path}: {name} is in another weight file as well")
                     found[name] = Stored(tuple(part.get_shape()), str(part.get_dtype()))

@@ -20,6 +20,7 @@ def weights_of(backbone: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         name: value.detach().to("cpu", dtype).contiguous()
         for name, value in backbone.state_dict().items()
+        # One tensor under two names, which safetensors does not write; loading ties them again.
         if not (tied and name == "lm_head.weight")
     }
 
@@ -27,6 +28,7 @@ def weights_of(backbone: Any, dtype: torch.dtype) -> dict[str, Tensor]:
 def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors by name as safetensors. Raises CheckpointError, before anything is written, for
     values that are not finite, as training gone wrong leaves them or a dtype without room."""
+    # In the dtype that is written: what fp32 holds may be infinity in fp16.
     broken = [name for name, value in weights.items() if not value.isfinite().all()]
     if broken:
         dtype = str(weights[broken[0]].dtype).removeprefix("torch.")

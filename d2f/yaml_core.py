@@ -66,6 +66,7 @@ def dump(values: Any) -> str:
 class _Loader(yaml.SafeLoader):
     depth = 0
 
+    # PyYAML composes by recursion: what is nested too deep would end in Python's own limit.
     def compose_node(self, parent: Node | None, index: int) -> Node | None:
         self.depth += 1
         if self.depth > DEEPEST:
@@ -81,7 +82,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _TOO_DEEP = f"nested more than {DEEPEST} deep"
-_Loader.yaml_implicit_resolvers = {}
+_Loader.yaml_implicit_resolvers = {}  # without those of YAML 1.1; the dumper has both
 for _name, _pattern, _first in _SCHEMA:
     _compiled = re.compile(f"^(?:{_pattern})$")
     _Loader.add_implicit_resolver(_TAG + _name, _compiled, [*_first, *([""] * (_name == "null"))])
@@ -96,6 +97,7 @@ class _Reader:
         self.values = 0
 
     def value(self, node: Node, depth: int = 1) -> Any:
+        # Counted as they come out: nine aliases of nine aliases are few nodes and many values.
         self.values += 1
         if self.values > MOST_VALUES:
             raise self._error(f"more than {MOST_VALUES} values, aliases counted each time", node)

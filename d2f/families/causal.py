@@ -14,7 +14,8 @@ _TYPES = ("llama", "qwen2", "qwen3")
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
-    """Of none: there is no format but transformers'."""
+    """Raises CheckpointError always: these models have no configuration of their own format, and
+    transformers' is read before this is asked."""
     check_complete(raw)
     raise CheckpointError(
         f"config.json: model_type must be one of {list(_TYPES)}, got {raw.get('model_type')!r}"

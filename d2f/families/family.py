@@ -71,6 +71,7 @@ class Family:
 
     @cached_property
     def _reverse_renamings(self) -> list[WeightRenaming]:
+        # Undone in the opposite order: a later rule may have seen an earlier one's result.
         return [renaming.reverse_transform() for renaming in reversed(self._renamings)]
 
     def native_name(self, name: str) -> str:
@@ -80,6 +81,7 @@ class Family:
     def official_name(self, name: str) -> str:
         """The family's name of a weight, from transformers'. Raises CheckpointError."""
         made = _renamed(name, self._reverse_renamings)
+        # A mapping names every weight; and a name that does not lead back would be read as another.
         if self.key_mapping and (made == name or self.native_name(made) != name):
             raise CheckpointError(f"{name}: the family {self.name} has no name for this weight")
         return made

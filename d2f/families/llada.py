@@ -14,7 +14,8 @@ _SIZES = (
     "d_model", "embedding_size", "max_sequence_length", "mlp_hidden_size", "n_heads",
     "n_kv_heads", "n_layers", "vocab_size",
 )  # fmt: skip
-# What a Llama computes; a checkpoint that says otherwise is none.
+# What a Llama computes. LLaDA's configuration can say other models too: one with ALiBi would load
+# into a Llama without a word and compute something else.
 _MUST_BE = {
     "block_type": "llama",
     "layer_norm_type": "rms",
@@ -40,6 +41,7 @@ def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
     check_sizes(raw, _SIZES)
     try:
         return LlamaConfig(
+            # The table's rows, which may be padded beyond the vocabulary.
             vocab_size=raw.get("embedding_size") or raw["vocab_size"],
             hidden_size=raw["d_model"],
             intermediate_size=raw["mlp_hidden_size"],
@@ -103,6 +105,8 @@ def _official_config(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+# ff_proj is the gate: the MLP is ff_out(silu(ff_proj h) * up_proj h). The output head is called
+# ff_out as well, so a name is told apart by its whole path.
 _BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 _KEYS = {
     _BLOCK + r"attn_norm": r"model.layers.\1.input_layernorm",
@@ -126,7 +130,7 @@ FAMILY = Family(
     make_config=_make_config,
     key_mapping=_KEYS,
     logit_shift=0,
-    rope_fp32=True,
+    rope_fp32=True,  # config.json: rope_full_precision
     prompt_rule="bidirectional",
     end_tokens=("<|eot_id|>",),
     scratch=LlamaForCausalLM,

@@ -14,6 +14,7 @@ MAX_NUMBER = 12
 MAX_VALUE = 99
 MIN_TARGET = 10
 
+# Bounded, so that what a model writes cannot be a number of a thousand digits.
 POSITIVE = "([1-9][0-9]{0,4})"
 STEP = re.compile(f"{POSITIVE} *([-+*/]) *{POSITIVE} *= *{POSITIVE}")
 
@@ -85,7 +86,7 @@ def _combine(rng: np.random.Generator, available: list[int]) -> tuple[tuple[str,
     while len(available) > 1:
         a = available.pop(int(rng.random() * len(available)))
         b = available.pop(int(rng.random() * len(available)))
-        if a < b:
+        if a < b:  # neither negative differences nor fractions
             a, b = b, a
         results = [("+", a + b), ("-", a - b)]
         if b > 1:

@@ -19,6 +19,7 @@ def split_of(key: str) -> str:
 
     It depends on the key alone, so splits stay disjoint whatever seeds they are drawn with.
     """
+    # A digest, since Python's own hash() of text differs from one process to the next.
     bucket = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") % 100
     if bucket < 5:
         return "heldout"
@@ -37,7 +38,7 @@ def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
     rng = np.random.default_rng([seed, task_number, split_number, index])
     draw = DRAW[task]
     draft = draw(rng)
-    while split_of(draft.key) != split:
+    while split_of(draft.key) != split:  # one in twenty is heldout
         draft = draw(rng)
     return draft.write(rng)
 

@@ -67,6 +67,7 @@ SHARE = (
 )
 QUESTION = "How many {items} does {name} have now?"
 
+# A whole number of up to nine digits: not the 12 of 12.5, nor the beginning of a longer one.
 RESULT = re.compile(r"\s*(-?[0-9]{1,9})(?!\.?[0-9])")
 
 
@@ -121,6 +122,7 @@ def draw(rng: np.random.Generator) -> Chain:
     steps = []
     if in_groups:
         start = pick(rng, GROUPS)
+        # Boxes x things: told as the start, counted as the first step.
         steps.append(("*", pick_integer(rng, GROUPS[0], min(GROUPS[-1], MAX_VALUE // start))))
         value = start * steps[0][1]
     else:
@@ -153,6 +155,7 @@ def _draw_step(rng: np.random.Generator, value: int) -> tuple[str, int]:
     least = min(MAX_CHANGE, value - 1)
     factors = [n for n in FACTORS if value * n <= MAX_VALUE]
     divisors = [n for n in FACTORS if value % n == 0]
+    # Only what keeps the value in 1..MAX_VALUE and whole; each operator that can be is as likely.
     possible = ["+"] * (most >= 2) + ["-"] * (least >= 2)
     possible += ["*"] * bool(factors) + ["/"] * bool(divisors)
     operator = pick(rng, possible)

@@ -37,6 +37,8 @@ def draw(rng: np.random.Generator) -> Grid:
     blanks = pick_integer(rng, MIN_BLANKS, MAX_BLANKS)
     while True:
         solution = pick(rng, solutions())
+        # Blanks at random, and another grid where they leave more than one solution: an answer is
+        # compared with the one that is kept.
         order = rng.permutation(SIDE * SIDE).tolist()
         if count_solutions(solution, order[blanks:]) == 1:
             puzzle = list(solution)
@@ -54,7 +56,7 @@ def solutions() -> tuple[str, ...]:
 
 def count_solutions(grid: str, given: list[int]) -> int:
     """How many solved grids agree with grid in the given cells."""
-    agree = (1 << len(solutions())) - 1
+    agree = (1 << len(solutions())) - 1  # one bit a solved grid: intersecting sets is one `&`
     for cell in given:
         agree &= _agreement()[cell, grid[cell]]
     return agree.bit_count()
