@@ -11,10 +11,12 @@ from shadows import MASK as M
 from tiny import random_model
 
 import decode
+from d2f.attention import SpanPlan
 from d2f.cache import SlotPool
 from d2f.noise import decoding_ratios, observed_first
+from d2f.pipeline_states import PipelineStates
 from d2f.span_makers import block_ends, branch_spans, shadow_spans
-from d2f.spans import block_causal, wedlm_training
+from d2f.spans import bidirectional, block_causal, causal, pack, wedlm_training
 from decode.decoders.branches import Branch, with_branches
 from decode.decoders.shadow import add_shadow
 from decode.engine.batch import join
@@ -349,3 +351,19 @@ def test_slot_pool():
 def test_noise():
     assert decoding_ratios(6, 2, 4, 0.5).tolist() == [0, 0, 0.5, 0.5, 1, 1]
     assert observed_first(np.array([0, 1, 0, 1, 0, 0], bool), 3).tolist() == [0, 2, 1, 4, 5, 3]
+
+
+def test_pack():
+    packed = pack([bidirectional(2), causal(3)], length=6)[:, 0]
+    assert packed.tolist() == [[0, 2], [0, 2], [2, 3], [2, 4], [2, 5], [0, 0]]
+
+
+def test_flat_spans():
+    flat = SpanPlan(causal(3))._flat_spans(2, 3)[:, 0]
+    assert flat.tolist() == [[0, 1], [0, 2], [0, 3], [3, 4], [3, 5], [3, 6]]
+
+
+def test_pipeline_states_draw():
+    states = PipelineStates({2: [(0.0, 0.5)]})
+    ratios, end = states.draw(5, 2, np.random.default_rng(0))
+    assert ratios.tolist() == [0, 0, 0.5, 0.5, 1] and end == 4
