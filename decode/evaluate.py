@@ -142,10 +142,10 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")
     parser.add_argument("--batch-size", type=int, default=32)
     decoder = parser.add_argument_group("decoder, greedy")
-    names = [name for name in own_names(kinds) if name != "max_new_tokens"]  # a task has its own
-    add_flags(decoder, kinds, names)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     add_verbose(parser)
+    names = [name for name in own_names(kinds) if name != "max_new_tokens"]  # a task has its own
+    add_flags(decoder, kinds, names)
     return parser
 
 

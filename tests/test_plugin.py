@@ -17,7 +17,7 @@ from rich.console import Console
 
 import decode
 from d2f.errors import InputError
-from decode import pipeline
+from decode import evaluate, pipeline, tune
 from decode.decoders import DECODERS, find_decoder, spelled
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +110,24 @@ def test_its_labels_are_shown_and_its_flags_are_in_the_help(working, capsys):
     assert "random_k: tokens a forward, drawn at random" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('batch_size: int = option(2, "x")', "--batch-size is one of the command already"),
+        ('k: list[int] = option(2, "x")', "the option k of a decoder must be annotated as int"),
+    ],
+)
+def test_an_option_that_cannot_be_a_flag_is_named(working, capsys, line, message):
+    own = f"@dataclass(frozen=True)\nclass Own(RandomK):\n    name = 'own'\n    {line}\n"
+    module = f"own_{len(line)}"  # modules stay imported from one test to the next
+    (working / f"{module}.py").write_text(f"from random_k import *\n{own}")
+    for main in (pipeline.main, evaluate.main):
+        assert main(["--decoder", f"{module}:Own", *STORY]) == 2
+        assert message in capsys.readouterr().err
+    assert tune.main(["--decoder", f"{module}:Own", "--tasks", "story", "--output", "out"]) == 2
+    assert message in capsys.readouterr().err and not Path("out").exists()
 
 
 def test_python_takes_the_name_and_the_class(working):

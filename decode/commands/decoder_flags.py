@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from d2f.errors import InputError
 from decode.decoders import DECODERS, Decoder, find_decoder
 from decode.decoders.base import common_options
 from decode.decoders.options import Option, options_of
@@ -51,13 +52,26 @@ def help_of(having: Sequence[tuple[Kind, Option]], count: int) -> str:
 
 def add_flags(group: argparse._ArgumentGroup, kinds: Sequence[Kind], names: Iterable[str]) -> None:
     """A flag for each of these options of the decoders; one that is not given is absent from the
-    namespace."""
+    namespace. To be called when the command's own flags are there. Raises InputError."""
     found = options_by_name(kinds)
     for name in names:
-        having = found[name]
-        flag, text = "--" + name.replace("_", "-"), help_of(having, len(kinds))
-        group.add_argument(flag, default=argparse.SUPPRESS, help=text.replace("%", "%%"),
-                           **_reading(having))  # fmt: skip
+        text, reading = help_of(found[name], len(kinds)), _reading(found[name])
+        add_flag(group, found[name], help=text, default=argparse.SUPPRESS, **reading)
+
+
+def add_flag(
+    group: argparse._ArgumentGroup, having: Sequence[tuple[Kind, Option]], help: str, **reading: Any
+) -> None:
+    """The flag of one option. Raises InputError where the command has one of that name."""
+    kind, option = having[-1]
+    flag = "--" + option.name.replace("_", "-")
+    try:
+        group.add_argument(flag, help=help.replace("%", "%%"), **reading)
+    except argparse.ArgumentError as error:  # of the user's own decoder: ours have none
+        raise InputError(
+            f"the decoder {kind.name} cannot have an option {option.name}: {flag} is one of the "
+            "command already"
+        ) from error
 
 
 def _reading(having: Sequence[tuple[Kind, Option]]) -> dict[str, Any]:

@@ -71,15 +71,13 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     )
     add_model(parser.add_argument_group("model"), "merge", "family", "compile")
     _add_prompts(parser.add_argument_group("what to decode (default: held-out problems)"))
-    _add_decoder(
-        parser.add_argument_group(
-            "decoder", "An option that the chosen decoder does not have is an error."
-        ),
-        kinds,
+    decoder = parser.add_argument_group(
+        "decoder", "An option that the chosen decoder does not have is an error."
     )
     tokens = parser.add_argument_group("choice of tokens (all decoders; default: greedy)")
-    _add_sampling(tokens, kinds)
     _add_running(parser.add_argument_group("running and output"))
+    _add_sampling(tokens, kinds)
+    _add_decoder(decoder, kinds)  # last, so that a clash is known for one with the command's own
     return parser
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from d2f.errors import InputError
 from decode.decoders.checks import boolean, one_of, whole_number
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -113,8 +114,13 @@ def default_grid(decoder: type) -> dict[str, tuple[int | float, ...]]:
 
 def _option(field: Any, hint: Any) -> Option:
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    (inner,) = (part for part in parts if part is not type(None))
+    inner, *others = (part for part in parts if part is not type(None))
     kind = get_args(inner) if get_origin(inner) is Literal else inner
+    if others or not (isinstance(kind, tuple) or kind in (int, float, bool)):
+        raise InputError(
+            f"the option {field.name} of a decoder must be annotated as int, float, bool or "
+            f"Literal, or one of them and None, got {field.type}"
+        )
     about = field.metadata
     shown = _in_words(field.default) if about["shown"] is None else about["shown"]
     unit = about["unit"] or ("N" if kind is int else "SHARE")

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from decode.commands.decoder_flags import Kind, help_of, offered, options_by_name, summaries
+from decode.commands.decoder_flags import (
+    Kind,
+    add_flag,
+    help_of,
+    offered,
+    options_by_name,
+    summaries,
+)
 from decode.commands.parser import Parser, add_model, add_tasks, add_verbose, task_list
 from decode.decoders.base import searchable
 from decode.decoders.options import default_grid
@@ -53,16 +60,14 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     group = parser.add_argument_group("model and tasks")
     add_model(group, "family", "compile")
     add_tasks(group, "; each is tuned on its own")
-    _add_settings(
-        parser.add_argument_group(
-            "settings to search",
-            "Lists, with commas; every combination is a setting. An option that the decoder does "
-            "not have is an error.",
-        ),
-        kinds,
+    settings = parser.add_argument_group(
+        "settings to search",
+        "Lists, with commas; every combination is a setting. An option that the decoder does not "
+        "have is an error.",
     )
     _add_search(parser.add_argument_group("search and choice"))
     _add_output(parser.add_argument_group("final measurement and output"))
+    _add_settings(settings, kinds)
     return parser
 
 
@@ -80,7 +85,7 @@ def _add_settings(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
             ]
             said = f"; searched by default: {'; '.join(tried)}" if tried else ""
             text = f"{help_of(kinds_having, len(kinds))}{said}"
-            group.add_argument("--" + name.replace("_", "-"), type=reads, metavar="LIST", help=text)
+            add_flag(group, kinds_having, text, type=reads, metavar="LIST")
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
