@@ -45,6 +45,7 @@ def _top_p(name: str, value: object) -> None:
 
 
 def _seed(name: str, value: object) -> None:
+    # The range that torch's generators take.
     if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
         raise InputError(f"{name} must be a whole number in [-2^63, 2^64), got {repr_of(value)}")
 
@@ -93,6 +94,7 @@ class Decoder(abc.ABC):
         fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
         if not fine:
             raise InputError(f"stop must be non-empty strings, got {repr_of(self.stop)}")
+        # The dataclass is frozen; a list, as YAML gives one, becomes a tuple that can be compared.
         object.__setattr__(self, "stop", tuple(stop))
 
     @classmethod

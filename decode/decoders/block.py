@@ -163,8 +163,10 @@ class BlockSession(MaskedSession):
         self.cached = 0
 
     def step(self) -> Step | None:
+        # Only an end id with nothing masked before it ends the response.
         if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
             return None
+        # The finished block is fed once more in the next block's first step, from `cached` on.
         if not self.masked[self.start : self.end].any():  # at first the block is empty
             if self.end == len(self.x):
                 return None
@@ -180,6 +182,7 @@ class BlockSession(MaskedSession):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
+        # By the block's full size, also where the last block is short.
         count = reveal_count(self.size, self.decoder.denoising_steps or self.size, self.done)
         self.done += 1
         for i in np.sort(self._choose(predictions.confidence, count)):

@@ -151,10 +151,14 @@ class BlockwiseSession(MaskedSession):
         cached = self.final
         # The first step of a block feeds all that may have changed; only later ones feed less.
         if self.decoder.cache != "none" and self.refreshed == self.block:
+            # What is before the block keeps those of the first step, when it saw the block all
+            # masked.
             first = max(first, self.start)
             if self.decoder.cache == "dual":
+                # What is behind the block keeps the keys and values of the block's first step.
                 stop = self.end
         self.refreshed = self.block
+        # Row p - 1 predicts position p in shifted families; it may lie before the block.
         rows = self.wanted - self.contract.logit_shift
         fed = np.arange(min(first, int(rows[0])), stop)
         if first == self.final:  # all was fed: what saw settled positions alone is final now

@@ -83,7 +83,8 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
 
 
 def split(predictions: Predictions, counts: Sequence[int]) -> list[Predictions]:
-    """Tokens and confidences of a step's states one by one, counts: how many each reads."""
+    """The predictions of a step with branches, taken apart: tokens and confidences of the own rows,
+    then of each branch. counts: how many rows each of them reads, in that order."""
     cuts = np.cumsum(counts)[:-1]
     tokens, confidences = np.split(predictions.token, cuts), np.split(predictions.confidence, cuts)
     return [Predictions(t, c) for t, c in zip(tokens, confidences, strict=True)]

@@ -136,6 +136,7 @@ class D2F(Decoder):
             tau_revoke=self.tau_revoke,
         )
         kind = D2FSession
+        # tau_revoke 0 takes nothing back: then it is the plain pipeline, without shadows.
         if self.lossless is not None:
             kind = LosslessSession
         elif self.revoke is not None and self.tau_revoke > 0:

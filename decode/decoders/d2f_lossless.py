@@ -57,6 +57,7 @@ class LosslessSession(D2FSession):
         own = super().step()
         if own is None:
             return None
+        # After the own step: what it caches counts as cached in the branches, which see it there.
         self.branches = self._drafts()
         end, parts = self.pipeline[-1].end, []
         for state in self.branches:
@@ -76,6 +77,7 @@ class LosslessSession(D2FSession):
         for state, found in zip(self.branches, others, strict=True):
             if not np.array_equal(state.x, self.x):  # the pipeline went another way
                 break
+            # As `step` would have appended and activated blocks before feeding this state.
             self.advance()
             self._take(found)
             revealed = revealed + self.revealed
@@ -99,6 +101,7 @@ class LosslessSession(D2FSession):
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]
             tokens, confidence = zip(*guesses, strict=True)
             stale = Predictions(np.array(tokens), np.array(confidence, dtype=np.float32))
+            # The plain pipeline's step: a fork of this session must not draft in its turn.
             D2FSession.accept(state, stale)
             if not state.advance():  # the request would be done: nothing to feed
                 break
@@ -114,7 +117,8 @@ class LosslessSession(D2FSession):
 
 
 def _fork(state: D2FSession) -> D2FSession:
-    """A copy that goes its own way."""
+    """A copy of a session whose steps leave the original as it is."""
+    # What a step changes in place is copied; the counts stay shared, as no fork is ever fed.
     twin = copy(state)
     twin.x, twin.masked = state.x.copy(), state.masked.copy()
     twin.pipeline = [copy(block) for block in state.pipeline]

@@ -55,12 +55,16 @@ class RevokingSession(D2FSession):
 
     @abc.abstractmethod
     def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
-        """Take tokens back. drafted: how many were just decided, by a block's start."""
+        """Take back what the shadows do not bear out. checked: of each block, the positions that
+        were verified and the probabilities of their tokens. drafted: how many tokens this forward
+        decided, by the start of their block."""
 
     def step(self) -> Step | None:
         step = super().step()
         if step is None:
             return None
+        # Read after the own rows, block after block: `_checked` takes the predictions in this
+        # order.
         self.verified = [(block, self._doubtful(block)) for block in self.pipeline]
         ends = self.ends()
         for block, positions in self.verified:
@@ -73,6 +77,8 @@ class RevokingSession(D2FSession):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
+        # Reveal before judging: the shadows looked at the tokens that were fed, so what is revealed
+        # now can be checked by the next forward at the earliest.
         drafted = {}
         for block in self.pipeline:
             if block.active:
@@ -80,6 +86,7 @@ class RevokingSession(D2FSession):
                 self._reveal_in(block, predictions)
                 drafted[block.start] = masked - block.masked
         self._judge(self._checked(predictions), drafted)
+        # Only now: a block that was complete may have lost a token.
         self._close()
         # Looked for anew: the end id that stopped the appending may just have been taken back.
         response = self.x[self.prompt_length :]
@@ -92,7 +99,8 @@ class RevokingSession(D2FSession):
         block.masked += len(positions)
 
     def _checked(self, predictions: Predictions) -> Checked:
-        """What the step's shadows said, block after block."""
+        """The probabilities that the step's shadows gave, block after block. They follow the
+        predictions of `wanted`, in the order in which `step` added the shadows."""
         checked, first = [], len(self.wanted)
         probability = predictions.queried_probability
         if probability is None:  # nothing is in doubt
@@ -103,6 +111,7 @@ class RevokingSession(D2FSession):
         return checked
 
     def _done(self) -> bool:
+        # Among settled tokens only: an end id that may be taken back ends nothing.
         if self.rules.early_exit and any(t in self.contract.end_ids for t in self.settled):
             return True
         return not any(block.active or len(self._doubtful(block)) for block in self.pipeline)
@@ -129,6 +138,7 @@ class AlwaysSession(RevokingSession):
         super().__init__(prompt, contract, rules)
 
     def _doubtful(self, block: PipelineBlock) -> Ints:
+        # Nothing could be taken back, so no shadow is fed for it.
         if not (block.active and self.spare[block.start]):
             return np.zeros(0, dtype=np.int64)
         return block.start + np.flatnonzero(~self.masked[block.start : block.end])

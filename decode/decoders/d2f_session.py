@@ -31,8 +31,9 @@ from decode.engine.step import Ints, Predictions, Step, feed
 
 @dataclass(frozen=True)
 class PipelineRules:
-    """The options of `decode.decoders.d2f.D2F` as its sessions read them: what they left open is
-    known by now. states: that a forward checks, the option lossless. tau_revoke: of revoke."""
+    """The options of `decode.decoders.d2f.D2F` as its sessions read them, once lengths and block
+    size that were left open are known. states: how many states of the pipeline a forward checks
+    (the option lossless, else 1). tau_revoke: the threshold of the option revoke."""
 
     max_new_tokens: int
     block_size: int
@@ -45,7 +46,9 @@ class PipelineRules:
 
 
 class PipelineBlock:
-    """Positions ``[start, end)`` of the sequence, how many of them are masked, their state."""
+    """A block of the pipeline: positions ``[start, end)`` of the sequence, of which `masked` are
+    still masked. Unless tokens are taken back, its state goes from semi-active over fully active
+    and to cache to cached."""
 
     def __init__(self, start: int, end: int):
         self.start, self.end = start, end
@@ -66,7 +69,12 @@ class PipelineBlock:
 
 
 class D2FSession(MaskedSession):
-    """One request in the pipeline. counts: ``active_blocks``, summed over the forwards."""
+    """One request in the pipeline.
+
+    pipeline: the blocks that are open or done, of which the prompt is the first. cached: positions
+    before it are fed no longer. wanted: int64 ``[N]``, the masked positions whose predictions the
+    last step reads. counts: ``active_blocks``, summed over the forwards.
+    """
 
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
         super().__init__(prompt, rules.max_new_tokens, contract)
@@ -84,6 +92,8 @@ class D2FSession(MaskedSession):
         if not self.advance():
             return None
         self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
+        # Everything from the first block that is not cached on: finished blocks, clean, then open
+        # ones.
         step = feed(
             self.x,
             self.cached,
@@ -92,20 +102,26 @@ class D2FSession(MaskedSession):
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
         )
+        # With this step a finished block's slots hold keys and values of final tokens that saw only
+        # final tokens: it is cached without a forward of its own.
         self._fed()
         return step
 
     def advance(self) -> bool:
         """Append and activate blocks, say what is wanted; False where the request is done."""
+        # One block a forward at most, and before activation, so that a block may be appended and
+        # become fully active in the same forward.
         self._append()
         self._activate()
         if self._done():
             return False
+        # int64 [N], the masked positions of all open blocks, ascending.
         self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
         return True
 
     def ends(self) -> Ints:
-        """Where what each opened position sees ends."""
+        """Where what each opened position sees ends, int64 ``[end of the last block]``: under the
+        block-causal mask at the end of its own block."""
         ends = np.empty(self.pipeline[-1].end, dtype=np.int64)
         for block in self.pipeline:
             ends[block.start : block.end] = block.end
@@ -127,7 +143,7 @@ class D2FSession(MaskedSession):
         return self.rules.early_exit and not self.masked[: self.limit].any()
 
     def _fed(self) -> None:
-        """Finished blocks are in the cache with this step."""
+        """Note that the step which was just made caches the finished blocks."""
         for block in self.pipeline:
             if block.state == "to cache":
                 block.state = "cached"
@@ -145,6 +161,8 @@ class D2FSession(MaskedSession):
     def _append(self) -> None:
         last = self.pipeline[-1]  # the prompt, at first: decoded as a whole
         room = last.end < len(self.x)
+        # Reached by equality, as tau_act is, where the paper says "exceeds": so the official code
+        # has it.
         if room and not self.ended and last.decoded >= self.rules.tau_add:
             end = min(last.end + self.rules.block_size, len(self.x))
             self.pipeline.append(PipelineBlock(last.end, end))
@@ -159,8 +177,11 @@ class D2FSession(MaskedSession):
     def _reveal_in(self, block: PipelineBlock, predictions: Predictions) -> None:
         low, high = np.searchsorted(self.wanted, (block.start, block.end))
         confidence = predictions.confidence[low:high]  # of the block's masks
+        # Strictly above, unlike the two shares. The confidence is that of the chosen token.
         chosen = np.flatnonzero(confidence > self.rules.tau_conf)
         if not len(chosen) and block.full and len(confidence):
+            # Only a fully active block must reveal one: its left context is nearly decided. The
+            # first open block always is, so every forward makes progress.
             chosen = np.array([confidence.argmax()])
         for i in low + chosen:  # indices into wanted
             position, token = int(self.wanted[i]), int(predictions.token[i])

@@ -112,6 +112,7 @@ class FreeDaveSession(BlockwiseSession):
     def __init__(self, decoder: FreeDave, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.drafts: list[tuple[int, int]] = []
+        # One slot behind the sequence is the spare one that all blockwise sessions have.
         self.scratch = len(self.x) + 1
         self.counts = {"drafted": 0, "accepted": 0}
 
@@ -125,6 +126,8 @@ class FreeDaveSession(BlockwiseSession):
 
     def choose(self, predictions: Predictions) -> Ints:
         """The most confident of the first block that has a mask, ties to the lowest position."""
+        # With eager drafts `wanted` reaches into later blocks, where static decoding reveals
+        # nothing yet.
         size, first = self.decoder.size, int(self.wanted[0])
         end = first + size - (first - self.prompt_length) % size
         inside = int(np.searchsorted(self.wanted, end))
@@ -148,6 +151,8 @@ class FreeDaveSession(BlockwiseSession):
         revealed = []
         # A state is only looked at where the one before it revealed what this one was drafted with.
         for found, draft in zip(states, [*self.drafts, None], strict=True):
+            # Static decoding's own step, on the predictions of the state that is known to be the
+            # next.
             super().accept(found)
             revealed += self.revealed
             position = self.prompt_length + revealed[-1].position

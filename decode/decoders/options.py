@@ -101,6 +101,7 @@ def early_exit_option(otherwise: str = "decode all") -> Any:
 def options_of(decoder: type) -> tuple[Option, ...]:
     """The options of a decoder's class, in the order of its fields; fields that were not made by
     `option` are none."""
+    # Annotations are text here (from __future__ import annotations) and have to be resolved.
     hints = typing.get_type_hints(decoder)
     return tuple(
         _option(field, hints[field.name]) for field in fields(decoder) if "help" in field.metadata

@@ -25,6 +25,7 @@ class Revocations:
         assert session.contract.mask_id is not None
         self.taken += [(int(p), int(session.x[p])) for p in positions]
         session.x[positions] = session.contract.mask_id
+        # Keys and values stay in the slots: the next forward feeds the mask and overwrites them.
         session.masked[positions] = True
 
     def count(self) -> None:

@@ -67,6 +67,7 @@ def add_shadow(
     fed = len(step.tokens)
     queried = step.queried_tokens
     if queried is None:
+        # The own rows ask for no token's probability; id 0 fills their places and is not looked at.
         queried = np.zeros(len(step.read), dtype=np.int64)
     return replace(
         step,
@@ -98,6 +99,7 @@ def _pairs(
     sees = ends[before] > verified  # [V], whether row p - 1 sees position p, so that a mask is fed
     behind = verified + 1 - leakage
     seen = np.maximum(ends[before], behind)  # an empty range, where row p - 1 ends before p
+    # The pair takes the place of positions p - 1 and p: it sees all but these two, and itself.
     spans = shadow_spans(before, behind, seen, copies, copies + 1 + sees)
     fed = np.stack([np.ones_like(sees), sees], axis=1)  # [V, 2]: copy, mask
     tokens = np.stack([x[before], np.full(len(verified), mask_id)], axis=1)[fed]

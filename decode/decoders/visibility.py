@@ -21,6 +21,7 @@ def mask_kind(contract: Contract) -> MaskKind:
     # A D2F student's mask is that of its training, whatever its family's.
     if contract.objective == "d2f" and contract.block_size is not None:
         return "block-causal"
+    # SDAR, TraDo: the prompt is cut into blocks too.
     if contract.prompt_rule == "block_causal":
         return "absolute block-causal"
     return "causal" if contract.prompt_rule == "causal" else "bidirectional"

@@ -204,13 +204,19 @@ class WeDLMSession(MaskedSession):
         begin = max(self.committed, self.prompt_length)  # of the window
         self.end = begin + size
         if self.decoder.refill == "repository" or leading >= self.end:
+            # The official code appends before it commits: up to 2 W rows, and more masks compete.
             self.end += leading - begin  # a mask for each slot that this forward commits
         self.end = min(self.end, len(self.x))
         fed = np.arange(self.committed, self.end)
         filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
+        # Observed tokens come first, so that under a causal mask every mask sees all of them, also
+        # those to its right in the text.
         order = np.concatenate((filled, self.wanted))
         return Step(
             tokens=self.x[order],
+            # RoPE has the positions of the text; a row is visible by its slot. The two agree for
+            # all that is committed, and a filled slot behind a gap is fed anew until the gap is
+            # closed.
             positions=order,
             slots=fed,
             spans=prefix(fed + 1),
@@ -231,9 +237,11 @@ class WeDLMSession(MaskedSession):
     def choose(self, masks: Ints, entropy: Floats) -> Ints:
         """Which of the masks at these positions, ascending, to fill, as indices. All in fp32, as in
         the official code."""
+        # Only what has no gap before it is committed, so earlier masks are filled more readily.
         distance = (masks - masks[0]).astype(np.float32)
         penalised = entropy + distance * self.decoder.distance_penalty
         threshold = self.decoder.entropy_threshold
+        # Strictly below, as the official code has it.
         chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
         # None below the threshold: the lowest, so that every forward fills a mask.
         return chosen if len(chosen) else penalised.argmin(keepdims=True)
@@ -292,6 +300,7 @@ class VerifiedSession(WeDLMSession):
             if self.done:
                 break
         else:
+            # No draft was wrong and the response goes on: what the masks say rests on right tokens.
             self._draft(filled, predictions)
         # The row of the last known token has not been fed with it yet.
         self.committed = self.known - 1

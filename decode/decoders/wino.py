@@ -31,6 +31,7 @@ from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.engine.step import Ints, Predictions, Step
 
+# The official code begins each block with it.
 FIRST_BOUND = 30  # of revocations, at a block's start
 
 
@@ -137,9 +138,11 @@ class WinoSession(BlockwiseSession):
 
     def choose(self, predictions: Predictions) -> Ints:
         confidence = predictions.confidence[: len(self.wanted)].astype(np.float64)  # as official
+        # Stable: of equal confidences the leftmost comes first.
         order = np.argsort(-confidence, kind="stable")
         count = max(1, int((confidence > self.decoder.tau1).sum()))
         if self.decoder.caps:
+            # Not in the paper: clamp(int(0.7 m), 5, 20).
             count = min(count, max(5, min(20, int(0.7 * len(order)))))
         return order[:count]
 
@@ -159,11 +162,14 @@ class WinoSession(BlockwiseSession):
         """Whether any decision could be taken back in the next forward."""
         if not self.decoder.tau2:
             return False
+        # With the bounds, tokens are taken back only where two or more are decided beside them,
+        # which needs two masks, and fewer than the last forward decided: else no shadow is fed.
         return not self.decoder.caps or (self.last > 1 and len(self.wanted) > 1)
 
     def _most(self, drafted: int) -> int:
         """How many decisions may be taken back where `drafted` were just made."""
         if self.decoder.caps:
+            # Fewer than the forward before decided: after n forwards at least n positions hold.
             return self.last - 1 if drafted > 1 else 0
         # After n forwards n decisions stay: a block takes at most as many forwards as positions.
         return len(self.verified) + drafted - self.forwards

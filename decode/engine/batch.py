@@ -17,8 +17,12 @@ from decode.engine.step import Ints, Step
 
 @dataclass(frozen=True)
 class FlatRows:
-    """A flat batch on the host: tokens, positions and slots ``[T]``, spans ``[T, K, 2]``, read
-    ``[N]``. segments: which rows and slots are each request's."""
+    """The rows of all requests in one forward, as arrays on the host.
+
+    tokens, positions, slots: ``[T]``. spans: ``[T, K, 2]``, in slots of the whole cache. read:
+    ``[N]``, the rows whose logits are wanted. segments: which rows and slots belong to which
+    request, so that attention can be computed request by request.
+    """
 
     tokens: Ints
     positions: Ints
@@ -39,8 +43,10 @@ class FlatRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """A flat batch on the device: tokens, positions and slots int64 ``[T]``, its attention, and
-    which rows are read, int64 ``[N]``."""
+    """The same rows on the device.
+
+    tokens, positions, slots: int64 ``[T]``. plan: what each row attends to. read: int64 ``[N]``.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -71,6 +77,7 @@ def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
         spans = widened(step.spans, width) + request.base
         parts = (step.tokens, step.positions, step.slots + request.base, spans)
         for column, part in zip(columns, (*parts, step.read + first), strict=True):
+            # Read rows are numbered within the request; in the batch its rows begin at `first`.
             column.append(part)
         segments.append(_segment(own, step, request.base))
         first = own.stop

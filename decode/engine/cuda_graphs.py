@@ -32,6 +32,9 @@ from decode.engine.sampling import greedy_table
 from decode.engine.step import Ints
 from triton_kernels.span_attention import MAX_SPANS
 
+# A graph replays fixed shapes, so a forward is padded to the next of these sizes. Decoding reads
+# all weights whatever the rows: up to about 128 of them, one more is nearly free and a launch is
+# not.
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
 VARIABLE = "D2F_GRAPHS"
 
@@ -51,8 +54,12 @@ def graphs_wanted(device: torch.device) -> bool:
 
 
 class GraphForwards:
-    """The forwards of one model and one cache, by size; the cache's last slot is theirs. A size is
-    made when a forward first needs it: two of them, with and without scores."""
+    """The forwards of one model and one cache, a `GraphForward` for each size.
+
+    The cache's last slot is reserved for rows that pad. A size is made when a forward first needs
+    it, and there are two of each: one gives token and confidence alone, the other also what
+    `Step` may ask for (queried probability, entropy, margin).
+    """
 
     def __init__(self, model: DiffusionModel, cache: SlotCache):
         self.model, self.cache = model, cache
@@ -77,35 +84,47 @@ class GraphForwards:
 
 
 class GraphForward:
-    """One size. scores: whether its table has queried tokens, entropy and margin too. pool: of CUDA
-    graphs, which run one after the other and so may share their memory."""
+    """The forward of one size, with the buffers that it reads and writes.
+
+    scores: whether its table has queried tokens, entropy and margin too. pool: the memory pool of
+    the CUDA graphs, which run one after the other and so may share it.
+    """
 
     def __init__(self, model: DiffusionModel, cache: SlotCache, size: int, scores: bool, pool: Any):
         self.pool = pool
         self.model, self.cache, self.scores = model, cache, scores
         self.trash = cache.layers[0][0].shape[2] - 1
         self.cuda = model.device.type == "cuda"
+        # A graph replays the addresses that it was captured with, so the buffers are made once and
+        # only overwritten. Pinned memory lets the copies run beside the host.
         self.host = torch.zeros(_QUERIED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
-        self.inputs = torch.zeros_like(self.host, device=model.device)
+        self.inputs = torch.zeros_like(self.host, device=model.device)  # [_QUERIED + 1, size]
         shape = (5 if scores else 2, size)
+        # fp64 holds a token id and an fp32 probability exactly, so one table and one copy are
+        # enough.
         self.table = torch.zeros(shape, dtype=torch.float64, device=model.device)
         self.found = torch.zeros(shape, dtype=torch.float64, pin_memory=self.cuda)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tried = not self.cuda  # to capture it, once
 
     def start(self, rows: FlatRows, queried: Ints | None) -> PendingTable:
-        """As in `GraphForwards`; the one before must have been waited for."""
+        """Start the forward, as `GraphForwards.start` says. Its table lies in a buffer that the
+        next one overwrites, so the one before must have been waited for."""
         self._fill(rows, queried)  # the buffers of the one before are overwritten
         with torch.inference_mode():
             self.inputs.copy_(self.host, non_blocking=True)
             if self.graph is not None:
                 self.graph.replay()
             else:
+                # The first forward of a size is computed eagerly, and its result counts.
                 self._compute()
                 if not self.tried:
+                    # This records the work without doing it: the table keeps what was just
+                    # computed.
                     self._capture()
             self.found.copy_(self.table, non_blocking=True)
         if not self.cuda:
+            # The copies above were synchronous, there is nothing to wait for.
             return self.found.numpy
         done = torch.cuda.Event()  # the host goes on meanwhile; who wants the table waits here
         done.record()
@@ -122,14 +141,17 @@ class GraphForward:
         host[_SLOTS, count:] = self.trash
         host[_TOKENS, :count], host[_POSITIONS, :count] = rows.tokens, rows.positions
         host[_SLOTS, :count] = rows.slots
+        # [count, MAX_SPANS, 2] becomes a line for each start and each end, [2 * MAX_SPANS, count].
         host[_SPANS:_READ, :count] = widened(rows.spans, MAX_SPANS).reshape(count, -1).T
         host[_READ, : len(rows.read)] = rows.read
         if queried is not None:
             host[_QUERIED, : len(queried)] = queried
 
     def _compute(self) -> None:
-        """From the inputs to the table, without a look at any value on the host."""
+        """Compute the table from the inputs. Nothing here looks at a value on the host, which a
+        graph could not record."""
         x = self.inputs
+        # [2 * MAX_SPANS, size] back to [size, MAX_SPANS, 2], as the attention kernel reads them.
         spans = x[_SPANS:_READ].T.reshape(-1, MAX_SPANS, 2).to(torch.int32)
         self.cache.slots = x[_SLOTS]
         logits = self.model.decode_rows(
@@ -146,6 +168,8 @@ class GraphForward:
             with torch.cuda.graph(graph, pool=self.pool):
                 self._compute()
         except RuntimeError as error:
+            # Without a graph each forward is computed eagerly in the same buffers: slower, the same
+            # tokens.
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"no CUDA graph of the forward: {reason}", RuntimeWarning, stacklevel=2)
             return

@@ -82,6 +82,7 @@ class Engine:
         """Do one forward; the events of the requests that were in it. On a GPU the next one is
         started before they are handed over, so that it runs beside what the caller does with
         them."""
+        # None at the first call, and where nothing was left to start at the end of the last one.
         if self._started is None:
             self._start_forward()
         events = self._finish_forward()
@@ -96,6 +97,8 @@ class Engine:
             try:
                 base = self._place(request)
             except Exception as error:
+                # It can never run: it leaves the queue with its error, and those behind it are
+                # looked at.
                 self._failed.append(self.waiting.popleft().fail(error, now))
                 continue
             if base is None:  # first come, first served: smaller ones behind it wait too
@@ -115,6 +118,9 @@ class Engine:
         """Take a running request out. clear: what it wrote may be anything."""
         self.running.remove(request)
         if clear:
+            # A slot that a row does not see may still enter its attention at a weight of 0, and 0
+            # times NaN is NaN: what a failed request wrote must not await the next owner of its
+            # slots.
             self.cache.clear(request.base, self.pool.end(request.base))
         self.pool.free(request.base)
 
@@ -137,12 +143,15 @@ class Engine:
         if self.static is not None and all(group.greedy for group in groups):
             scored = any(group.scored for group in groups)
             pending = self.static.start(rows, queried_tokens(groups) if scored else None)
+        # Without a pending table there is no fixed size for it: sampled, too many rows, or no GPU.
         self._started = StartedForward(fed, groups, pending or self._compute(rows, groups))
 
     def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> PendingTable:
         """The forward of any number of rows; what it returns waits for the table."""
         with torch.inference_mode():
             rows = flat.on(self.device)
+            # Each layer writes keys and values to these slots before its rows attend, so rows of
+            # one forward see each other, and a slot that is fed again is overwritten in place.
             self.cache.slots = rows.slots
             logits = self.model.decode_rows(
                 rows.tokens, rows.positions, rows.plan, self.cache, rows.read
@@ -163,6 +172,7 @@ class Engine:
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             if predictions is None and len(forward.fed) > 1:  # perhaps another's fault
+                # Only a request whose logits are not finite alone either has failed by itself.
                 predictions = self._alone(request, step, group)
             events.append(self._accept(request, step, predictions))
         return events
@@ -175,7 +185,8 @@ class Engine:
         return split(self._compute(join([(request, step)]), [group])(), [group])[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
-        """Hand a request its predictions; what this did to it."""
+        """Hand a request its predictions; the event that says what they changed. An error of the
+        request's own ends it here and goes no further."""
         now = time.perf_counter()
         try:
             request.accept(step, predictions, now)
@@ -190,7 +201,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class StartedForward:
-    """A forward that runs, or has run: which steps are in it, what each wants, its table."""
+    """A forward that is under way on the device, or done.
+
+    fed: the steps in it, with their requests. groups: what each of them wants of its rows. pending:
+    waits for the forward and gives its table.
+    """
 
     fed: list[tuple[Request, Step]]
     groups: list[PredictionRequest]

@@ -34,10 +34,12 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
     """A prompt's ids. Chat messages go through the tokenizer's chat template, and so does text, as
     a user message, where there is one and not `raw`. Raises InputError."""
     prompt = _plain(prompt)
+    # An iterator would be used up by the first look at it, and it is looked at several times.
     if not isinstance(prompt, str) and (not hasattr(prompt, "__len__") or _listed(prompt) is None):
         raise InputError(f"{where}: {EXPECTED}, got {repr_of(prompt)}")
     messages = _messages(prompt, where)
     if messages is None and not isinstance(prompt, str):
+        # bool is a subclass of int: True would pass as the id 1.
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
             raise InputError(f"{where}: expected whole token ids, got {repr_of(list(prompt)[:5])}")
         return [int(token) for token in prompt]  # type: ignore[arg-type]
@@ -49,6 +51,8 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
     if messages is None:
         _check_unicode([prompt], where)
         if raw or tokenizer.chat_template is None:
+            # Here the tokenizer adds its own special tokens; a chat template writes them itself,
+            # so `chat.encode` adds none: the BOS would be doubled.
             return list(tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}]  # type: ignore[dict-item]
     elif tokenizer.chat_template is None:

@@ -29,6 +29,8 @@ class Request:
         self.tokenizer = tokenizer
         self.session = decoder.begin(prompt, contract)
         self.sampler = Sampler(decoder.sampling, contract.mask_id)
+        # Always one step ahead: that a request is done is known with the predictions that end it,
+        # and it leaves the batch before the next forward.
         self.next_step: Step | None = self.session.step()
         self.calls: list[tuple[int, int]] = []
         self.base = 0
@@ -84,8 +86,10 @@ class Request:
         )
 
     def _finish(self, now: float) -> Result:
+        # Only what is settled: behind it there may be decided tokens with masks in between.
         tokens = self.session.settled
         reason: FinishReason = "length"
+        # The end id is looked for first, so a stop string behind it is of no response.
         ends = [i for i, token in enumerate(tokens) if token in self.contract.end_ids]
         if ends:
             tokens, reason = tokens[: ends[0]], "end"
@@ -113,7 +117,8 @@ class Request:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
-        """(tokens wholly before the first stop string, text before it), None without one."""
+        """Cut tokens at the first stop string: the tokens whose text lies wholly before it, and the
+        text before it. None where no stop string is in the text."""
         if not self.decoder.stop:
             return None
         text = self._decode(tokens) or ""

@@ -26,7 +26,8 @@ class Sampler:
         self._before = self.generator.get_state()
 
     def rewind(self) -> None:
-        """Forget the last choice: the next one draws what that one drew."""
+        """Put the generator back to before the last choice, so that the next one draws the same
+        numbers again."""
         self.generator.set_state(self._before)
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -34,8 +35,12 @@ class Sampler:
         settings = self.sampling
         if settings.greedy:
             return logits.argmax(-1)
+        # Kept for `rewind`: a forward that is computed again must draw the same.
         self._before = self.generator.get_state()
+        # Dividing comes first: top_p is a share of the probability at this temperature.
         scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
+        # On the CPU whatever the model's device, so the same seed draws the same everywhere. The
+        # clamp keeps both logarithms finite.
         uniform = torch.rand(logits.shape, generator=self.generator)
         # argmax of logits + Gumbel noise is a draw from their softmax (the Gumbel-max trick).
         gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
@@ -46,6 +51,7 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Logits ``[N, V]`` with -inf outside the top_k and outside the smallest set whose probability
     reaches top_p (the most likely token always stays)."""
     if top_k is not None and top_k < logits.shape[-1]:
+        # [N, 1], the k-th largest; equal ones stay too.
         floor = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if top_p < 1:
@@ -61,8 +67,8 @@ def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What one request wants of its `count` rows; queried_tokens and uncertainty as in
-    `Step`."""
+    """What one request wants to know of the `count` rows that it reads. queried_tokens and
+    uncertainty are those of its `Step`."""
 
     sampler: Sampler
     count: int
@@ -100,6 +106,7 @@ def greedy_table(logits: Tensor, mask_id: int | None, queried: Tensor | None) ->
         if found.named is not None:
             columns += [found.named, found.entropy, found.margin]
         return torch.stack([column.double() for column in columns])
+    # [N, V]; in bf16 many confidences would be exactly 1, and thresholds would not tell them apart.
     wide = logits.float()
     return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, queried)
 
@@ -109,6 +116,7 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
     own logits are not finite."""
     count = sum(group.count for group in groups)
     finite = np.isfinite(table[1])  # one NaN or infinity in a row makes its softmax NaN
+    # A row that is not finite may hold any index; its group is refused below.
     tokens = np.where(finite, table[0], 0)[:count].astype(np.int64)
     values = table[1:, :count].astype(np.float32)
     results: list[Predictions | None] = []
@@ -146,6 +154,7 @@ def _without(wide: Tensor, mask_id: int | None) -> Tensor:
     """Logits whose mask column is -inf."""
     if mask_id is None:
         return wide
+    # A copy, since the confidence is that under the full softmax, the mask id's share included.
     allowed = wide.clone()
     allowed[:, mask_id] = -torch.inf
     return allowed

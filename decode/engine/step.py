@@ -77,8 +77,10 @@ def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_sh
         0              4 5              [0, 6) [0, 6)           0 1
         1              3 4 5            [0, 4) [0, 6) [0, 6)    0 1    (rows of positions 3 and 4)
     """
+    # Row p - 1 predicts position p in a shifted family.
     rows = wanted - logit_shift  # by position
     if len(rows) and rows[0] < first:
+        # Row p - 1 of the first wanted position lies before what must be fed: one cached row more.
         first = int(rows[0])
     fed = np.arange(first, len(ends))
     return Step(
