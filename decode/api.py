@@ -102,8 +102,11 @@ def _begin(
             refused += [Event(place, 0, [], result=Result.failed(error)) for place in places]
             continue
         for sample, place in enumerate(places):
+            # Prompts that share a decoder get different seeds; a prompt's own decoder is taken as
+            # it is.
             own = chosen.sampled(i if shared else 0, sample)
             requests.append(Request(place, ids, own, model.contract, model.tokenizer))
+    # `_run` is the generator: the checks above are made at the call, not at the first event.
     return _run(model, requests, refused, batch_size, on_error, n)
 
 
@@ -140,7 +143,9 @@ def _run(
     on_error: OnError,
     n: int,
 ) -> Iterator[Event]:
+    # Their events come first; nothing was decoded for them.
     yield from refused
+    # Room for the largest requests at once, so that only the batch size makes a request wait.
     sizes = sorted((request.session.slots for request in requests), reverse=True)
     engine = Engine(model, batch_size=batch_size, slots=max(1, sum(sizes[:batch_size])))
     for request in requests:

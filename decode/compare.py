@@ -96,6 +96,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
     from decode.comparison.worker import Worker
     from decode.comparison.workload import make_workloads
 
+    # While this file is there the comparison is under way, and the same command goes on with it.
     path = folder / "measurements.jsonl"  # goes when all of it is in a report
     if (folder / "report.json").exists() and not path.exists():
         raise InputError(f"{folder} holds a report: expected another --output, or none there")
@@ -108,6 +109,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
     about = _about(config, command, config.tokenizer or named)
     ledger = RunsLedger(path, identity(config, workloads, about))
     check_entries(config, workloads)
+    # Only now is it written: what is above looks, and may still refuse.
     ledger.begin([entry.name for entry in config.entries])
     about["resumed"] = ledger.resumed
     console = standard_output(PLAIN_WIDTH)
@@ -131,6 +133,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
                 display.begin(len(runs))
                 measure(runs, tokenizer, ledger, partial(show_run, display))
     except BaseException as error:
+        # Also an interrupt: what was measured until now is reported below, the error goes on.
         about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
         raise
     finally:
@@ -141,6 +144,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
                 from decode.comparison.comparison_figures import draw
 
                 draw(report, folder)
+    # Only after report.json is written; a kill before leaves the measurements to go on from.
     ledger.path.unlink()
     show_report(console, report, folder)
     return report

@@ -69,6 +69,7 @@ class Judged:
             np.array(self.right, dtype=bool),
             np.array([len(result.tokens) for result in self.results], dtype=np.int64),
             np.array([result.forwards for result in self.results], dtype=np.int64),
+            # Requests of a batch overlap: scaled, their seconds add up to the time that passed.
             own * (self.seconds / own.sum()),
         )
 
@@ -82,6 +83,7 @@ def decode_and_judge(
     from decode.commands.task_problems import as_chat
 
     prompts = [as_chat(problem) for problem in problems]
+    # Prompts are encoded within the time that is counted, answers checked outside of it.
     began = time.perf_counter()
     results = generate(model, prompts, decoder, batch_size=batch_size)
     seconds = time.perf_counter() - began
@@ -161,6 +163,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     settings = DecoderSettings(options.decoder, given)
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
     check_options(options)
+    # Decoders and all prompts are checked against the shapes alone, before weights are read.
     shape = outline(options.model, options.adapter)
     decoders = {task: settings.decoder(shape, RESPONSE_LENGTH[task]) for task in options.tasks}
     for task, decoder in decoders.items():

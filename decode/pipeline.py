@@ -56,8 +56,10 @@ def _run(options: argparse.Namespace, console: Console) -> None:
 
         settings = read_settings(options)
         sources = read_sources(options)
+        # From the cheapest check to the dearest: flags, files, the model's shape, then its weights.
         settings.check(known_lengths(sources, settings))
         check_options(options)
+        # Made before the model is loaded: it refuses a place that cannot be written.
         trace = Trace(options.trace) if options.trace is not None else None
         shape = outline(options.model, options.adapter, options.family)
         jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
@@ -68,6 +70,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             output = Output(options.output, settled, [job.source.id for job in jobs])
     _give_notices(options, model, jobs, output)
     done = dict(output.done) if output is not None else {}
+    # Results that --output has from an earlier run of the same settings are not decoded again.
     pending = [job for job in jobs if job.source.id not in done]
     new, seconds = decode(
         model,
@@ -176,6 +179,7 @@ def _display(
         return Silent()
     if not is_live(console):
         return Plain(console)
+    # Several prompts at once would each wait for the others' pauses.
     pause = options.pause if options.batch_size == 1 else 0.0
     return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
 

@@ -46,6 +46,7 @@ def record(
     for event in stream(model, prompts, decoder, batch_size=batch_size):
         if event.forward == 1:
             states.append((1.0,))  # the first block, just appended
+        # An event shows the blocks of the forward to come; after the last one there is none.
         if event.result is None:
             states.append(tuple(_ratio(block) for block in event.blocks))
     return states
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
     for size in sizes:
         for task in options.tasks:
             decoder = D2F(block_size=size, max_new_tokens=RESPONSE_LENGTH[task], **given)
+            # All sizes and tasks are checked before the weights are read.
             decoder.check(shape.contract)
             problems = draw_problems(task, options.split, options.problems, options.seed)
             work.append((size, encode_problems(shape, problems, decoder), decoder))

@@ -139,6 +139,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     )
     check_options(options)
     shape = outline(options.model, options.adapter, options.family)
+    # Against the shapes, before the weights are read; `_tune` does so again for who calls `tune`.
     check_prompts(shape, tuning.space().fitted(shape.contract), make_all_problems(tuning))
     with locked(check_folder(options.output)) as folder:
         model, weights = load(options)

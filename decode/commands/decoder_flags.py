@@ -56,6 +56,7 @@ def add_flags(group: argparse._ArgumentGroup, kinds: Sequence[Kind], names: Iter
     found = options_by_name(kinds)
     for name in names:
         text, reading = help_of(found[name], len(kinds)), _reading(found[name])
+        # Absent and not None where it is not given, as None is a value of some options.
         add_flag(group, found[name], help=text, default=argparse.SUPPRESS, **reading)
 
 
@@ -94,6 +95,7 @@ def offered(arguments: Sequence[str] | None) -> list[Kind]:
     """The decoders whose options a command line may have: those of the package, and one of the
     user's own that it names. Raises InputError where that one cannot be had."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    # A first look for --decoder alone: a decoder of the user's own brings flags of its own.
     parser.add_argument("--decoder")
     try:
         known, _ = parser.parse_known_args(sys.argv[1:] if arguments is None else list(arguments))

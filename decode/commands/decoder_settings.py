@@ -34,6 +34,7 @@ class DecoderSettings:
         needs no model, so it comes before anything is read; `decoder` checks the one in use."""
         for length in lengths:
             refusals = []
+            # One decoder that takes the options is enough: which one it is follows from the model.
             for kind in _defaults() if self.name is None else [find_decoder(self.name)]:
                 try:
                     self._build(kind, length)
@@ -49,6 +50,8 @@ class DecoderSettings:
         decoders say different things, what each says."""
         said: dict[str, str] = {}
         for kind, error in refusals:
+            # A decoder without one of the options only says that, which the user may not have
+            # meant.
             if set(self.given) <= set(option_names(kind)):
                 said.setdefault(str(error), kind.name)
         if len(said) == 1:
@@ -83,12 +86,15 @@ class DecoderSettings:
             raise InputError(
                 f"the decoder {kind.name}{taken} has no option {named}; it has {', '.join(known)}"
             )
+        # Without a model what it was trained with is not known; the options are checked as they
+        # are.
         values = self.given if contract is None else kind.completed(self.given, contract)
         return kind(**values | {"max_new_tokens": length})
 
 
 def _defaults() -> list[type[Decoder]]:
     """Those that a model may be decoded with where none is named."""
+    # Those that say themselves for which models; `Decoder`'s own answer is always no.
     return [kind for kind in DECODERS.values() if "is_default_for" in vars(kind)]
 
 

@@ -32,7 +32,7 @@ STYLES = {
 
 
 class Silent:
-    """Shows nothing, and is the form of the others."""
+    """A display that shows nothing. The others have its methods."""
 
     def __enter__(self) -> Silent:
         return self
@@ -77,6 +77,8 @@ class LiveDisplay(Silent):
         self.console = console
         self.tokenizer, self.end_ids = tokenizer, end_ids
         self.total, self.pause, self.paused = total, pause, 0.0
+        # Drawn by this thread when an event comes: a refreshing thread would take time from
+        # decoding.
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self._panels: dict[int, RequestPanel] = {}
         self._pieces: dict[int, str] = {}
@@ -100,12 +102,14 @@ class LiveDisplay(Silent):
         elif time.perf_counter() - self._drawn >= FRAME_SECONDS:
             self._draw()
         if event.result is not None:
+            # Drawn for the last time above; `finish` prints the answer.
             del self._panels[event.request]
 
     def next_pause(self) -> float:
         """Seconds that the next forward stays on the screen."""
         if self.pause is not None:
             return self.pause
+        # Each pause takes its share of what is left, so that the sum stays below ALL_PAUSES.
         pause = FIRST_PAUSE * (1 - self.paused / ALL_PAUSES)
         return pause if pause >= LEAST_PAUSE else 0.0
 
@@ -155,6 +159,7 @@ class LiveDisplay(Silent):
         return text, places[0] if places else len(text)
 
     def _piece(self, token: int) -> str:
+        # Kept by token: every forward draws all tokens of a request again.
         if token not in self._pieces:
             text = f"{token} " if self.tokenizer is None else str(self.tokenizer.decode([token]))
             self._pieces[token] = "↵".join(map(one_line, text.split("\n")))

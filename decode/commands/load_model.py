@@ -28,6 +28,7 @@ def check_options(options: argparse.Namespace) -> None:
             "and no hub name, which is owner/name"
         )
     if options.dtype is not None:
+        # Only whether it is a dtype at all; the device is not known to work yet.
         parse_dtype(options.dtype, torch.device("cpu"))
     try:
         device = parse_device(options.device)
@@ -65,6 +66,7 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
     )
     if model.adapter is not None and options.adapter is None:
         options.adapter = options.model  # an adapter alone, on the base that it names
+    # Before merging and compiling: with or without them it is the same identity.
     identity = weights_hash(model)
     if options.merge:
         model.merge_adapter()
@@ -79,6 +81,7 @@ def weights_hash(model: DiffusionModel) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.backbone.state_dict().items()):
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+        # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())

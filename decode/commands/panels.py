@@ -19,8 +19,8 @@ LEAST = BORDER + 1  # lines of a panel that shows something
 
 @dataclass(frozen=True)
 class ShownBlock:
-    """A block. settled: nothing of it may change any more. focus: where in its text decoding goes
-    on, in characters."""
+    """A block as it is drawn. settled: whether nothing of it may change any more. focus: where in
+    its text decoding goes on, in characters."""
 
     number: int
     label: str
@@ -70,6 +70,7 @@ class RequestPanel:
         room = height - BORDER if framed else height
         first, stop = window(len(found), focus, room)
         parts: list[RenderableType] = []
+        # With two lines or fewer all are for the blocks, as in `window`.
         if first and room > 2:
             parts.append(Text(_above(found, first), "dim", no_wrap=True, overflow="ellipsis"))
         parts.append(self._table(found[first:stop], width))
@@ -112,6 +113,7 @@ class Running:
         width, height = options.max_width, max(1, console.height - 1)  # a line for the cursor
         shown = self.panels
         if len(shown) * LEAST > height:
+            # A line is left to say how many are not shown.
             shown = shown[: max(1, (height - 1) // LEAST)]
         left = len(self.panels) - len(shown)
         needs = [BORDER + len(panel.lines(console, width)[0]) for panel in shown]
@@ -141,6 +143,7 @@ def shares(needs: Sequence[int], height: int) -> list[int]:
     """Lines for each: what it needs where that is less than an even share of what is left."""
     found = [0] * len(needs)
     left = height
+    # From the smallest need on: what one leaves of its even share goes to the others.
     for done, i in enumerate(sorted(range(len(needs)), key=lambda i: needs[i])):
         found[i] = min(needs[i], left // (len(needs) - done))
         left -= found[i]

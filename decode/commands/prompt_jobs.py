@@ -46,7 +46,8 @@ class Source:
 
 @dataclass(frozen=True)
 class PromptJob:
-    """A prompt ready to decode."""
+    """A prompt that is checked and ready to decode: its ids, and the decoder with its length and
+    seed."""
 
     source: Source
     ids: list[int]
@@ -78,12 +79,14 @@ def read_prompts(path: str) -> list[Source]:
     name = "standard input" if path == "-" else path
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        # A byte order mark is no part of the first line.
         text = data.decode("utf-8-sig")
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8: {error}") from error
     sources: dict[int | str, Source] = {}
+    # Not splitlines: JSON text may hold U+2028 and other characters that it would break at.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -179,6 +182,7 @@ def make_jobs(
         for sample in range(n):
             own = source if n == 1 else replace(source, id=f"{source.id}#{sample + 1}")
             jobs.append(PromptJob(own, ids, decoder.sampled(place, sample)))
+    # An id of the file may look like one made here, such as a#2.
     names = Counter(job.source.id for job in jobs)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
@@ -194,5 +198,6 @@ def _default_length(model: DiffusionModel, source: Source, ids: list[int]) -> in
 
 def prompts_hash(jobs: list[PromptJob]) -> str:
     """Identity of the prompts, their order and their response lengths."""
+    # Settings that all prompts share are in the run's header by name; lengths may differ by prompt.
     content = [[job.source.id, job.ids, job.decoder.max_new_tokens] for job in jobs]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -33,17 +33,22 @@ def decode(
     before any work, RequestError that names what was being decoded.
     """
     prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
+    # All prompts and decoders are checked here; nothing is decoded before the first event is asked
+    # for.
     events = stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
     if jobs:
         _warm_up(model, jobs[0])
     records: list[Record] = []
     watch = Stopwatch()
+    # Opened this late, so that neither bad input nor a failing warm-up leaves a file.
     if output is not None:
         output.start()
     with display:
         for event, seconds in watch.over(events):
             job = jobs[event.request]
             if event.error is not None:
+                # One failed request ends the command; the records written before it stay in the
+                # output.
                 raise type(event.error)(
                     f"{job.source.where}: {event.error}; no token was taken from it"
                 ) from event.error
@@ -84,9 +89,11 @@ class Stopwatch:
         began, paused = time.perf_counter(), 0.0
         entered: dict[int, float] = {}
         for event in events:
+            # Pauses before a request's first event are not in its own seconds.
             entered.setdefault(event.request, paused)
             own = 0.0
             if event.result is not None:
+                # The engine's clock of a request runs on while the consumer holds this generator.
                 own = event.result.seconds - (paused - entered.pop(event.request))
             left = time.perf_counter()
             self.seconds = left - began - paused

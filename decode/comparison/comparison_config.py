@@ -245,6 +245,7 @@ def _expanded(entry: Any, path: str | Path) -> list[Any]:
     entries = []
     for name, value in zip(names, values, strict=True):
         one = base | {"name": name, "options": {**given, option: value}}
+        # The first value's entry has the process, the others of the sweep use its model.
         if name != names[0] and entry.get("shares") is None:
             one["shares"] = names[0]
         entries.append(one)
@@ -259,6 +260,7 @@ def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
             f"{entry.name}: shares must name an earlier entry of kind ours with a process of its "
             f"own, got {entry.shares!r}"
         )
+    # What the one model in the process was made with cannot differ.
     for key in ("model", "adapter", "family", "dtype", "device", "compile", "threads"):
         theirs, own = getattr(owner, key), getattr(entry, key)
         if theirs != own:
@@ -274,6 +276,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides)
     if isinstance(values.get("entries"), list):
+        # Before the check, so that each entry of a sweep is checked as if it were written out.
         values["entries"] = [one for entry in values["entries"] for one in _expanded(entry, path)]
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:

@@ -39,6 +39,8 @@ def draw(report: ComparisonReport, folder: Path) -> None:
                 for workload in _workloads(report)
                 for model in models
             ]
+            # A server does not say how often it called its model: then there is no figure of
+            # forwards.
             if all(panel.series for panel in panels):
                 save(frontier(panels, caption, columns=len(models)), folder / name)
         return
@@ -69,6 +71,7 @@ def throughput(report: ComparisonReport) -> Figure:
             )
             low, high = [r.throughput_low for r in own], [r.throughput_high for r in own]
             axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        # Concurrencies usually double: here they are evenly apart.
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.set_ylim(bottom=0)

@@ -30,6 +30,7 @@ class ComparisonReport:
         self.speeds = speeds_of(self.records, series)
         self.accuracies = accuracies(self.records, self.baseline)
         self.failures = failures(self.records)
+        # Failed requests make an entry look fast: it is shown, and neither ranked nor drawn.
         self.ranked = [r for r in self.speeds if self._is_ranked(r.entry, r.workload)]
 
     @classmethod
@@ -131,6 +132,7 @@ class ComparisonReport:
             return f"{self.baseline} is not faster than {entry} at any concurrency measured"
         if wins == counts:
             return f"{self.baseline} is faster than {entry} at every concurrency measured"
+        # The wins are the highest concurrencies, so the two cross once.
         if wins == counts[-len(wins) :]:
             before = counts[-len(wins) - 1]
             return (
@@ -165,6 +167,7 @@ class ComparisonReport:
         )  # fmt: skip
         entries = []
         for a in own:
+            # A difference is to the baseline, so both must be ranked.
             ranked = all(self._is_ranked(e, workload) for e in (a.entry, base))
             points = "" if a.entry == base or not ranked else f"{a.difference:+.1f}"
             same = "" if a.entry == base else f"{a.same} of {a.problems}"

@@ -52,6 +52,7 @@ def read_pieces(pieces: list[tuple[float, bytes]], answer: Answer) -> None:
         if values.get("choices") == []:  # the usage alone
             continue
         choice = _choice(values, data)
+        # Even a piece without text says that the prompt has been read.
         prefill = arrived if prefill is None else prefill
         piece = _text(choice, data)
         if piece and first is None:
@@ -59,6 +60,7 @@ def read_pieces(pieces: list[tuple[float, bytes]], answer: Answer) -> None:
         texts += [] if piece is None else [piece]
         reason = choice.get("finish_reason") or reason
         last = arrived
+    # A connection that breaks looks like an end: only both together say that all is there.
     if reason is None or not done:
         raise UnusableError(f"the stream was cut short after {len(pieces)} lines")
     if not texts:

@@ -77,6 +77,7 @@ class ServedContestant:
             }
 
     def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        # Asked anew for each run: which processes a server has is its own affair.
         pids = process_memory.tree(self.server.pid) if self.server is not None else []
         process_memory.reset_peak(pids)
         run = self.client.run(
@@ -91,6 +92,8 @@ class ServedContestant:
                 answer.error = ignored_limit(answer, tokens, workload.max_new_tokens)
         if self.server is not None:
             failed = any(answer.error for answer in run.answers)
+            # A failed request may be the first sign of a server that is dying: given a moment, the
+            # error is the server's, with its log.
             self.server.check(DEATH_SECONDS if failed else 0.0)
             run.peak_bytes = process_memory.peak_bytes(pids)
             if not any("specul" in argument for argument in self.server.command):
@@ -108,6 +111,7 @@ class ServedContestant:
 def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
     """Raise InputError for an entry that cannot be started, or of ours that cannot decode a
     workload, before any is started."""
+    # Models without weights, each built once however many entries use it.
     shapes: dict[tuple[str | None, ...], DiffusionModel] = {}
     for entry in config.entries:
         if isinstance(entry, Ours):
@@ -145,6 +149,7 @@ def make_ready(
         owner = entry.shares or entry.name
         if owner not in started:
             python = entry.python or config.vllm_python
+            # A name of an entry may have what a file name may not.
             log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
             started[owner] = stack.enter_context(VllmServer(entry, python, log))
         found = started[owner]
@@ -169,6 +174,7 @@ def _local(
     """An entry in a process of its own, or in that of the entry whose it shares."""
     owner = getattr(entry, "shares", None) or entry.name
     if owner not in started:
+        # One process serves all entries that share its model, and is told of them when it starts.
         sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
         started[owner] = stack.enter_context(Worker([entry, *sharing], workloads, verbose))
     worker = started[owner]

@@ -26,6 +26,8 @@ def main() -> None:
         stdout=sys.stderr,
         start_new_session=True,  # its own group: all of its processes are ended together
     )
+    # The main thread waits for the server, which may end first; a daemon thread does not keep this
+    # process alive then.
     threading.Thread(target=end_with_input, args=(server, float(seconds)), daemon=True).start()
     with suppress(BrokenPipeError):  # nobody is there to be told
         print(server.pid, flush=True)
@@ -36,7 +38,11 @@ def main() -> None:
 
 
 def end_with_input(server: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until this process's input is closed, then end the server: asked first, killed after so
+    many seconds. Runs in a thread."""
+    # Nothing is ever written to it: this returns when the other end is closed.
     sys.stdin.buffer.read()
+    # The group has the server's own id, as it was started in a new session.
     signal_group(server.pid, signal.SIGTERM)
     try:
         server.wait(seconds)
@@ -45,6 +51,7 @@ def end_with_input(server: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def signal_group(group: int, number: int) -> None:
+    """Send a signal to a process group, which may be gone already."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 

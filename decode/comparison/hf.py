@@ -65,6 +65,7 @@ class TransformersRunner:
         answers = [Answer(i) for i in range(len(prompts))]
         calls = 0
         began = time.perf_counter()
+        # A static batch: the next one starts when the longest answer of this one is done.
         for first in range(0, len(prompts), concurrency):
             part = slice(first, first + concurrency)
             calls += self._batch(prompts[part], answers[part], self.workloads[name], began)
@@ -92,6 +93,7 @@ class TransformersRunner:
             out = self.model.generate(
                 ids.to(self.device),
                 attention_mask=seen.to(self.device),
+                # Greedy as all entries, whatever the checkpoint's generation_config says.
                 do_sample=False,
                 num_beams=1,
                 temperature=None,
@@ -108,6 +110,8 @@ class TransformersRunner:
             end = next((i for i, token in enumerate(row) if token in self.ends), None)
             visible = row if end is None else row[:end]
             text = self.tokenizer.decode(visible, skip_special_tokens=True)
+            # A row that has ended is fed padding until its batch has; that is not counted as its
+            # own.
             texts.append((text, len(visible) + (end is not None)))
         done = time.perf_counter() - began
         for row, (answer, (text, own)) in enumerate(zip(answers, texts, strict=True)):
@@ -115,6 +119,7 @@ class TransformersRunner:
             answer.finished, answer.text, answer.own_tokens = done, text, own
             answer.first_tokens = 1
             answer.forwards = own
+            # The last token is generated and not fed.
             answer.rows = len(prompts[row]) + own - 1
         return len(steps)
 

@@ -40,6 +40,7 @@ def plan(
     runs = []
     for workload in workloads:
         for concurrency in config.concurrency:
+            # At least as many as run at once, so that the warm-up is as wide as the timed run.
             warm = min(len(workload.items), max(config.warmup, concurrency))
             for repetition in range(config.repetitions):
                 for c in contestants:
@@ -47,6 +48,7 @@ def plan(
                         continue
                     runs.append(Planned(workload, c, concurrency, warm, None, True))
                     runs.append(Planned(workload, c, concurrency, workload.timed, repetition))
+        # The timed answers are judged too: a pass that only judges is for the problems beyond them.
         if len(workload.items) > workload.timed:
             runs += [
                 Planned(workload, c, judging, len(workload.items), None)
@@ -69,6 +71,8 @@ def measure(
         entry = planned.contestant.entry.name
         run = planned.contestant.run(planned.workload, planned.count, planned.concurrency)
         errors = [answer.error for answer in run.answers if answer.error is not None]
+        # Some failed requests are reported and leave the entry unranked; none answered is a failed
+        # entry, and going on would measure nothing.
         if len(errors) == len(run.answers):
             raise InputError(
                 f"entry {entry} has failed: not one of {len(errors)} requests was answered, e.g. "

@@ -53,12 +53,14 @@ class OursRunner:
         decoder, prompts = self.decoders[name], self.prompts[name][:count]
         batch = min(self.entry.batch_size or concurrency, concurrency)
         contract, tokenizer = self.model.contract, self.model.tokenizer
+        # Room for the `batch` largest requests, so that none ever waits for slots.
         sizes = sorted((decoder.begin(ids, contract).slots for ids in prompts), reverse=True)
         engine = Engine(self.model, batch_size=batch, slots=sum(sizes[:batch]))
         answers = [Answer(i) for i in range(len(prompts))]
         waiting, running = deque(answers), dict[int, Request]()
         began = time.perf_counter()
         while waiting or running:
+            # A closed loop, as that of `served.Client`: a new request comes when one is answered.
             while waiting and len(running) < concurrency:
                 answer = waiting.popleft()
                 answer.submitted = time.perf_counter() - began
@@ -76,10 +78,12 @@ class OursRunner:
                 if event.result is not None:
                     result = event.result
                     answer.finished, answer.text = now, result.text or ""
+                    # An empty answer has no first token; its end is the first thing to see.
                     answer.first = answer.first if answer.first is not None else now
                     answer.forwards = result.forwards
                     answer.rows = sum(rows for rows, _ in result.calls)
                     answer.counts = result.counts
+                    # The end id was generated too, though it is not shown.
                     answer.own_tokens = len(result.tokens) + (result.finish_reason == "end")
                     del running[event.request]
         return Run(answers, time.perf_counter() - began, calls=engine.forwards)
@@ -123,6 +127,7 @@ def _load(entry: Ours) -> DiffusionModel:
         dtype=entry.dtype,
         device=entry.device,
     )
+    # An unmerged LoRA would cost matrix products in every layer of every forward.
     model.merge_adapter()
     if entry.compile:
         model.compile()

@@ -22,6 +22,7 @@ def reset_peak(pids: Iterable[int]) -> None:
     """Let each process's peak begin anew."""
     for pid in pids:
         with contextlib.suppress(OSError):
+            # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 

@@ -111,6 +111,7 @@ def as_json(records: list[Record]) -> dict[str, Any]:
         answers = []
         for answer in record.answers:
             values = dict(vars(answer))
+            # Repetitions mostly give the same text: written once, and referred to by number.
             values["text"] = texts.setdefault(answer.text, len(texts))
             answers.append([_short(values[column]) for column in COLUMNS])
         runs.append({**vars(record), "seconds": _short(record.seconds), "answers": answers})

@@ -53,6 +53,7 @@ class RunsLedger(Ledger[Key, Record]):
         self.done = {
             key: record
             for key, record in before.items()
+            # The pass that only judges compares no times: it is kept as it is.
             if record.repetition is None or all((*key[:3], entry) in before for entry in entries)
         }
         if self.found:

@@ -72,10 +72,14 @@ class Client:
         ]  # before the clock starts
         most = allowed_bytes(max_new_tokens)
         answers = [Answer(i) for i in range(len(prompts))]
+        # One iterator for all users: each takes the next request when its last one is answered.
+        # They run in one thread, so no two of them take the same.
         waiting: Iterator[Answer] = iter(answers)
         timeout = httpx.Timeout(self.limits.silence, connect=self.limits.connect)
+        # As many connections as users, so that none waits for one while its clock runs.
         pool = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
         headers = {"content-type": "application/json", **PLAIN, **self.headers}
+        # trust_env=False: no proxy of the environment stands between the clock and the server.
         async with httpx.AsyncClient(
             timeout=timeout, limits=pool, headers=headers, trust_env=False
         ) as client:
@@ -91,10 +95,13 @@ class Client:
     async def _answer(
         self, client: httpx.AsyncClient, request: str, answer: Answer, began: float, most: int
     ) -> None:
+        # Before the first try: what retries take counts in the answer's times.
         answer.submitted = time.perf_counter() - began
         for attempt in range(1, self.retries + 2):
             answer.attempts = attempt
             try:
+                # httpx's own limits are of a single read: one byte now and then would never meet
+                # them.
                 async with asyncio.timeout(self.limits.request):
                     await self._ask(client, request, answer, began, most)
                 answer.error = None
@@ -114,11 +121,14 @@ class Client:
     async def _ask(
         self, client: httpx.AsyncClient, request: str, answer: Answer, began: float, most: int
     ) -> None:
-        """One try. What came is parsed when all of it is there: the clock runs."""
+        """One try. While the clock runs, what comes is only kept with its time; it is parsed when
+        all of it is there."""
         url = f"{self.url}/completions"
         async with client.stream("POST", url, content=request) as response:
             if response.status_code != 200:
                 why = f"HTTP {response.status_code}: {quote(await beginning(response, QUOTED))}"
+                # 408 and 429 (timeout, too many requests) may pass; other refusals would come
+                # again.
                 again = response.status_code >= 500 or response.status_code in (408, 429)
                 raise (UnusableError if again else _RefusedError)(why)
             if not self.entry.stream:
@@ -130,11 +140,14 @@ class Client:
             pieces: list[tuple[float, bytes]] = []
             rest = b""
             async for chunk in chunks(response, most):
+                # A chunk may end within a line, whose rest comes with the next one.
                 *lines, rest = (rest + chunk).split(b"\n")
+                # One time for all lines of a chunk: they came together.
                 arrived = time.perf_counter() - began
                 pieces += [(arrived, line) for line in lines if line.strip()]
             if rest.strip():
                 pieces.append((time.perf_counter() - began, rest))
+        # By now the connection is free for the user's next request.
         read_pieces(pieces, answer)
 
 

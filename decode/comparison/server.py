@@ -64,6 +64,8 @@ class VllmServer:
         began = time.monotonic()
         with new_file(self.log) as out:
             self._guard = subprocess.Popen(
+                # The guard needs the standard library alone: nothing of the environment or its site
+                # packages (-I, -S) reaches it.
                 [sys.executable, "-I", "-S", guard.__file__, str(STOP_SECONDS), *self.command],
                 stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py
                 stdout=subprocess.PIPE,
@@ -73,9 +75,11 @@ class VllmServer:
             )
         try:
             assert self._guard.stdout is not None
+            # The guard's first line; an empty one where it has ended before it could write it.
             self.pid = int(self._guard.stdout.readline() or 0)
             self._wait(began + self.entry.startup_seconds)
         except BaseException:
+            # Also on an interrupt: `__exit__` is not called for a context that was not entered.
             self.stop()
             raise
         self.startup_seconds = time.monotonic() - began
@@ -108,6 +112,8 @@ class VllmServer:
         if self._guard is None:
             return
         assert self._guard.stdin is not None
+        # The guard reads the end of its input, asks the server to end, and kills it after
+        # STOP_SECONDS.
         self._guard.stdin.close()
         self._guard.wait()
         self._status()
@@ -116,12 +122,15 @@ class VllmServer:
         """The server's status as the guard told it at its end, else the guard's own."""
         assert self._guard is not None and self._guard.stdout is not None
         if self._told is None:
+            # Read to its end and closed once; later calls quote what it said.
             with self._guard.stdout as said:
                 self._told = said.read().decode().strip() or str(self._guard.returncode)
         return self._told
 
     def _wait(self, deadline: float) -> None:
         while True:
+            # First, so that a server that has died is reported at once and not after
+            # startup_seconds.
             self.check()
             with contextlib.suppress(*_NO_ANSWER):
                 if fetch(f"{self.url[:-3]}/health", 5)[0] == 200:
@@ -146,6 +155,7 @@ def check_python(entry: Vllm, python: str) -> None:
             f"entry {entry.name} needs the Python of an environment with vLLM: there is no "
             f"{python}. `make vllm` makes one for a CPU; --vllm-python names another"
         )
+    # Asked in that environment's Python, by a look for the package that does not import it.
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     if done.returncode:
@@ -154,6 +164,8 @@ def check_python(entry: Vllm, python: str) -> None:
 
 def _free_port() -> int:
     with socket.socket() as s:
+        # Port 0 lets the kernel choose. Another process may take the port before the server does,
+        # which then ends and is reported with its log.
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 

@@ -109,15 +109,20 @@ def speeds_of(
 
 
 def _speed_of(runs: list[Record], series: str | None) -> Speed:
+    # Of all repetitions together: times of requests are medians over all of them.
     answers = [a for run in runs for a in run.answers]
     good = [a for a in answers if a.error is None]
+    # A whole run from its first request to its last answer, so waiting and failing count.
     speeds = [run.tokens / run.seconds for run in runs]
     firsts = [a.first - a.submitted for a in good if a.first is not None]
     ends = [a.finished - a.submitted for a in good if a.finished is not None]
     prefills = [a.prefill - a.submitted for a in good if a.prefill is not None]
     calls = [run.calls for run in runs if run.calls is not None]
+    # None where it cannot be read: an endpoint, or a system other than Linux.
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
+    # An endpoint does not tell how often its model was called: means are over answers that do.
     fed = [a for a in good if a.forwards]
+    # A forward that several requests share counts once for each of them here, and once in `calls`.
     forwards = sum(a.forwards or 0 for a in fed)
     return Speed(
         entry=runs[0].entry,
@@ -158,12 +163,14 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
     found = []
     for workload, entry in keys:
         answers = judged[workload, entry]
+        # Nothing judges prompts of one's own.
         if any(a.right is None for a in answers):
             continue
         theirs = {a.item: a for a in judged.get((workload, baseline), [])}
         right = sum(bool(a.right) for a in answers)
         low, high = wilson(right, len(answers))
         both = [(a, theirs[a.item]) for a in answers if a.item in theirs]
+        # Problems that both or neither are right on say nothing about the difference.
         gained = sum(bool(a.right) and not b.right for a, b in both)
         lost = sum(bool(b.right) and not a.right for a, b in both)
         least, most = paired(gained, lost, len(both))
@@ -195,10 +202,13 @@ def faster_at(table: Sequence[Speed], workload: str, one: str, other: str) -> li
 
 
 def _most(runs: list[Record]) -> list[Judged]:
+    """The answers of the run with the most problems."""
     return max(runs, key=lambda run: len(run.answers)).answers
 
 
 def _unstable(runs: list[Record]) -> int:
+    """How many problems an entry has answered with different texts in different runs. Decoding is
+    greedy, so none should; the rounding of forwards in another batch may decide a close choice."""
     texts: dict[int, set[str]] = {}
     for run in runs:
         for answer in run.answers:
@@ -208,12 +218,15 @@ def _unstable(runs: list[Record]) -> int:
 
 
 def _request_speed(answer: Judged) -> float | None:
+    """Visible tokens a second of one request, from its submission to its end."""
     if answer.finished is None or not answer.tokens:
         return None
     return answer.tokens / max(1e-9, answer.finished - answer.submitted)
 
 
 def _decode_speed(answer: Judged) -> float | None:
+    """Visible tokens a second of one request after its first forward, whose own tokens are left
+    out as its time is."""
     if answer.finished is None or answer.prefill is None or answer.finished <= answer.prefill:
         return None
     return (answer.tokens - answer.first_tokens) / (answer.finished - answer.prefill)

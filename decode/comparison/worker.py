@@ -30,7 +30,7 @@ Local = Ours | Transformers
 
 
 class WorkerContestant:
-    """One entry of a worker."""
+    """One entry of a worker, as `measure` sees it."""
 
     def __init__(self, worker: Worker, entry: Local):
         self.entry = entry
@@ -43,7 +43,8 @@ class WorkerContestant:
 
 
 class Worker:
-    """The parent's end: starts the process, waits until the model is loaded, asks for runs.
+    """The parent's end of a process for one entry, or several that share a model: it starts the
+    process, waits until the model is loaded, and asks for one run after the other.
 
     entries: those that the process serves, all with the first one's model. facts: what the report
     says of each, by name. verbose: the process shows what other libraries say.
@@ -51,12 +52,15 @@ class Worker:
 
     def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
         self.entry = entries[0]
+        # Spawned: a forked process would begin with this one's pages in the memory that is
+        # measured, and could not use CUDA where this one has.
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(other, entries, workloads, verbose), daemon=True
         )
         self._process.start()
+        # The child has its own copy; were this one open, its death would not end `recv`.
         other.close()
         self.facts: dict[str, dict[str, Any]] = {}
 
@@ -78,6 +82,7 @@ class Worker:
         return run
 
     def stop(self) -> None:
+        # `_answer` waits in `recv` between runs, meets the end of the pipe there, and returns.
         self._connection.close()
         self._process.join(STOP_SECONDS)
         if self._process.is_alive():
@@ -88,11 +93,13 @@ class Worker:
         try:
             kind, value = self._connection.recv()
         except (EOFError, ConnectionResetError) as error:
+            # The pipe closes a little before the process has its exit status.
             self._process.join(STOP_SECONDS)
             raise WorkerError(
                 f"entry {self.entry.name}: its process ended with status "
                 f"{self._process.exitcode} (-9: killed, often for memory)"
             ) from error
+        # Errors cross the pipe as text: exceptions of other libraries may not unpickle here.
         if kind == "input error":
             raise InputError(value)
         if kind == "error":
@@ -118,6 +125,7 @@ def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Wo
         runners: dict[str, Any] = {}
         for entry in entries:
             current = entry.name
+            # All but the first take the first one's model: it is in memory once.
             runners[current] = _runner(entry, workloads, next(iter(runners.values()), None))
         connection.send(("done", {name: runner.facts for name, runner in runners.items()}))
         while True:
@@ -127,6 +135,7 @@ def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Wo
                 return
             runner = runners[current]
             cuda = torch.cuda.is_available() and runner.facts["device"] != "cpu"
+            # The peak counts from what is held when a run begins (the model), not from loading it.
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
             else:
@@ -140,6 +149,7 @@ def _answer(connection: Connection, entries: Sequence[Local], workloads: list[Wo
             connection.send(("done", run))
     except InputError as error:
         connection.send(("input error", f"entry {current}: {error}"))
+    # Not an error to send: the pipe that would take it is the one that broke.
     except BrokenPipeError:
         raise
     except Exception:  # whatever it is, the parent shows it

@@ -35,14 +35,18 @@ def paired(gained: int, lost: int, count: int) -> tuple[float, float]:
 
 
 def _highest(gained: int, lost: int, count: int) -> float:
-    """The highest difference that is not rejected, by bisection."""
+    """The highest difference that the score test does not reject, found by bisection: it rejects
+    all above and none between it and the estimate."""
     low, high = (gained - lost) / count, 1.0  # the estimate is never rejected
+    # Until no float lies between the two.
     while low < (middle := (low + high) / 2) < high:
         # The likeliest share of `lost` where the difference is `middle`: A q^2 + B q + C = 0.
         a = 2 * count
         b = (2 * count - gained + lost) * middle - gained - lost
         c = -lost * middle * (1 - middle)
         q = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+        # The variance under the tested difference, not that of the observed shares, which is 0
+        # where no pair differs.
         variance = count * (2 * q + middle * (1 - middle))
         if (gained - lost - count * middle) ** 2 <= Z95 * Z95 * variance:
             low = middle

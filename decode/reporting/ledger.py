@@ -45,8 +45,12 @@ class Ledger(ABC, Generic[Key, Entry]):
     a machine without power may."""
 
     def __init__(self, path: str | Path, run: dict[str, Any]):
+        # Through links: what is written takes the place of `path` by a rename, which would replace
+        # the link itself.
         self.path = Path(os.path.realpath(path))
         check_place(self.path, "--output")
+        # As it comes back from the file (tuples as lists, keys as text), else it would differ from
+        # its own header.
         self.run = json.loads(json.dumps(run))
         self.done: dict[Key, Entry] = {}
         self.torn = False
@@ -78,6 +82,7 @@ class Ledger(ABC, Generic[Key, Entry]):
             there = dict(parse(first, nan=True)[self.HEADER])
         except NOT_OURS as error:
             raise InputError(f"{self.path} {self.FILE}; nothing was written") from error
+        # Behind the last newline there is nothing, unless a write was cut short.
         self.torn = not lines or bool(lines.pop())
         try:
             for number, line in enumerate(lines, 2):
@@ -85,9 +90,11 @@ class Ledger(ABC, Generic[Key, Entry]):
         except InputError:
             refuse_another_run(self.path, there, self.run)  # which says more
             raise
+        # A header alone, of whatever run, holds nothing that could be lost: `start` replaces it.
         if self.done:
             refuse_another_run(self.path, there, self.run)
         if there == self.run:
+            # What `start` writes back where the last line is torn.
             self._whole = data[: data.rfind(b"\n") + 1]
             self._ready = not self.torn
 
@@ -107,6 +114,7 @@ class Ledger(ABC, Generic[Key, Entry]):
         """Write the first line where it is missing, and drop a torn last one; `add` does so, too.
         Raises OutputError."""
         if not self._ready:
+            # Before the rename the old file is there, after it the new one, without the torn line.
             write_beside(self.path, self._whole or json_line({self.HEADER: self.run}))
             self._ready = True
 

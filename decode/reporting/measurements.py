@@ -51,6 +51,7 @@ class Measurements:
 
     @property
     def tokens_per_second(self) -> float:
+        # A ratio of sums: a mean of ratios would count short answers as much as long ones.
         return float(self.tokens.sum() / self.seconds.sum())
 
     @property

@@ -82,6 +82,7 @@ def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = Non
         _draw(axes, panel)
     figure.draw_without_rendering()  # settles the layout, labels are placed in it
     for axes, panel in pairs:
+        # In pixels, which are known only once the layout is settled.
         _place_labels(axes, panel)
     return figure
 
@@ -115,6 +116,7 @@ def dress(axes: Axes, title: str, across: str) -> None:
 def save(figure: Figure, stem: FilePath) -> list[FilePath]:
     """Write stem.png and stem.svg, each whole or not at all; the paths."""
     written = []
+    # By default ids in an SVG are random, and both formats carry a date or a version.
     fixed = {"svg.hashsalt": "d2f-toolkit", "svg.fonttype": "path"}
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
         path = stem.with_name(stem.name + suffix)
@@ -127,6 +129,7 @@ def save(figure: Figure, stem: FilePath) -> list[FilePath]:
 def _draw(axes: Axes, panel: Panel) -> None:
     number = -1
     for series in panel.series:
+        # Such a series goes with the one before and shares its colour.
         number += not (series.light or series.faint)
         if series.points:
             _draw_series(axes, series, max(number, 0))
@@ -203,7 +206,10 @@ def _place_labels(axes: Axes, panel: Panel) -> None:
         for dx, dy in LABEL_OFFSETS:
             left = x + dx - (width if dx < 0 else 0)
             place = Bbox.from_bounds(left, y + dy - height / 2, width, height)
+            # From the point to the nearest place on the label's middle line.
             line = Path([(x, y), (min(max(x, place.x0), place.x1), y + dy)])
+            # Everything covered costs 1, leaving the axes 5. Offsets come nearest first and a later
+            # one must be strictly better, so of equal ones the nearest is taken.
             cost = (
                 sum(place.padded(2).overlaps(box) for box in taken + labels)
                 + sum(line.intersects_bbox(box, filled=False) for box in labels)

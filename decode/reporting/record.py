@@ -56,6 +56,7 @@ class Record:
         """The record of a line. Raises ValueError."""
         if not isinstance(values, dict) or set(values) != {f.name for f in fields(Record)}:
             raise ValueError("not the keys of a result")
+        # In JSON mode, as strict validation of Python values would want a Record and not a mapping.
         record = _RECORD.validate_json(json.dumps(values), strict=True)
         if record.forwards < 1 or not record.seconds > 0:
             raise ValueError("nothing is decoded in no forward or no time")
@@ -135,6 +136,7 @@ def shown_text(record: Record) -> str:
 
 def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
     """A line a task: right k of n, tokens/s, tokens/forward."""
+    # In a batch the seconds of requests overlap, so this is what each of them had.
     speed = "tokens/s" if batch_size == 1 else "tokens/s a prompt"
     lines = []
     for group in dict.fromkeys(record.group for record in records):

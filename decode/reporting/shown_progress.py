@@ -13,6 +13,7 @@ def standard_output(plain_width: int | None = None) -> Console:
     """Standard output; only a real terminal counts as one. plain_width: columns elsewhere."""
     from rich.console import Console
 
+    # Rich also believes variables of the environment, such as FORCE_COLOR.
     live = sys.stdout.isatty()
     return Console(
         force_terminal=live,

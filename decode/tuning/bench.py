@@ -53,6 +53,7 @@ class Bench:
         began = time.perf_counter()
         decoder = self.space.build(dict(job.setting), job.task)
         problems = self.problems[job.task, job.split][job.first : job.stop]
+        # The warm-up counts in `wall`, by which the budget is spent, and in no measured second.
         if (job.task, job.setting) not in self.warm:
             decode_and_judge(self.model, decoder, problems[:1], batch_size=self.batch_size)
             self.warm.add((job.task, job.setting))

@@ -44,9 +44,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Choice:
-    """chosen, reference: places in the list that was chosen from; the reference is the most
-    accurate. bound: the accuracy to reach. reached: whether anything does; if not, the chosen one
-    is the most accurate."""
+    """What was chosen from a list of settings.
+
+    chosen, reference: places in that list; the reference is the most accurate setting. bound: the
+    accuracy that had to be reached. reached: whether any setting does; where none does, the chosen
+    one is the most accurate.
+    """
 
     chosen: int
     reference: int
@@ -68,6 +71,7 @@ def choose(goal: Goal, measured: Sequence[Measurements]) -> Choice:
     bound = goal.bound(measured[reference].accuracy)
     allowed = [i for i, e in enumerate(measured) if e.accuracy >= bound - TOUCH]
     if not allowed:
+        # Only a fixed bound can be out of reach; then accuracy decides.
         best = measured[reference].accuracy
         allowed = [i for i, e in enumerate(measured) if e.accuracy >= best - TOUCH]
     chosen = max(allowed, key=lambda i: (measured[i].tokens_per_second, measured[i].accuracy))
@@ -81,6 +85,8 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
     order = sorted(range(len(points)), key=lambda i: (-points[i][0], -points[i][1], i))
     front: list[int] = []
     for i in order:
+        # In order of speed a slower point must be more accurate than all before it, of which the
+        # last on the front is the most accurate.
         if not front or points[i][1] > points[front[-1]][1]:
             front.append(i)
     return front

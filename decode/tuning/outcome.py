@@ -53,6 +53,7 @@ class Outcome:
     @property
     def front(self) -> list[int]:
         """The places in `settings` of those that no other compared one dominates."""
+        # All on the same problems: of settings that were dropped earlier there are too few.
         points = [(e.tokens_per_second, e.accuracy) for e in self.found.comparable()]
         return [self.found.compared[i] for i in frontier(points)]
 
@@ -86,6 +87,7 @@ class Outcome:
             return "These are the decoder's defaults."
         low, high = paired_interval(chosen.measured, defaults.measured)
         more = chosen.measured.accuracy - defaults.measured.accuracy
+        # Accuracy is of the first repetition alone: the others decode the same tokens again.
         speed = median(chosen.speeds) / median(defaults.speeds)
         return (
             f"Against the decoder's defaults it is {speed:.2f} times as fast, its accuracy "
@@ -107,6 +109,7 @@ class Outcome:
             "tuning problems."
         )
         if found.spent:
+            # A budget may end before a setting's first problem; that is told, not hidden.
             missing = sum(measured is None for measured in found.measured)
             more = f"; {missing} settings were not measured at all" if missing else ""
             lines.append(f"The budget ended the search before its last rung was done{more}.")
@@ -130,6 +133,7 @@ class Outcome:
                 "setting": dict(setting),
                 "compared": i in common,
                 "frontier": i in front,
+                # Compared settings with their common problems, dropped ones with what they have.
                 **(numbers(common.get(i, measured)) if measured is not None else {}),
             }
             for i, (setting, measured) in enumerate(

@@ -31,7 +31,9 @@ def chances(goal: Goal, measured: Sequence[Measurements], seed: int) -> tuple[Ch
     accurate, [settings] each. measured: of the same problems."""
     rng = np.random.default_rng(seed)
     settings, problems = len(measured), measured[0].problems
+    # Gamma(1) weights, divided by their sum, are uniform over all ways to weigh the problems.
     weights = rng.standard_gamma(1.0, (DRAWS, problems))
+    # Gamma(1/2) twice is Jeffreys' prior, Beta(1/2, 1/2), on the same scale.
     also_right, also_wrong = rng.standard_gamma(0.5, (2, DRAWS, settings))
     right = weights @ np.stack([e.right for e in measured], 1) + also_right  # [draws, settings]
     accuracy = right / (weights.sum(1, keepdims=True) + also_right + also_wrong)
@@ -39,6 +41,7 @@ def chances(goal: Goal, measured: Sequence[Measurements], seed: int) -> tuple[Ch
     speed = tokens / (weights @ np.stack([e.seconds for e in measured], 1))
     best = accuracy.max(1, keepdims=True)
     bound = best - goal.within / 100 if goal.min_accuracy is None else goal.min_accuracy
+    # As in `choose`: where nothing reaches a fixed bound, the most accurate is taken.
     allowed = (accuracy >= bound) | (accuracy == best)
     chosen = np.where(allowed, speed, -1.0).argmax(1)
     return (
@@ -59,6 +62,7 @@ def who_goes_on(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed:
     sure = list(dict.fromkeys((now.chosen, now.reference)))
     is_choice, is_best = chances(goal, measured, seed)
     if goal.min_accuracy is not None:
+        # A fixed bound does not depend on the most accurate setting.
         is_best = np.zeros_like(is_best)
 
     def rank(i: int) -> tuple[float, ...]:
@@ -68,6 +72,7 @@ def who_goes_on(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed:
             -measured[i].tokens_per_second,
         )
 
+    # The two sure ones go first below, so a cut by seconds never drops them.
     order = sorted(range(len(measured)), key=rank)
     quota = -(-len(measured) // eta)
     matters = np.maximum(is_choice, is_best) >= LEAST_CHANCE
@@ -76,7 +81,8 @@ def who_goes_on(goal: Goal, measured: Sequence[Measurements], *, eta: int, seed:
 
 
 def affordable(costs: Sequence[float], seconds: float) -> int:
-    """How many of settings can go on together for so many seconds, the first ones: at least two,
-    where there are two, so that something is left to compare."""
+    """How many settings, from the first on, so many seconds have room for together. costs: the
+    seconds of each. It is at least two, where there are two, so that something is left to
+    compare."""
     fits = int(np.searchsorted(np.cumsum(costs), seconds, side="right"))
     return min(len(costs), max(2, fits))

@@ -29,10 +29,13 @@ Measure = Callable[[Setting, int, int], Measurements | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """rungs: numbers of problems, rising. eta: after each rung but the last 1/eta of the settings
-    go on. smallest: fewest problems that a setting decodes at a time, where a rung has as many,
-    after the first ones. look: problems of the first pass, 0 for one like the others. halving:
-    whether settings may be dropped."""
+    """How a search goes about it.
+
+    rungs: numbers of problems, rising. eta: after each rung but the last, 1/eta of the settings go
+    on. smallest: the fewest problems that a setting decodes at a time after the first ones, where a
+    rung has as many. look: how many problems the first pass has, 0 where it is like the others.
+    halving: whether settings may be dropped; a grid drops none.
+    """
 
     rungs: tuple[int, ...]
     eta: int
@@ -43,8 +46,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cut:
-    """The end of a look or a rung: of `settings` settings `kept` go on. fitted: more would have,
-    had there been seconds for them."""
+    """What happened at the end of a look or a rung, after `problems` problems: of `settings`
+    settings `kept` went on. fitted: whether more would have, had there been seconds for them."""
 
     problems: int
     settings: int
@@ -83,6 +86,7 @@ def make_plan(search: str, settings: int, problems: int, *, eta: int, batch_size
     smallest = smallest_pass(batch_size)
     rungs = [problems]
     if search == "halving":
+        # From the last rung backwards: each one before has 1/eta of its problems, rounded up.
         while settings > 1 and -(-rungs[0] // eta) >= smallest:
             rungs.insert(0, -(-rungs[0] // eta))
             settings = -(-settings // eta)
@@ -100,6 +104,7 @@ def passes(low: int, high: int, smallest: int, look: int = 0) -> list[tuple[int,
     the first problems of all in a part of so many, then up to the double of it and so on."""
     stops, stop = [low], look
     while 0 < stop < min(smallest, high):
+        # Doubling: look, 2 look, 4 look and so on, until a part would be as large as the others.
         stops += [stop] * (stop > low)
         stop *= 2
     begin = stops[-1]
@@ -133,6 +138,7 @@ def run_search(
         """Who goes on to the first of the rungs to come."""
         measured = [joined(parts[i]) for i in alive]
         order = who_goes_on(goal, measured, eta=eta, seed=seed)
+        # What each would take on the next rung, at the speed that it has had so far.
         costs = [measured[i].seconds_per_problem * (rungs[0] - reached) for i in order]
         kept = order[: affordable(costs, seconds_left() / len(rungs))]
         if eta > 1 or len(kept) < len(alive):
@@ -140,6 +146,7 @@ def run_search(
         return [alive[i] for i in sorted(kept)]
 
     stops = [*plan.rungs]
+    # Without a bound on the seconds a look decides nothing.
     looks = plan.halving and 0 < plan.look < stops[0] and seconds_left() < math.inf
     if looks:
         stops.insert(0, plan.look)
@@ -149,7 +156,11 @@ def run_search(
             for i in alive:
                 measured = measure(settings[i], first, stop)
                 if measured is None:
+                    # Stopped within a pass: settings are compared on what all have done before it,
+                    # or in the very first pass, on it, among those that it reached.
                     return found([j for j in alive if parts[j]], reached or stop, True)
+                # Passes of earlier rungs stay in it: a later rung measures only the problems beyond
+                # them.
                 parts[i].append(measured)
             reached = stop
         if rung != stops[-1]:

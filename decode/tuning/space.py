@@ -86,6 +86,7 @@ def make_space(
             raise InputError(f"{name} must have each value once, got {list(choices)}")
     space = Space(decoder, {name: tuple(values[name]) for name in known if name in values})
     for task in tasks:
+        # Built once here, so that a refusal comes before the search and not in its middle.
         for setting in space.settings:
             space.build(setting, task)
     return space

@@ -24,6 +24,7 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: ShownProgress) -
     def measure(setting: Setting, first: int, stop: int) -> Measurements | None:
         wanted = job(task, "tuning", setting, first, stop)
         spent = bench.ledger.spent(task) >= tuning.budget_per_task
+        # What the ledger has costs nothing, and every setting gets its look whatever the budget.
         if spent and wanted not in bench.ledger.done and stop > plan.look:
             return None
         measured = bench.measure(wanted)
@@ -75,6 +76,7 @@ def measure_heldout(
     _begin(display, f"{task}, {len(wanted)} settings on held-out problems", total)
     parts_of: dict[tuple[int, int], list[Measurements]] = {}
     for repetition in range(tuning.repetitions):
+        # In turn, as in the search: a machine that gets slower does so for all of them.
         for first, stop in parts:
             for i, (_, setting) in enumerate(wanted):
                 measured = bench.measure(job(task, "heldout", setting, first, stop, repetition))
@@ -98,6 +100,7 @@ def finals_of(
     for role, setting in zip(ROLES, (chosen, reference, defaults), strict=True):
         same = [roles for roles, other in found if other == setting]
         if same:
+            # The defaults may be the choice too: measured once, with both roles.
             same[0].append(role)
         else:
             found.append(([role], setting))

@@ -58,6 +58,7 @@ def search_panel(outcome: Outcome, varying: list[str]) -> Panel:
 def final_panel(outcome: Outcome) -> Panel:
     """The final measurement. It has axes of its own: its speeds were measured at another time."""
     problems = outcome.finals[0].measured.problems
+    # On held-out problems the bound follows from the reference's accuracy there.
     bound = outcome.goal.bound(outcome.final(ROLES[1]).measured.accuracy)
     return Panel(
         title=f"{outcome.task}: {problems} held-out problems",

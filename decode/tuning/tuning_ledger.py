@@ -29,6 +29,7 @@ class TuningJob:
 
 def job(task: str, split: Literal["tuning", "heldout"], setting: Setting, *place: int) -> TuningJob:
     """The job of a setting. place: first, stop and, if not 0, the repetition."""
+    # Sorted: the same setting is the same job, whatever order its options were given in.
     return TuningJob(task, split, tuple(sorted(setting.items())), *place)
 
 

@@ -81,6 +81,7 @@ class TuningReport:
         """Decoder options for `decode.pipeline --config`, with their provenance above them."""
         run, final = self.run, outcome.final("chosen")
         found = dict(zip(outcome.found.compared, outcome.found.comparable(), strict=True))
+        # `choice.chosen` counts the compared settings; `compared` has their places among all.
         tuned = found[outcome.found.compared[outcome.choice.chosen]]
         compiled = ", compiled" if self.environment["compiled"] else ""
         lines = [
@@ -97,6 +98,7 @@ class TuningReport:
             f"{self.environment['dtype']}{compiled}, {self.environment['date']}",
         ]
         options = {"decoder": self.space.decoder, **outcome.chosen}
+        # In the file itself, so that settings that are passed on say where they come from.
         comments = "".join(f"# {line}\n" for line in lines)
         return comments + dump(options)
 
@@ -147,6 +149,7 @@ def search_entries(outcome: Outcome) -> list[list[str]]:
         if whole is None:
             continue
         compared = i in outcome.found.compared
+        # A compared setting by the problems that all of these decoded, a dropped one by its own.
         measured = common[outcome.found.compared.index(i)] if compared else whole
         marks = ["chosen"] * (outcome.settings[i] == outcome.chosen)
         marks += ["frontier"] * (i in front) + ["dropped"] * (not compared)
@@ -159,6 +162,7 @@ def search_entries(outcome: Outcome) -> list[list[str]]:
             f"{measured.tokens_per_second:.1f}",
             f"{measured.tokens_per_forward:.2f}",
         ]
+        # Sorted by this: compared ones first, then by problems, then by speed.
         entries.append(((not compared, -measured.problems, -measured.tokens_per_second), entry))
     return [entry for _, entry in sorted(entries)]
 

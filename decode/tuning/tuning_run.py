@@ -60,6 +60,7 @@ class Tuning:
             raise InputError(f"seed must be 0 or more, got {self.seed}")
         if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
             raise InputError(f"budget must be more than 0 seconds, got {self.budget}")
+        # Built to be checked: a bad value of an option is found here.
         self.space()
 
     def space(self) -> Space:
@@ -76,6 +77,7 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
     """What decides a run's measurements. The goal, the budget and the final measurement's size
     are not in it: they may change over one ledger."""
 
+    # What changes speeds is in it: measurements of two machines are not to be mixed.
     around = environment(model)
     return {
         "version": __version__,
