@@ -105,12 +105,14 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     model = prepare_model(config, "meta")
     objective = OBJECTIVES[config.objective](model, config)
     stream = objective.stream()
+    # One real step's share, for how many rows the loss reads.
     batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))
     reads = len(batch.rows)
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
     doubt = objective.doubt(config)
     notes = [] if doubt is None else [doubt]
+    # Encodes all evaluation problems, so a decoder that does not fit is found here.
     if config.eval_every is not None:
         jobs(as_trained(model, config, hashed=False), config)
     if config.optimizer.warmup >= config.steps:

@@ -79,14 +79,17 @@ def convert_checkpoint(
     mask_id = int(tokenizer.convert_tokens_to_ids(tokenizer.mask_token))
 
     assert shape.path is not None
+    # Weights are written as they were stored: a conversion rounds nothing.
     dtype = _stored_dtype(shape.path)
     model = d2f.load(name, dtype=dtype, device="cpu")
     model.tokenizer = tokenizer
     lines.append(_make_room(model, mask_id))
     made = convert(model, family_name)
+    # Until masked diffusion has trained it, it reads one side only: `d2f` training warns by this.
     made.contract = dataclasses.replace(made.contract, objective="next_token")
     with writing_folder(output) as beside:
         save_model(made, beside, dtype=dtype)
+        # Read back before the folder takes its name: some tokenizers drop a token when saved.
         again = d2f.load(beside, device="meta")
         assert again.tokenizer is not None
         if again.tokenizer.mask_token_id != mask_id or again.contract != made.contract:

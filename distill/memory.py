@@ -13,7 +13,7 @@ NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantis
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process that holds the model whole (DDP, or alone).
+    """What a process that holds the whole model (alone, or one of DDP) needs, in bytes.
 
     activations: what the backward pass of one part of a step keeps, with and without gradient
     checkpointing. loss: the logits that are there at once, with what is computed of them.
@@ -44,6 +44,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     kept = 2 if config.base_dtype == "bfloat16" else 4
     adapted = config.trains_adapter
     linear = sum(p.numel() for n, p in network.named_parameters() if _is_linear(n))
+    # What is trained is in fp32 whatever the base is kept in.
     weights = frozen * kept if adapted else 4 * trained
     if config.quantize == "4bit":
         weights -= int(linear * (kept - NF4))
@@ -56,8 +57,10 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
         weights=weights,
         adapter=4 * trained if adapted else 0,
         gradients=4 * trained,
+        # AdamW's two moments in fp32.
         optimizer=8 * trained,
         activations=layers * layer,
+        # Each layer keeps its input, and one layer at a time is computed again.
         activations_checkpointed=layers * inputs + layer,
         loss=OBJECTIVES[config.objective].loss_bytes(model, config, reads),
     )

@@ -32,6 +32,7 @@ def prepare_model(
     in fp32 and not quantised, whatever the configuration says (to merge the adapter into).
     Raises InputError where objective, family and model do not go together.
     """
+    # Every process draws the same new weights and the same LoRA.
     torch.manual_seed(config.seed)
     device = torch.device(device)
     place = device if device.type == "meta" else contextlib.nullcontext()
@@ -59,8 +60,11 @@ def prepare_model(
                 raise InputError(f"tokenizer {config.tokenizer}: expected a tokenizer, found none")
         with place:
             model = build(config.family, tokenizer, **config.model.model_dump())
+    # Before an adapter is attached: a wrong family is told as such, not as weights that do not fit.
     check_fits(model, config)
     if config.trains_adapter:
+        # Before the adapter is put in, whose own parameters then are the only ones that are
+        # trained.
         model.backbone.requires_grad_(False)
         lora = config.lora
         if config.init_adapter is not None:
@@ -77,6 +81,7 @@ def prepare_model(
 
 def _recompute(backbone: Any) -> None:
     """Turn gradient checkpointing on, by the name that this transformers has for it."""
+    # The reentrant kind needs an input with a gradient, which a frozen embedding does not give.
     settings = {"use_reentrant": False}
     if hasattr(backbone, "activation_checkpointing_enable"):
         backbone.activation_checkpointing_enable(settings)

@@ -92,6 +92,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
         return folder.place
     folder.check_inputs()
+    # A variable that the user has set comes first.
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
     doubt = OBJECTIVES[config.objective].doubt(config)
     if doubt is not None and _is_first():
@@ -122,6 +123,8 @@ def main() -> None:
 
                 print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
                 return
+            # Two runs in one folder would overwrite each other's checkpoints; one process holds the
+            # lock for all.
             with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
                 train(config)
     except (InputError, FloatingPointError) as error:

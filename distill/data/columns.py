@@ -24,6 +24,7 @@ class BadRecord(Exception):
     record knows where it is."""
 
     def __init__(self, why: str):
+        # Records hold anything: no line break and no half surrogate may reach a terminal or a log.
         line = " ".join(why.split())
         super().__init__(line.encode("utf-8", "backslashreplace").decode()[:_LONGEST])
 
@@ -79,6 +80,7 @@ def _last_turn(record: Mapping[str, Any], layout: Columns) -> tuple[list[dict[st
                 f"a message must have {layout.role} and {layout.content}, got {_short(turn)}"
             )
         role = _text(turn, layout.role)
+        # A template knows user and assistant; what it does with any other role is for it to say.
         messages.append({"role": _ROLES.get(role, role), "content": _text(turn, layout.content)})
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:

@@ -65,6 +65,8 @@ class Encoder:
         if texts:
             # A template writes its own special tokens.
             prompts = self._ids([text for _, text, _ in texts], special=not self.templated)
+            # A response goes on where the prompt's text ends: no special token may stand between
+            # them.
             responses = self._ids([text for _, _, text in texts], special=False)
             for (i, *_), prompt, response in zip(texts, prompts, responses, strict=True):
                 found[i] = self._checked(prompt, response)
@@ -91,9 +93,11 @@ class Encoder:
                 return BadRecord(f"the {name} has no tokens")
             if self.mask_id is not None and self.mask_id in ids:
                 return BadRecord(f"the {name} contains the mask token (id {self.mask_id})")
+        # Training would teach to stop there, and the rest could never be decoded.
         if self.end_id in response:
             return BadRecord(
                 f"the response contains its end token (id {self.end_id}) at token "
                 f"{response.index(self.end_id)}: expected text, which gets one at its end"
             )
+        # The one end token that is always a target; what may follow it is the tail.
         return Encoded(prompt, [*response, self.end_id])

@@ -11,11 +11,13 @@ from distill.data.stream import Stream
 
 @dataclass(frozen=True)
 class Plan:
-    """Means over the steps that were packed. tokens_per_step: places that hold a sample, of
-    `places_per_step`; response_tokens_per_step: of them, those that noise may mask.
-    samples_per_epoch, steps_per_epoch: None for generated tasks, which never repeat.
-    samples_per_epoch is an estimate where the records are not measured (`data.measure_rows`),
-    steps_per_epoch where is_exact is false, as not all of an epoch was packed."""
+    """What was found by packing `steps` steps, as means over them.
+
+    tokens_per_step: places that hold a sample, of `places_per_step`. response_tokens_per_step: of
+    them, those that noise may mask. samples_per_epoch, steps_per_epoch: None for generated tasks,
+    which never repeat. The first is an estimate where the records are not measured
+    (`data.measure_rows`), the second where is_exact is false, as not all of an epoch was packed.
+    """
 
     steps: int
     samples_per_step: float
@@ -39,6 +41,7 @@ def plan(stream: Stream, most_steps: int = 20) -> Plan:
         raise ValueError(f"most_steps must be at least 1, got {most_steps}")
     index = steps = samples = tokens = response = 0
     while steps < most_steps and (stream.epoch is None or index < stream.epoch):
+        # Where the last step of an epoch goes over into the next one, it is counted whole.
         rows, index = fill_rows(stream, index)
         steps += 1
         for placed in (placed for row in rows for placed in row):
@@ -51,6 +54,7 @@ def plan(stream: Stream, most_steps: int = 20) -> Plan:
         if stream.screen.measured:
             used = stream.screen.count(Fate.WHOLE, Fate.TRUNCATED)
         else:
+            # Some of the indexes so far were left out: the same share of the rest is assumed.
             used = samples * epoch // index
     return Plan(
         steps=steps,

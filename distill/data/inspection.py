@@ -76,8 +76,10 @@ def block_starts(sample: Sample, objective: Objective) -> list[int]:
     where all tokens see the same, or each sees one more than the one before."""
     spans = objective.sample_spans(sample)
     length, prompt = len(sample.response), len(sample.prompt)
+    # WeDLM feeds a sample twice: its spans are not one range a token.
     if objective.is_causal(sample) or spans.shape[:2] != (len(sample), 1):
         return [0]
+    # Under a block-causal mask all tokens of a block see up to its end.
     ends = spans[prompt:, 0, 1].numpy()
     return [0, *(i for i in range(1, length) if ends[i] != ends[i - 1])]
 

@@ -32,6 +32,8 @@ class LengthsFile:
         layout = None if data.layout is None else data.layout.model_dump()
         self.path: Path | None = None
         if backend is not None:
+            # Everything that the counts depend on is in the name: what has changed finds no old
+            # file.
             parts = [digest, backend.to_str(), str(encoder.tokenizer.chat_template), layout]
             key = json.dumps([*parts, data.chat_template, encoder.end_id, encoder.mask_id])
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -46,6 +48,7 @@ class LengthsFile:
             found = np.load(self.path)
         except (OSError, ValueError, EOFError):
             return None
+        # A damaged or foreign file is counted as none.
         return found if found.shape == (records, 2) and found.dtype == np.int32 else None
 
     def write(self, lengths: Lengths) -> None:

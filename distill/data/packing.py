@@ -29,11 +29,14 @@ def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
     while True:
         sample = stream.sample(index)
         if sample is None:
+            # A left-out record keeps its index: the order does not depend on what is left out.
             index += 1
             continue
         place = next(
             (i for i, n in enumerate(used) if n + len(sample) <= stream.data.row_length), None
         )
+        # Room that is left stays empty, so that the next step begins at one sample and a resume
+        # needs no more than its number.
         if place is None:
             return rows, index
         rows[place].append(Placed(sample, used[place]))

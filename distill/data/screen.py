@@ -34,6 +34,7 @@ def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
     room = data.row_length - prompt
     if room < 1 or (data.max_prompt is not None and prompt > data.max_prompt):
         return Fate.LONG_PROMPT, 0
+    # Both limits hold: what the prompt leaves of the row, and the longest response.
     room = min(room, data.max_response or room)
     if response <= room:
         return Fate.WHOLE, response
@@ -43,7 +44,9 @@ def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
 
 
 class Screen:
-    """The records of a source that pass, encoded. fates: of each record, int8 ``[records]``.
+    """Decides which records of a source are trained on, and encodes them.
+
+    fates: what became of each record, int8 ``[records]`` of `Fate`.
 
     A set of at most `data.measure_rows` records is measured whole at once; of a larger one only the
     form of the records is checked, and lengths are judged as they come. Raises InputError that
@@ -61,6 +64,8 @@ class Screen:
                 for record, (prompt, response) in enumerate(found.tolist(), first):
                     if prompt != lengths.BROKEN:
                         self._settle(record, prompt, response)
+                    # The kept lengths say that it is broken and not why: read again, it says so or
+                    # ends the run.
                     elif self.fates[record] != Fate.BROKEN:  # known from a file of lengths
                         self._encode(record)
         else:
@@ -76,11 +81,14 @@ class Screen:
     def encoded(self, record: int) -> Encoded | None:
         """The ids of a record, a long response cut where the configuration says so; None for one
         that is left out."""
+        # LONG_PROMPT and what follows it in `Fate` are left out.
         if self.fates[record] > Fate.TRUNCATED:
             return None
+        # Encoded only when it is asked for, so that the ids of a large set are never all in memory.
         whole = self._encode(record)
         if whole is None:
             return None
+        # In a set that was not measured, this is where a record is first judged.
         kept = self._settle(record, len(whole.prompt), len(whole.response))
         return Encoded(whole.prompt, whole.response[:kept]) if kept else None
 
@@ -115,8 +123,10 @@ class Screen:
             raise InputError(f"no row is left to train on; {self.report()}")
 
     def _settle(self, record: int, prompt: int, response: int) -> int:
-        """Judge a record and note its fate; the tokens of its response that are kept."""
+        """Judge a record by its lengths and note its fate; how many tokens of its response are
+        kept. Raises InputError where a record that is too long is an error."""
         fate, kept = judge(prompt, response, self.data)
+        # At the first one, with all limits that it may have met.
         if self.data.on_long == "error" and not kept:
             limits = ", ".join(
                 f"data.{name} is {getattr(self.data, name)}"
@@ -131,7 +141,9 @@ class Screen:
         return kept
 
     def _measure(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """Chunks of records: the first's number, tokens of prompt and response ``[records, 2]``."""
+        """Lengths of all records, in chunks: the number of the chunk's first record, and the tokens
+        of prompt and response, int32 ``[records, 2]``. They come from the file of an earlier run
+        where there is one, which else is written at the end."""
         file = lengths.LengthsFile(self.source.digest, self.data, self.encoder)
         known = file.read(len(self))
         if known is not None:
@@ -139,6 +151,7 @@ class Screen:
             return
         parts = []
         for first, pairs in self._pairs():
+            # The good ones of a chunk in one call, which fast tokenizers do in parallel.
             encoded = iter(self.encoder.encode([p for p in pairs if isinstance(p, Pair)]))
             part = np.full((len(pairs), 2), lengths.BROKEN, dtype=np.int32)
             for i, pair in enumerate(pairs):

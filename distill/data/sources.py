@@ -63,6 +63,8 @@ class JsonLines(Source):
             raise InputError(f"{path}: expected a file of rows, got a folder or a device")
         try:
             with path.open("rb") as file:
+                # One pass over the file: where each record begins, its line number for errors, the
+                # digest.
                 for number, line in enumerate(file, 1):
                     digest.update(line)
                     if line.strip():
@@ -71,6 +73,7 @@ class JsonLines(Source):
                     position += len(line)
                 if not starts:
                     raise InputError(f"{path}: expected at least one line, got none")
+            # Kept open for the run: a record is one seek and one read.
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
@@ -86,6 +89,7 @@ class JsonLines(Source):
         return f"{self.name}, line {self._numbers[number]}"
 
     def record(self, number: int) -> Any:
+        # From its own beginning to that of the next record; blank lines between are stripped.
         line = self._bytes(int(self._starts[number]), int(self._starts[number + 1])).strip()
         try:
             return json.loads(line.decode("utf-8-sig"))
@@ -125,6 +129,7 @@ class Table(Source):
             )
         if len(dataset) == 0:
             raise InputError(f"{name}: expected at least one row, got none")
+        # Other columns (images, embeddings) are then not decoded with each record.
         self._dataset = dataset.select_columns(wanted)
 
     def __len__(self) -> int:
@@ -178,6 +183,7 @@ def _load(place: str, config: str | None, split: str | None) -> Any:
         saved = datasets.load_from_disk(place)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{place}: the saved data set cannot be read: {_first(error)}") from error
+    # A single saved data set stands for the split that it names, or for the one asked for.
     if not isinstance(saved, datasets.DatasetDict):
         saved = {str(saved.split or split or "train"): saved}
     if (split or "train") in saved:

@@ -70,12 +70,16 @@ class Stream:
         response = list(encoded.response)
         kept = len(response)
         if self.tail and response[-1] == self.encoder.end_id:  # else it was cut
+            # A generator for each purpose: whether a tail is drawn changes no other draw of the
+            # sample.
             rng = noise.sample_rng(self.seed, index, noise.TAIL)
             if rng.random() < self.data.padded_share:
                 extra = max(0, full - kept)
             else:
                 extra = int(rng.integers(self.data.short_tail + 1))
             if self.screen is not None:
+                # The tail of a file's sample is cut to what its prompt leaves of the row; a
+                # generated sample that does not fit is an error below.
                 extra = min(extra, self.data.row_length - len(encoded.prompt) - kept)
             response += [self.end_id] * extra
         sample = Sample(index, encoded.prompt, response, kept)
@@ -97,6 +101,7 @@ class Stream:
         of its own, from (seed, epoch)."""
         assert self.screen is not None
         epoch, place = divmod(index, len(self.screen))
+        # Only the current epoch's order is kept; any other is drawn again from (seed, epoch).
         if epoch != self._order[0]:
             rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
             self._order = (epoch, rng.permutation(len(self.screen)))
@@ -118,6 +123,7 @@ class Stream:
         return {} if self.screen is None or self.screen.measured else self.screen.counts()
 
     def _from_tasks(self, index: int) -> tuple[Encoded, int]:
+        # From the index alone: any sample is found without those before it.
         rng = noise.sample_rng(self.seed, index, noise.CONTENT)
         name = self._names[int(rng.choice(len(self._names), p=self._shares))]
         problem = make_problem(name, "train", index, self.seed)
@@ -125,6 +131,7 @@ class Stream:
         encoded = self.encoder.encode([pair])[0]
         if isinstance(encoded, BadRecord):
             raise InputError(f"sample {index} of the task {name}: {encoded}")
+        # The full length, to which padded samples are filled: that of decoding the task.
         return encoded, RESPONSE_LENGTH[name]
 
     def _from_records(self, index: int) -> tuple[Encoded, int] | None:

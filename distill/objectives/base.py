@@ -97,7 +97,8 @@ class Objective(nn.Module):
         return spans.causal(len(sample)) if causal else spans.bidirectional(len(sample))
 
     def share(self, sample: Sample, masked: np.ndarray) -> float:
-        """What a sample adds to the step's normaliser."""
+        """What a sample adds to the sum that the step's loss is divided by: here all of its tokens,
+        by importance, whether they are masked or not."""
         return float(self.importance(sample).sum())
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +127,8 @@ class Objective(nn.Module):
         return int(rng.choice(sizes, p=list(shares.values())))
 
     def batch(self, rows: Rows, mine: slice) -> Batch:
-        """This process's rows of a step; the loss is normalised over all of them."""
+        """What this process feeds in a step. rows: those of all processes, over which the loss is
+        normalised. mine: which of them are this process's."""
         length = self.config.data.row_length
         ids, positions = lay_out(rows[mine], length)
         flat = ids.view(-1)
@@ -134,13 +136,17 @@ class Objective(nn.Module):
         weights: list[np.ndarray] = []
         total = 0.0
         first = range(len(rows))[mine].start
+        # The targets, kept before masks are written into the ids.
         clean = flat.clone()
+        # Over all rows, also those of other processes: drawing their masks again gives each process
+        # the step's normaliser without asking the others.
         for r, placed in samples_of(rows):
             sample = placed.sample
             masked, weight = self.draw(sample)
             total += self.share(sample, masked)
             if not 0 <= r - first < len(ids):
                 continue
+            # The response's first place in the R x L places of this process.
             start = (r - first) * length + placed.start + len(sample.prompt)
             places = start + np.flatnonzero(masked)
             reads.append(places)
@@ -156,6 +162,7 @@ class Objective(nn.Module):
             positions=positions,
             spans=own,
             teacher_spans=teacher,
+            # The row that predicts position p is p - 1 in shifted families.
             rows=targets - self.model.logit_shift,
             targets=clean[targets],
             weight=torch.from_numpy(scaled).float(),
@@ -167,10 +174,12 @@ class Objective(nn.Module):
         return torch.stack(own), None
 
     def read(self, batch: Batch, which: Tensor) -> Tensor:
-        """Hidden states ``[N, C]`` of the rows that are read."""
+        """Hidden states ``[N, C]`` of the rows that the loss reads. which: the spans to read them
+        under, the student's or the teacher's."""
         hidden = self.model.hidden(
             batch.input_ids, SpanPlan(which, way=self.attention), batch.positions
         )
+        # [R, L, C] to [N, C]: only these rows reach the head, whose logits are the largest tensor.
         return hidden.flatten(0, 1).index_select(0, batch.rows)
 
     def read_teacher(self, batch: Batch) -> Tensor:
@@ -179,6 +188,7 @@ class Objective(nn.Module):
         go off and on in between."""
         assert batch.teacher_spans is not None
         training = self.network.training
+        # No dropout in the teacher.
         self.network.eval()
         with torch.no_grad(), self.model.adapter_disabled():
             teacher = self.read(batch, batch.teacher_spans)

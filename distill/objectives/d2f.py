@@ -80,6 +80,8 @@ class D2F(Objective):
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.config.noise, self.block_size(sample)
         rng, length = self.rng(sample), len(sample.response)
+        # The paper's noise, within [low, high]. The all-masked state of a freshly appended block is
+        # among the pipeline's states below.
         if rng.random() < settings.monotone_share:
             draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
             ratios = draw(length, size, settings.low, settings.high, rng)
@@ -91,11 +93,13 @@ class D2F(Objective):
             ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
             fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
             end = fresh + size
+        # Blocks that the pipeline would not have opened yet.
         far = np.arange(length) >= end
         weight = 1 / np.where(ratios > 0, ratios, 1.0)
         return ratios, np.where(far, settings.far_weight, weight)
 
     def share(self, sample: Sample, masked: np.ndarray) -> float:
+        # Over masked tokens, as the official code takes its mean; the base divides by all tokens.
         return float(self.importance(sample)[masked].sum())
 
     def sample_spans(self, sample: Sample) -> Tensor:
@@ -109,8 +113,10 @@ class D2F(Objective):
         if self.config.distill_target == "hard":
             student = self.read(batch, batch.spans)
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
+        # First, see `read_teacher`.
         teacher = self.read_teacher(batch)
         student = self.read(batch, batch.spans)
+        # Teacher and student share the frozen head: one matrix, which needs no gradient.
         head = gathered(self.model.backbone.lm_head.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
 

@@ -48,15 +48,19 @@ class MaskedDiffusion(Objective):
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, length = self.config.noise, len(sample.response)
         if self.is_causal(sample):
+            # All answer tokens are read, none is hidden (`Objective.batch` asks `is_causal`).
             read = (np.arange(length) < sample.answer).astype(float)
             return read, read
         rng = self.rng(sample)
+        # Low discrepancy: consecutive samples, and so the samples of a step, cover the ratios
+        # evenly.
         even = noise.even_draw(self.config.seed, sample.index)
         if rng.random() < settings.uniform_share:
             ratio = settings.min_ratio + (settings.max_ratio - settings.min_ratio) * even
             return noise.uniform_ratios(length, ratio), np.full(length, 1 / ratio)
         ratio = settings.min_ratio + (1 - settings.min_ratio) * even
         size = int(rng.choice(settings.block_sizes))
+        # Of the answer alone: the tail of end tokens is never the current block.
         blocks = -(-sample.answer // size)
         start = size * int(rng.integers(blocks))
         ratios = noise.decoding_ratios(length, start, start + size, ratio)

@@ -70,6 +70,7 @@ class WeDLM(Objective):
         maskable = np.arange(len(sample)) >= prompt
         rng = noise.sample_rng(self.config.seed, sample.index, noise.MASK)
         masked = noise.draw_counts(maskable, size, gammas, rng)[prompt:]
+        # The drawn ratio, not the one that rounding to whole tokens gives, as in the official code.
         gamma = np.repeat(gammas, size)[prompt : len(sample)]
         return masked, self.importance(sample) / np.where(masked, gamma, 1.0)
 
@@ -77,7 +78,7 @@ class WeDLM(Objective):
         return spans.wedlm_training(len(sample), self.block_size(sample))
 
     def streams(self, sample: Sample) -> Streams:
-        """A sample with its noise, its spans are `sample_spans`."""
+        """A sample as it is fed, with its noise; `sample_spans` says what its rows see."""
         length, prompt = len(sample), len(sample.prompt)
         mask_id = self.model.mask_id
         assert mask_id is not None
@@ -85,6 +86,7 @@ class WeDLM(Objective):
         clean = np.array(sample.prompt + sample.response)
         hidden = np.arange(length) >= prompt
         hidden[prompt:] = masked
+        # Within each block, so that a causal row of x_t sees all that is observed in its block.
         order = noise.observed_first(hidden, self.block_size(sample))
         noisy = np.where(hidden, mask_id, clean)
         masks = np.flatnonzero(hidden[order])
@@ -92,11 +94,13 @@ class WeDLM(Objective):
         first = max(prompt, 1) if self.config.wedlm.ar_weight else length  # nothing predicts 0
         following = np.arange(first, length)
         weights = np.zeros((len(masks) + len(following), 2))
+        # Column 0 is the masked loss, column 1 the next-token loss.
         weights[: len(masks), 0] = weight[recovered - prompt]
         weights[len(masks) :, 1] = self.importance(sample)[following - prompt]
         return Streams(
             ids=np.concatenate((clean, noisy[order])),
             positions=np.concatenate((np.arange(length), order)),
+            # Mask rows are read in x_t, where each predicts its own token; next-token rows in x_0.
             rows=np.concatenate((length + masks, following - 1)),
             targets=clean[np.concatenate((recovered, following))],
             weight=weights,
@@ -113,10 +117,13 @@ class WeDLM(Objective):
             fed = self.streams(placed.sample)
             sums = fed.weight.sum(0)
             if settings.weights == "paper":
+                # By response tokens; the official code divides by the weights themselves.
                 sums[0] = self.importance(placed.sample).sum()
             totals += sums
+            # Another process's row: only its part of the normaliser is wanted.
             if not 0 <= r - first < len(own):
                 continue
+            # Every sample before it is fed twice, too.
             start = 2 * placed.start
             part = slice(start, start + len(fed.ids))
             ids[r - first, part], positions[r - first, part] = fed.ids, fed.positions
@@ -124,6 +131,7 @@ class WeDLM(Objective):
             targets.append(fed.targets)
             weights.append(fed.weight)
         ar = settings.ar_weight
+        # Each loss by its own normaliser, and both by (1 + ar_weight).
         scale = np.array([1.0, ar]) / (1 + ar) / np.maximum(totals, 1e-9)
         seen, _ = self.spans(own, length)
         return Batch(

@@ -112,12 +112,15 @@ class WinoPlusObjective(Objective):
                 start = r * length + placed.start + len(state.prompt)
                 flat[start + torch.from_numpy(np.flatnonzero(state.masked))] = self.model.mask_id
                 table = np.stack([state.now, state.later, state.deferrable], axis=1)
+                # Without the teacher's term, of the later tokens only those that may be deferred
+                # are read.
                 read = table[:, 0] | table[:, 1 if self.settings.kl_weight else 2]
                 places.append(start + np.flatnonzero(read))
                 columns.append(table[read])
                 states.append(np.full(int(read.sum()), len(states)))
         targets = torch.from_numpy(np.concatenate(places))
         now, later, deferrable = torch.from_numpy(np.concatenate(columns)).unbind(1)
+        # The empty array that the list begins with counts as one.
         state_of = torch.from_numpy(np.concatenate(states)) - 1
         own, teacher = self.spans(rows[mine], length)
         return StateBatch(
@@ -127,6 +130,7 @@ class WinoPlusObjective(Objective):
             teacher_spans=teacher,
             rows=targets - self.model.logit_shift,
             targets=clean[targets],
+            # Every state of the step counts the same, in whichever process it is.
             weight=torch.full((len(targets),), 1 / max(1, sum(map(len, rows)))),
             state=state_of,
             now=now,
@@ -140,15 +144,19 @@ class WinoPlusObjective(Objective):
         # The teacher comes first: the adapter is off and on again before there is a graph.
         teacher = self.read_teacher(batch) if settings.kl_weight else None
         student = self.read(batch, batch.spans)
+        # The sets are chosen by the student's own predictions, and are no part of its gradient.
         with torch.no_grad():
             confidence, token = self._predictions(student.detach())
         right = token == batch.targets
         defer = batch.deferrable & ~right & (confidence >= settings.tau1)  # R_t
         sharpen = batch.now & right & (confidence < settings.tau2)  # C_t
         by_entropy = settings.sharpen_weight * _mean_weight(batch, sharpen)
+        # Subtracted: a lower loss is a higher entropy where the prediction is sure and wrong.
         by_entropy = by_entropy - settings.defer_weight * _mean_weight(batch, defer)
         loss = self._on_logits(student, batch.targets, _mean_weight(batch, batch.now), by_entropy)
         if teacher is not None:
+            # A deferred token would be pulled both ways, towards the teacher's distribution and
+            # towards a higher entropy.
             teach = batch.later & ~defer
             weight = settings.kl_weight * _mean_weight(batch, teach)[teach]
             head = gathered(self.model.backbone.lm_head.weight)
@@ -161,6 +169,8 @@ class WinoPlusObjective(Objective):
         for part in hidden.split(self._rows_at_a_time):
             logits = self.model.head(part).float()  # [n, V]
             total = logits.logsumexp(-1)
+            # After the softmax's total: the confidence is that under the full softmax, as in
+            # decoding.
             logits[:, self.model.mask_id] = -torch.inf
             best, token = logits.max(-1)
             found.append(((best - total).exp(), token))
@@ -172,6 +182,7 @@ class WinoPlusObjective(Objective):
     ) -> Tensor:
         """Sum of by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
         ``[N]`` each; a part's logits are made again for its gradient."""
+        # Logits of the others would be computed for a weight of 0.
         rows = ((by_token != 0) | (by_entropy != 0)).nonzero()[:, 0]
         columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -226,8 +237,8 @@ class WinoPlusObjective(Objective):
 
 
 def _mean_weight(batch: StateBatch, chosen: Tensor) -> Tensor:
-    """The weight ``[N]`` that makes a sum over rows the states' means over the chosen ones, each
-    with its state's share of the step."""
+    """Weights ``[N]`` under which a sum over rows is the mean over each state's chosen rows, times
+    that state's share of the step. A state without a chosen row adds nothing."""
     each = chosen.float()
     count = torch.zeros_like(each).index_add(0, batch.state, each)[batch.state]
     return batch.weight * each / count.clamp(min=1)

@@ -58,6 +58,7 @@ def _run(options: argparse.Namespace) -> None:
     from distill.rollouts.rollout_ledger import RolloutLedger
 
     given = given_options(options)
+    # All of the response is wanted, also what follows the end token.
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
     settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
     check_options(options)
@@ -67,6 +68,7 @@ def _run(options: argparse.Namespace) -> None:
     file = RolloutLedger(options.output, describe(options, model, weights, jobs))
     order = {job.name: number for number, job in enumerate(jobs)}
     places = [order.get(name, -1) for name in file.done]
+    # Rollouts are written in the order of the problems: the last one says how far the run was.
     if -1 in places or places != sorted(set(places)):
         raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
     first = places[-1] + 1 if places else 0
@@ -86,8 +88,11 @@ def _run(options: argparse.Namespace) -> None:
             seed=options.seed,
             batch_size=options.batch_size,
         ):
+            # None for a problem that no temperature solved: it takes its turn and leaves no line.
             waiting[number] = rollout
             display.advance()
+            # Requests finish in any order; one is written when all before it are written or have
+            # failed.
             while first in waiting:
                 found = waiting.pop(first)
                 if found is not None:

@@ -51,6 +51,7 @@ class Trajectory:
     def add(self, event: Event) -> None:
         """Take the next event. It shows what its forward decided, and the blocks of the forward to
         come; the first block is there from the start."""
+        # Events count forwards from 1, trajectories from 0, as the official code's files do.
         step = event.forward - 1
         self.block_size = self.block_size or event.blocks[0].end
         for view in event.blocks:
@@ -58,16 +59,20 @@ class Trajectory:
             self.appended.setdefault(view.start, there)
             for position, token in enumerate(view.tokens, view.start):
                 if token is None:
+                    # Taken back: when it is decided again, also as the same token, that is a new
+                    # decision.
                     self.tokens.pop(position, None)
                 elif self.tokens.get(position) != token:
                     self.tokens[position] = token
                     self.accepted[position] = step
+                    # By token: a token that comes back after a revocation keeps its first step.
                     self.proposed.setdefault((position, token), step)
 
     def rollout(self, job: TrajectoryJob, result: Result, temperature: float) -> Rollout:
-        """The whole of a finished request."""
+        """The rollout of a request that is done and whose answer is right."""
         place = range(len(result.raw_tokens))
         tokens = tuple(self.tokens[i] for i in place)
+        # What the events showed adds up to the result.
         assert list(tokens) == result.raw_tokens
         return Rollout(
             unique_id=job.name,
@@ -95,19 +100,24 @@ def collect(
 ) -> Iterator[tuple[int, Rollout | None]]:
     """(number, rollout) of each job from `first` on, as they finish; None where no temperature gave
     a right answer. What a job gives depends on its number, its problem and the seed alone."""
+    # Any job fits beside any others.
     slots = max((job.decoder.begin(job.ids, model.contract).slots for job in jobs), default=1)
     engine = Engine(model, batch_size=batch_size, slots=slots * batch_size)
     under_way: dict[int, Trajectory] = {}
 
     def submit(number: int, rung: int) -> None:
         job = jobs[number]
+        # By the job's number, so that what it draws does not depend on where a run was resumed.
         decoder = replace(job.decoder, temperature=temperatures[rung], seed=seed + number)
+        # One number that says which problem at which temperature; `divmod` below takes it apart.
         index = number * len(temperatures) + rung
         under_way[index] = Trajectory(decoder.name == "d2f")
         engine.submit(Request(index, job.ids, decoder, model.contract, model.tokenizer))
 
     rest = iter(range(first, len(jobs)))
     while True:
+        # Only as many wait as may enter next: each has a session, and the problems may be
+        # thousands.
         while len(engine.waiting) < batch_size and (number := next(rest, None)) is not None:
             submit(number, 0)
         if not (engine.waiting or engine.running):

@@ -77,6 +77,7 @@ class Rollout(Section):
                 f"trajectory_accepted must lie below decoding_steps {self.decoding_steps}, "
                 f"got {accepted.max()}"
             )
+        # The step that decided a token for good may be a later one, never an earlier one.
         if (np.array(self.trajectory_proposed) > accepted).any():
             raise ValueError("trajectory_proposed must not exceed trajectory_accepted")
         appended = np.array(self.append_steps)
@@ -102,6 +103,7 @@ def read_rollouts(path: str | Path) -> tuple[dict[str, Any], list[Rollout]]:
         run = dict(parse(first.decode())["rollouts"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} {NO_ROLLOUTS}") from error
+    # Behind the last newline there is nothing, unless the collecting command was killed.
     torn = bool(lines and lines.pop())
     found = [parse_rollout(line, f"{path}, line {n}") for n, line in enumerate(lines, 2)]
     if torn:
@@ -137,6 +139,7 @@ def random_steps(steps: Ints, block_size: int, rng: np.random.Generator) -> Ints
     for start in range(0, len(steps), block_size):
         values = np.unique(steps[start : start + block_size])
         length = len(steps[start : start + block_size])
+        # Every value once, the rest drawn: no state of the block may vanish.
         drawn = np.concatenate([values, rng.choice(values, length - len(values))])
         mixed[start : start + block_size] = rng.permutation(drawn)
     return mixed
@@ -164,11 +167,14 @@ def state_at(
     """
     position = np.arange(len(steps))
     block = position // rollout.block_size
+    # bool [response]: the pipeline had appended the token's block before step t.
     there = np.array(rollout.append_steps)[block] <= t
     answer = answer_length(rollout, end_ids)
     counted = there & (settings.tail | (position < answer))
     now, later = counted & (steps == t), counted & (steps > t)
+    # The block of the first token of A_t, as the official code limits R_t (`scope: block`).
     current = block == block[np.argmax(now)]
+    # What is cut off is all masked and seen by nobody, so it would only take room in a row.
     kept = len(steps) if settings.kl_weight else int(there.sum())
     return State(
         index,
@@ -204,6 +210,7 @@ class StateStream(Stream):
         self.end_ids = end_ids
         self.steps = [self._steps(i, rollout) for i, rollout in enumerate(rollouts)]
         self.states = [
+            # Distinct steps only: a forward that decided nothing for good leaves no state.
             (i, int(t))
             for i, (rollout, steps) in enumerate(zip(rollouts, self.steps, strict=True))
             for t in np.unique(steps if settings.tail else steps[: answer_length(rollout, end_ids)])

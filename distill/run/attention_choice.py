@@ -38,6 +38,7 @@ def choose_attention(
     if not spans.is_cuda:
         return "sdpa"
     path = output / FILE_NAME
+    # Ways differ in rounding: a resumed run computes by the one that it began with.
     if path.is_file():
         kept: Way = json.loads(path.read_text(encoding="utf-8"))["chosen"]
         return kept
@@ -69,6 +70,7 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     batch, length = spans.shape[:2]
+    # [R, heads, L, dim], and keys and values with their own number of heads.
     shapes = ((batch, heads, length, dim), *((batch, kv_heads, length, dim),) * 2)
     options: dict[str, Any] = {"dtype": dtype, "device": spans.device, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
@@ -76,6 +78,7 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     layers = config.num_hidden_layers
 
     def step(way: Way) -> None:
+        # Made once a forward and shared by the layers, as in training.
         plan = SpanPlan(spans, way=way)
         for _ in range(layers):
             out = plan.attend(None, q, k, v)
@@ -107,4 +110,5 @@ def _milliseconds(run: Any, device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
+    # The first call compiles.
     return sorted(times[1:])[_REPEAT // 2]

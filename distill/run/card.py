@@ -74,6 +74,7 @@ def card(
 def curve(lines: list[dict[str, Any]]) -> list[str]:
     """A table of the loss at some of the logged steps, evenly apart, the first and the last among
     them, and of every evaluation."""
+    # As many points as asked for, or every line where there are fewer.
     apart = max(1, len(lines) - 1) / (_POINTS - 1)
     chosen = {min(round(i * apart), len(lines) - 1) for i in range(_POINTS)}
     evaluated = [name for name in _EVALUATED if any(name in line for line in lines)]

@@ -32,11 +32,15 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     beside = place.with_suffix(".writing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # What a killed run left: neither name is taken for a checkpoint.
         for left in (*folder.glob("*.writing"), *folder.glob("*.dropped")):
             shutil.rmtree(left, ignore_errors=True)
         beside.mkdir()
+        # Until the rename the older checkpoints are what a resume finds, after it this one is there
+        # whole.
         _write(beside, state)
         if place.exists():
+            # A damaged one of the same step: it was passed over, and the step was taken again.
             _drop(place)
         beside.rename(place)
     except (OSError, RuntimeError) as error:  # torch gives RuntimeError for a full disk
@@ -47,6 +51,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
             f"{place}: the checkpoint of step {step} could not be written: {reason}; {kept}, "
             "and the same command goes on from there"
         ) from error
+    # Only now that the new one is in place may old ones go.
     present = steps(folder)
     kept_steps = [s for s in present if s <= step][-keep:]
     for old in set(present) - set(kept_steps):
@@ -76,6 +81,7 @@ def newest(folder: Path) -> dict[str, Any] | None:
         place = _place(folder, step)
         problem = damage(place)
         if problem is None:
+            # weights_only: a file that someone else wrote runs no code.
             return torch.load(place / STATE, weights_only=True, map_location="cpu")
         problems.append(f"{place}: {problem}")
         warnings.warn(f"damaged checkpoint passed over: {problems[-1]}", stacklevel=2)
@@ -125,7 +131,10 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
         hashing = _Hashing(file)
         torch.save(state, hashing)  # type: ignore[arg-type]
         file.flush()
+        # On disk before the folder is renamed, else a power cut may leave the name and not the
+        # data.
         os.fsync(file.fileno())
+    # Last, so that a state that was cut short has none.
     with (folder / CHECKSUM).open("w", encoding="utf-8") as text:
         text.write(json.dumps({"sha256": hashing.digest.hexdigest()}) + "\n")
         text.flush()
@@ -137,7 +146,8 @@ def _place(folder: Path, step: int) -> Path:
 
 
 def _drop(place: Path) -> None:
-    """Remove a checkpoint; a kill in between leaves it whole or gone."""
+    """Remove a checkpoint. It is renamed first, so that a kill in between leaves it whole or under
+    a name that nobody takes for a checkpoint."""
     dropped = place.with_suffix(".dropped")
     place.rename(dropped)
     shutil.rmtree(dropped, ignore_errors=True)

@@ -50,6 +50,7 @@ class Evaluator:
         self.config, self.settings = config, settings
         self.model = as_trained(model, config)
         self.best = Path(config.output) / "best"
+        # Encoded and checked once: every evaluation decodes the same prompts.
         self.jobs = jobs(self.model, config)
 
     def due(self, step: int) -> bool:
@@ -81,10 +82,12 @@ class Evaluator:
 
     def _keep(self, step: int, values: dict[str, Any]) -> None:
         names = ("evaluation/accuracy", "evaluation/tokens_per_forward")
+        # A kill while the folder was replaced may have left the old one under another name.
         put_back(self.best)
         # A report that is missing or damaged says of nothing that it was better.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = parse((self.best / REPORT).read_text(encoding="utf-8"), nan=True)
+            # Compared as lists: by accuracy, and tokens a forward where that is equal.
             if [values[name] for name in names] <= [kept[name] for name in names]:
                 return
         report = json.dumps({"step": step, **values}, indent=1) + "\n"
@@ -139,6 +142,7 @@ def undisturbed(model: DiffusionModel) -> Iterator[None]:
     modes = {module: module.training for module in network.modules()}
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
+        # No dropout while decoding; each module's own mode is put back afterwards.
         network.eval()
         try:
             yield

@@ -47,11 +47,14 @@ def as_trained(
 def export_run(
     accelerator: Accelerator, objective: Objective, stream: Stream, folder: RunFolder
 ) -> None:
-    """End the training, write what it made and say so in its folder. All processes call this."""
+    """End the training, write what it made, and note in the run's folder that it is finished. All
+    processes call this; only the main one writes."""
     config, model = folder.config, objective.model
+    # Where what was trained is not lying there as fp32 weights on an fp32 base.
     changed = sharding.is_sharded(accelerator) or config.quantize != "none"
     changed = changed or config.base_dtype != "float32"
     trained = checkpoint.trainable(objective)
+    # All processes take part in gathering shards, so this comes before all but one return.
     weights = sharding.read_weights(accelerator, trained) if changed else {}
     accelerator.end_training()
     if not accelerator.is_main_process:
@@ -72,8 +75,10 @@ def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) 
     `output`, each whole or not, with the card. The adapter is merged into `model`."""
     made = as_trained(model, config)
     if made.adapter is not None:
+        # The adapter first: merging changes the model that it is taken from.
         write_result(made, config, output / "adapter", {CARD: card})
         made.merge_adapter()
+        # Merged weights belong to no base any more.
         made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
     write_result(made, config, output / "model", {CARD: card})
     if config.export_official:

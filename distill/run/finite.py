@@ -28,6 +28,7 @@ class FiniteWatch:
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
+        # [1], on the device, so that `see` need not wait for it.
         self.first = torch.full((1,), _NEVER, dtype=torch.int64, device=accelerator.device)
         self.samples: dict[int, list[int]] = {}  # of the steps since the last check
 
@@ -35,10 +36,12 @@ class FiniteWatch:
         """Take a step's loss (and gradient norm), made from these sample indexes."""
         self.samples[step] = samples
         fine = torch.stack([value.detach().float().isfinite() for value in values]).all()
+        # The smallest of the steps that were not finite, kept without a branch on the host.
         self.first = torch.where(fine, self.first, self.first.clamp(max=step))
 
     def check(self) -> None:
         """Raise NonFiniteLossError, on all processes, if any process saw such a step."""
+        # Gathered, so that all processes raise together and none waits for one that has ended.
         step = int(self.accelerator.gather(self.first).min())
         if step != _NEVER:
             raise NonFiniteLossError(
@@ -60,6 +63,8 @@ class FiniteWatch:
         }
         device = self.accelerator.device
         fine = torch.stack([value.isfinite().all().to(device) for value in tensors.values()])
+        # The place of the first tensor that is not finite; processes hold the same names in one
+        # order.
         first = torch.where(fine.all(), _NEVER, (~fine).int().argmax())[None]
         worst = int(self.accelerator.gather(first).min())
         if worst != _NEVER:

@@ -36,6 +36,8 @@ def digests(config: TrainConfig) -> dict[str, str]:
     if config.data.dataset is not None and Path(config.data.dataset).is_dir():
         found["data.dataset"] = _folder_digest(Path(config.data.dataset))
     if config.init is not None:
+        # Not a digest of the whole: base weights are many gigabytes, and every start would read
+        # them.
         found["init"] = fingerprint(resolve(config.init))
     if config.init_adapter is not None:
         found["init_adapter"] = file_digest(

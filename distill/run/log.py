@@ -37,6 +37,7 @@ def keep_lines(path: Path, step: int) -> None:
     if path.is_file():
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            # A line that a kill cut short is not JSON.
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 if parse(line, nan=True)["step"] <= step:
                     kept.append(line + "\n")

@@ -41,6 +41,7 @@ class Progress:
         now = self.clock()
         if not self._prints or (now < self._next and not last):
             return
+        # The first report is printed at once, as `_next` begins before any time.
         self._next = now + APART
         speed = (step - self.start) / max(now - self.began, 1e-9)
         left = duration((self.steps - step) / speed)

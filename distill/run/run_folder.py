@@ -47,6 +47,7 @@ class RunFolder:
         self.record: dict[str, Any] = {}
         self.steps_there = config.steps
         self._check_place()
+        # Only then is there something that another run's steps could be mixed with.
         if self.holds_work:
             self.record = self._read_record()
             self._refuse_another(extend)
@@ -117,10 +118,12 @@ class RunFolder:
     def _begin(self, done: int) -> str | None:
         self.place.mkdir(parents=True, exist_ok=True)
         config, said = self.config, None
+        # A run that goes on is not finished, until `finish` says so again.
         record = {key: value for key, value in self.record.items() if key != "finished"}
         record["inputs"] = self.inputs
         if config.steps > self.steps_there:
             more = {"step": done, "from": self.steps_there, "to": config.steps}
+            # The same extension, begun again after a kill, is told once.
             known = [e for e in record.get("extended", []) if e != more]
             record["extended"] = [*known, more]
             said = extension_text(config, more)
@@ -175,8 +178,10 @@ class RunFolder:
         theirs, ours = flat(self._read_config()), flat(self.config.model_dump(mode="json"))
         same = _FREE | unread(self.config).keys()
         same |= {key for key in ours if theirs.get(key) == ours[key]}
+        # Another spelling of a path is the same run if it leads to the same content.
         same |= {key for key in identity.PATHS if self._is_same_input(key, theirs, ours)}
         steps = theirs.get("steps")
+        # A checkpoint of its last step says that the run has come to its end.
         ended = steps in checkpoint.steps(self.checkpoints)
         if extend and ended and isinstance(steps, int) and self.config.steps > steps:
             self.steps_there = steps
@@ -196,6 +201,7 @@ class RunFolder:
     def _is_same_input(self, key: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
         """Whether a path, however it is spelled, leads to what the run began with."""
         there, here = theirs.get(key), ours.get(key)
+        # `flat` has made text of None.
         if there == here or {there, here} & {None, "None"}:  # not given
             return there == here
         known = self.record.get("inputs", {}).get(key)

@@ -75,6 +75,7 @@ def prepare(
 ) -> tuple[nn.Module, Any]:
     """accelerate's wrapped module and optimizer. DeepSpeed casts buffers to bf16 with the weights;
     RoPE's frequencies are put back in fp32."""
+    # Copies from before the wrapper, since what it has rounded to bf16 cannot be restored.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     wrapped, prepared = accelerator.prepare(module, optimizer)
     for name, buffer in module.named_buffers():
@@ -126,6 +127,8 @@ def write_state(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_like(saved["weights"][name], parameter))
+            # What AdamW keeps of a parameter: both moments, and the step count of its bias
+            # correction.
             optimizer.state[parameter] = {
                 key: _like(value, parameter) for key, value in saved["optimizer"][name].items()
             }
@@ -137,6 +140,7 @@ def _weight(accelerator: Accelerator, parameter: nn.Parameter) -> Tensor:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.utils import safe_get_full_fp32_param
 
+        # DeepSpeed's fp32 master copy, not the bf16 weights that it computes with.
         value: Tensor = safe_get_full_fp32_param(parameter)
         return value
     return gathered(parameter)
@@ -149,14 +153,17 @@ def _moments(
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
+        # DeepSpeed counts steps elsewhere; a checkpoint has AdamW's form whatever wrote it.
         return found | {"step": torch.tensor(float(step))}
     return {key: gathered(value) for key, value in optimizer.state[parameter].items()}
 
 
 def _like(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A whole tensor as the parameter's own kind; a step count stays a plain number."""
+    """A whole tensor in the form that the parameter has: sharded like it under FSDP2, else on its
+    device. A step count, which has no dimensions, is not sharded."""
     if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.dim():
         whole_value = value.to(parameter.device)
+        # src_data_rank None: every process has the whole tensor and takes its part, none is sent.
         return distribute_tensor(
             whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

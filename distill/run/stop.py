@@ -31,10 +31,13 @@ class StopRequest:
         self._group = dist.new_group(backend="gloo") if processes > 1 else None
 
     def asked(self) -> int:
-        """The signal, 0 where there was none. Called by all processes at the end of a step."""
+        """The number of the signal that any process has received, 0 where none has. All processes
+        call this at the end of each step, and all get the same answer."""
         if self._group is None:
             return self._received
         flag = torch.tensor(self._received)
+        # The signal that any process has had; all leave the loop after the same step, else those
+        # that go on would wait for gradients for ever.
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return int(flag)
 
@@ -45,11 +48,13 @@ class StopRequest:
         The group is given back at the end: left to the garbage collector, its threads can wait for
         the interpreter's lock, which waits for them.
         """
+        # Python lets only the main thread set handlers; in another one none is set.
         is_main = threading.current_thread() is threading.main_thread()
         asking = (signal.SIGTERM, signal.SIGINT) if is_main else ()
         before = {number: signal.signal(number, self._receive) for number in asking}
         try:
             yield
+            # No process may give the group back while another still asks it.
             if self._group is not None:
                 dist.barrier(group=self._group)
         finally:

@@ -44,6 +44,7 @@ class Training:
         self.is_main = self.accelerator.is_main_process
         self._set_up()
         self.done, self.sample, self.stopped = 0, 0, 0
+        # Before the tracker and the log: it refuses what cannot be resumed, and cuts the log's end.
         self._go_on()
         self._start_tracker()
         self.start = self.done
@@ -60,7 +61,9 @@ class Training:
         """Model, objective, data and optimizer."""
         config, accelerator = self.config, self.accelerator
         check_attention(config.attention, accelerator.device)
+        # Looked at before the model is loaded, so that a bad configuration is refused at once.
         rows_at_once(config, accelerator.num_processes)
+        # A 4-bit base is quantised as it is loaded, on the device that it is trained on.
         quantized = config.quantize != "none"
         model = prepare_model(config, accelerator.device if quantized else "cpu")
         self.objective = OBJECTIVES[config.objective](model, config)
@@ -107,6 +110,7 @@ class Training:
         scaled = self.accelerator.scaler is not None
         seen = (result.loss,) if scaled else (result.loss, result.norm)
         self.watch.see(self.done, [p.sample.index for row in rows for p in row], *seen)
+        # Asked by all processes after each step, also where none of them has had a signal.
         self.stopped = self.stop.asked()
         return result
 
@@ -116,9 +120,13 @@ class Training:
         config, done = self.config, self.done
         evaluated = self.evaluator is not None and self.evaluator.due(done)
         logged = evaluated or done % config.log_every == 0 or done == config.steps
+        # The first step of every call is shown too: it tells that the run works.
         if not logged and done != self.start + 1:
             return
+        # Waits for the device, so only in steps that are shown or saved.
         self.watch.check()
+        # Each process has the sum over its own rows, normalised by all: their sum is the step's
+        # loss.
         loss = self.accelerator.reduce(result.loss, "sum").item()
         self.progress.report(done, loss, result.rate, last=not self.goes_on)
         if not logged:
@@ -128,6 +136,7 @@ class Training:
         values.update(self.stream.counts())
         if self.evaluator is not None and evaluated:
             self.watch.check_state(done, self.stepper.trainable, self.stepper.optimizer)
+            # The others wait for the main process at their next common operation.
             values |= self.evaluator.run(done) if self.is_main else {}
         self.accelerator.log(values, step=done)
         if self.log is not None:
@@ -137,6 +146,7 @@ class Training:
     def save(self) -> None:
         """Keep a checkpoint of the step that was just taken, if it is one to keep. Raises
         NonFiniteLossError, CheckpointError."""
+        # The last step of a call is always kept, also where a signal made it the last.
         if self.goes_on and self.done % self.config.save_every != 0:
             return
         trainable, optimizer = self.stepper.trainable, self.stepper.optimizer

@@ -20,8 +20,8 @@ from distill.run.attention_choice import attention_dtype, choose_attention
 
 
 class StepResult(NamedTuple):
-    """Of a step. loss: this process's part of it, a scalar; norm: of the gradient before clipping,
-    a scalar; rate: the learning rate that it was taken with."""
+    """What a step gave. loss: this process's part of the step's loss, a scalar. norm: that of the
+    gradient before clipping, a scalar. rate: the learning rate that the step was taken with."""
 
     loss: Tensor
     norm: Tensor
@@ -53,13 +53,17 @@ class Stepper:
         """Take the step after `done` steps."""
         accelerator, rate = self.accelerator, learning_rate(self.config, done)
         for group in self.optimizer.param_groups:
+            # From the step's number alone, so that a resume has no scheduler to restore.
             group["lr"] = rate
         parts, share = self.config.gradient_accumulation, self.rows_at_once
         loss = torch.zeros((), device=accelerator.device)
         for part in range(parts):
+            # Each part is the same rows whichever process feeds it: processes in order, parts
+            # within.
             first = (accelerator.process_index * parts + part) * share
             batch = self.objective.batch(rows, slice(first, first + share)).to(accelerator.device)
             if self.objective.attention is None:
+                # Once, on the first batch: its shape is that of all.
                 self._choose_attention(batch)
             seed_dropout(self.config.seed, done, first)
             with accelerator.accumulate(self.wrapped):
@@ -67,6 +71,7 @@ class Stepper:
                     part_loss = self.wrapped(batch)
                 # Gradients are averaged over processes and parts; the loss is a sum.
                 accelerator.backward(part_loss * (accelerator.num_processes * parts))
+            # Parts are normalised by the whole step, so that they add up.
             loss += part_loss.detach()
         clip = self.config.optimizer.clip
         norm = accelerator.clip_grad_norm_(list(self.trainable.values()), clip)
