@@ -137,6 +137,10 @@ BAD = [
     ({"lossless": 1.5}, "lossless"),
     ({"lossless": True}, "lossless"),
     ({"lossless": 4, "temperature": 1.0}, r"lossless needs temperature 0.*got 1\.0"),
+    (
+        {"lossless": 4, "revoke": "commit"},
+        "expected lossless or revoke, got lossless 4 and revoke 'commit'",
+    ),
 ]
 
 

@@ -108,6 +108,12 @@ def test_other_bytes_are_named(tmp_path):
     path.write_bytes("steps: 1".encode("utf-16"))
     with pytest.raises(InputError, match="not UTF-8"):
         read_mapping(path)
+    path.write_bytes(b"a" * (MOST_BYTES - 1) + b"\xff")  # as long as a file may be
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_mapping(path)
+    path.write_bytes("é".encode() * MOST_BYTES)  # cut within a character where it is too long
+    with pytest.raises(InputError, match="expected at most"):
+        read_mapping(path)
     path.write_bytes(b"\xef\xbb\xbfsteps: 1")  # as some editors begin a file
     assert read_mapping(path) == {"steps": 1}
     with pytest.raises(InputError, match="expected at most"):
