@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 from d2f.cache import SlotCache, SlotPool
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from decode.decoders.checks import whole_number
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted
+from decode.engine.pieces import share
 from decode.engine.request import Request
 from decode.engine.result import Event
 from decode.engine.sampling import PredictionRequest, queried_tokens, split, table_of
@@ -38,14 +40,27 @@ class Engine:
     batch_size: most requests in one forward. slots: size of the cache; it must hold the largest
     request, and a request waits while it does not fit. static: whether forwards are padded to a few
     fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`); None: there alone.
+    prefill_rows: most rows of prompts, and of steps larger than this, in one forward; what is more
+    waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so that a
+    long prompt does not hold up the requests that run. Each piece is a forward of its request and
+    a call in its result. None: every step whole and at once.
     """
 
     def __init__(
-        self, model: DiffusionModel, *, batch_size: int, slots: int, static: bool | None = None
+        self,
+        model: DiffusionModel,
+        *,
+        batch_size: int,
+        slots: int,
+        static: bool | None = None,
+        prefill_rows: int | None = None,
     ):
+        if prefill_rows is not None:
+            whole_number("prefill_rows", prefill_rows)
         self.model = model
         self.device = model.device
         self.batch_size = batch_size
+        self.prefill_rows = prefill_rows
         if static is None:
             static = graphs_wanted(self.device)
         self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
@@ -127,8 +142,9 @@ class Engine:
     def _start_forward(self) -> None:
         """Admit what fits and start the forward of all requests that run."""
         self._admit()
-        steps = [(request, request.next_step) for request in self.running]
-        fed = [(request, step) for request, step in steps if step is not None]
+        feeds = [(r, r.feed) for r in self.running if r.feed is not None]
+        stops = share([feed for _, feed in feeds], self.prefill_rows)
+        fed = [(r, feed.piece(stop)) for (r, feed), stop in zip(feeds, stops, strict=True) if stop]
         if not fed:
             return
         self.forwards += 1
@@ -171,9 +187,11 @@ class Engine:
         ):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
-            if predictions is None and len(forward.fed) > 1:  # perhaps another's fault
-                # Only a request whose logits are not finite alone either has failed by itself.
-                predictions = self._alone(request, step, group)
+            assert request.feed is not None
+            # Perhaps the fault of another, who with pieces need not be in this forward. Only a
+            # request whose logits are not finite alone either has failed by itself.
+            if predictions is None and (len(forward.fed) > 1 or self.prefill_rows is not None):
+                predictions = self._alone(request, request.feed.anew(), group)
             events.append(self._accept(request, step, predictions))
         return events
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from d2f.contract import Contract
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.decoders.base import Decoder
+from decode.engine.pieces import Feed
 from decode.engine.result import Event, FinishReason, Result
 from decode.engine.sampling import Sampler
 from decode.engine.step import Predictions, Step
@@ -31,11 +32,16 @@ class Request:
         self.sampler = Sampler(decoder.sampling, contract.mask_id)
         # Always one step ahead: that a request is done is known with the predictions that end it,
         # and it leaves the batch before the next forward.
-        self.next_step: Step | None = self.session.step()
+        self.feed = _feed(self.session.step(), first=True)
         self.calls: list[tuple[int, int]] = []
         self.base = 0
         self.result: Result | None = None
         self._began = 0.0
+
+    @property
+    def next_step(self) -> Step | None:
+        """What its session asks for next."""
+        return None if self.feed is None else self.feed.step
 
     @property
     def done(self) -> bool:
@@ -53,7 +59,7 @@ class Request:
                 f"failed at forward {len(self.calls)}: {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
-        self.next_step = None
+        self.feed = None
         self.result = Result.failed(
             error,
             calls=self.calls,
@@ -64,26 +70,29 @@ class Request:
         return Event(self.index, len(self.calls), [], result=self.result)
 
     def accept(self, step: Step, predictions: Predictions | None, now: float) -> None:
-        """Take the predictions of a step, None where they are not finite; the request may be done
-        after it. Raises NonFiniteLogitsError, and what the session raises."""
+        """Take the predictions of a step or of a piece of it, None where they are not finite; the
+        request may be done after it. Raises NonFiniteLogitsError, and what the session raises."""
         self.calls.append((len(step.tokens), step.cached))  # also of a step that failed: it was run
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
-        self.session.accept(predictions)
+        assert self.feed is not None
+        whole = self.feed.take(predictions)
+        if whole is None:  # rows of its step are still to be fed
+            return
+        self.session.accept(whole)
         # A stop string in text that may still change ends nothing.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
-        self.next_step = None if stopped else self.session.step()
-        if self.next_step is None:
+        self.feed = None if stopped else _feed(self.session.step())
+        if self.feed is None:
             self.result = self._finish(now)
 
     def event(self) -> Event:
         """What the last forward did to this request."""
-        session = self.session
-        return Event(
-            self.index, len(self.calls), session.blocks(), list(session.revealed), self.result
-        )
+        in_pieces = self.feed is not None and self.feed.fed
+        revealed = [] if in_pieces else list(self.session.revealed)
+        return Event(self.index, len(self.calls), self.session.blocks(), revealed, self.result)
 
     def _finish(self, now: float) -> Result:
         # Only what is settled: behind it there may be decided tokens with masks in between.
@@ -131,3 +140,7 @@ class Request:
         while kept and len(self._decode(kept) or "") > cut:
             kept = kept[:-1]
         return kept, text[:cut]
+
+
+def _feed(step: Step | None, *, first: bool = False) -> Feed | None:
+    return None if step is None else Feed(step, first=first)

@@ -41,7 +41,8 @@ class Result:
     calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
     finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
     what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request
-    failed, which leaves it without tokens; None where it did not.
+    failed, which leaves it without tokens; None where it did not. reused_rows: rows of its prompt
+    whose keys and values were copied from another request instead of fed (`Engine`).
     """
 
     tokens: list[int]
@@ -55,6 +56,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     seed: int = 0
     error: Exception | None = None
+    reused_rows: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
