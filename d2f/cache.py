@@ -63,6 +63,13 @@ class SlotCache:
             k[:, :, start:stop] = 0
             v[:, :, start:stop] = 0
 
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Write what is in the slots `source` (int64 ``[N]``) to the slots `target`."""
+        source, target = source.to(self.layers[0][0].device), target.to(self.layers[0][0].device)
+        for buffers in self.layers:
+            for buffer in buffers:
+                buffer[:, :, target] = buffer[:, :, source]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given with every forward, never counted here."""
         return 0

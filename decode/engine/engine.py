@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from d2f.cache import SlotCache, SlotPool
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders.checks import whole_number
+from decode.decoders.checks import boolean, whole_number
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted
 from decode.engine.pieces import share
+from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
 from decode.engine.result import Event
 from decode.engine.sampling import PredictionRequest, queried_tokens, split, table_of
@@ -43,7 +44,10 @@ class Engine:
     prefill_rows: most rows of prompts, and of steps larger than this, in one forward; what is more
     waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so that a
     long prompt does not hold up the requests that run. Each piece is a forward of its request and
-    a call in its result. None: every step whole and at once.
+    a call in its result. None: every step whole and at once. reuse_prefixes: whether rows of a
+    prompt that another request has fed, one that runs or one whose slots nobody has needed since it
+    was done, are copied instead of fed where the mask allows it exactly (`decode.engine.prefixes`,
+    which counts them); the model's weights must then stay as they are.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Engine:
         slots: int,
         static: bool | None = None,
         prefill_rows: int | None = None,
+        reuse_prefixes: bool = False,
     ):
+        boolean("reuse_prefixes", reuse_prefixes)
         if prefill_rows is not None:
             whole_number("prefill_rows", prefill_rows)
         self.model = model
@@ -66,6 +72,7 @@ class Engine:
         self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
         self.static = GraphForwards(model, self.cache) if static else None
         self.pool = SlotPool(slots)
+        self.prefixes = Prefixes(self.cache, on=reuse_prefixes)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
@@ -127,11 +134,20 @@ class Engine:
         slots = request.session.slots
         if slots > self.pool.slots:
             raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
-        return self.pool.allocate(slots)
+        base = self.pool.allocate(slots)
+        if base is None and request.feed is not None:
+            self.prefixes.wanted(request.feed)  # what it will want is given up last
+        while base is None and (kept := self.prefixes.evict()) is not None:
+            self.pool.free(kept)
+            base = self.pool.allocate(slots)
+        return base
 
     def _release(self, request: Request, *, clear: bool = True) -> None:
         """Take a running request out. clear: what it wrote may be anything."""
         self.running.remove(request)
+        if not clear and self.prefixes.keep(request.base):
+            return
+        self.prefixes.drop(request.base)
         if clear:
             # A slot that a row does not see may still enter its attention at a weight of 0, and 0
             # times NaN is NaN: what a failed request wrote must not await the next owner of its
@@ -143,10 +159,16 @@ class Engine:
         """Admit what fits and start the forward of all requests that run."""
         self._admit()
         feeds = [(r, r.feed) for r in self.running if r.feed is not None]
+        for request, feed in feeds:
+            # Also of one that has waited for its turn: another may have fed the rows meanwhile.
+            if feed.first and not feed.fed:
+                self.prefixes.fill(request.base, feed)
         stops = share([feed for _, feed in feeds], self.prefill_rows)
         fed = [(r, feed.piece(stop)) for (r, feed), stop in zip(feeds, stops, strict=True) if stop]
         if not fed:
             return
+        for request, step in fed:
+            self.prefixes.note(request.base, step)
         self.forwards += 1
         # A step belongs to the forward that it was started in: a request that is cancelled now, or
         # admitted, changes the next one only.
@@ -188,9 +210,10 @@ class Engine:
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             assert request.feed is not None
-            # Perhaps the fault of another, who with pieces need not be in this forward. Only a
-            # request whose logits are not finite alone either has failed by itself.
-            if predictions is None and (len(forward.fed) > 1 or self.prefill_rows is not None):
+            # Perhaps another's fault, who with pieces or copied rows need not be in this forward. Only
+            # a request whose logits are not finite alone either has failed by itself.
+            anywhere = self.prefill_rows is not None or request.feed.copied
+            if predictions is None and (len(forward.fed) > 1 or anywhere):
                 predictions = self._alone(request, request.feed.anew(), group)
             events.append(self._accept(request, step, predictions))
         return events
@@ -205,9 +228,12 @@ class Engine:
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
         """Hand a request its predictions; the event that says what they changed. An error of the
         request's own ends it here and goes no further."""
-        now = time.perf_counter()
+        now, feed = time.perf_counter(), request.feed
+        assert feed is not None
         try:
             request.accept(step, predictions, now)
+            if feed.first and request.feed is not feed:
+                self.prefixes.add(request.base, feed)
             event = request.event()
         except Exception as error:
             self._release(request)

@@ -92,6 +92,11 @@ class Feed:
         return np.unique(read[(read >= self.fed) & (read < self.copied)])
 
     @property
+    def spared(self) -> int:
+        """Rows that need not be fed, as they were copied."""
+        return self.copied - len(np.unique(self.step.read[self.step.read < self.copied]))
+
+    @property
     def left(self) -> int:
         """Rows that are still to be fed."""
         return len(self.step.tokens) - self.begin + len(self.again)

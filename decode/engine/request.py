@@ -34,6 +34,7 @@ class Request:
         # and it leaves the batch before the next forward.
         self.feed = _feed(self.session.step(), first=True)
         self.calls: list[tuple[int, int]] = []
+        self.reused_rows = 0
         self.base = 0
         self.result: Result | None = None
         self._began = 0.0
@@ -78,6 +79,8 @@ class Request:
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
         assert self.feed is not None
+        if self.feed.first:
+            self.reused_rows = self.feed.spared
         whole = self.feed.take(predictions)
         if whole is None:  # rows of its step are still to be fed
             return
@@ -118,6 +121,7 @@ class Request:
             prompt_tokens=self.session.prompt_length,
             counts=dict(self.session.counts),
             seed=self.decoder.seed,
+            reused_rows=self.reused_rows,
         )
 
     def _decode(self, tokens: list[int]) -> str | None:
