@@ -1,5 +1,6 @@
 """The benchmarks' own behaviour; what they measure is not for tests."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -7,7 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import confidence, decode_step, gpu, masked_kl, shapes, span_attention, train_step
+from benchmarks import (
+    confidence,
+    decode_step,
+    gpu,
+    masked_kl,
+    prefill,
+    shapes,
+    span_attention,
+    train_step,
+)
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(
@@ -139,3 +149,27 @@ def test_the_comparison_on_a_gpu_is_a_valid_configuration(monkeypatch, python):
     assert ("vllm" in kinds) == (python is not None)
     assert config.reference.kind == ("vllm" if python else "ours")
     assert {e.device for e in config.entries if e.kind != "vllm"} == {"cuda"}
+
+
+def test_a_long_prompt_is_measured_whole_and_in_pieces(tmp_path, capsys):
+    """What is counted, not what it takes: rows and forwards."""
+    file = tmp_path / "prefill.json"
+    sizes = ["--prompt", "90", "--running", "2", "--rows", "16", "--repeat", "1"]
+    assert prefill.main(["--shape", "tiny", *sizes, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert {"device", "dtype", "torch", "transformers", "date", "counted"} <= set(report)
+    found = {(row["decoder"], row["prefill_rows"]): row for row in report["measured"]}
+    assert len(found) == 6 == len(capsys.readouterr().out.splitlines()) - 2
+    assert found["autoregressive", None]["rows"] == 90 + 2
+    assert found["autoregressive", 16]["rows"] == 16 + 2
+    assert [found["autoregressive", rows]["calls"] for rows in (None, 16)] == [1, 6]
+    assert found["block", 16]["rows"] < 16 + 2 * 9 < 90 < found["block", None]["rows"]
+    assert found["d2f", 16]["rows"] >= 90, "the prompt is one block"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--prompt", "0"), ("--rows", "0"), ("--prompt", "9000")]
+)
+def test_sizes_that_cannot_be_measured_are_refused(flag, value, capsys):
+    assert prefill.main(["--shape", "tiny", flag, value]) == 2
+    assert capsys.readouterr().err.startswith("error: expected ")

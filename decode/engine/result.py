@@ -38,7 +38,8 @@ class Result:
     tokens: response ids, cut before the first end id or stop string. raw_tokens: everything
     generated, uncut (a position that early exit left undecoded is not in it). text: tokens
     decoded, None without a tokenizer. forwards: calls of the model that this request was in.
-    calls: (rows fed, rows already cached) of each. seconds: wall time from admission to the end.
+    calls: (rows fed, rows already cached) of each; where a step was fed in pieces, each piece is
+    one. seconds: wall time from admission to the end.
     finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
     what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request
     failed, which leaves it without tokens; None where it did not. reused_rows: rows of its prompt
@@ -93,7 +94,8 @@ class Event:
     """One request after one forward. result is set on its last event.
 
     request: index of the result (of the prompt, where each is sampled once). forward: number of the
-    request's forward, from 1; 0 where it failed before one.
+    request's forward, from 1; 0 where it failed before one. revealed: nothing where the forward fed
+    a piece of a step that is not the last.
     """
 
     request: int
