@@ -46,14 +46,14 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)  # one more than allowed tells that it is too long
-        text = content.decode("utf-8-sig")  # with or without a byte order mark
     except OSError as error:
         raise InputError(f"{source}: cannot be read: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise InputError(f"{source}: expected at most {MOST_BYTES} bytes of YAML")
+    try:
+        text = content.decode("utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:
-        if len(content) > MOST_BYTES:  # it may be cut within a character
-            text = content.decode("utf-8", "replace")
-        else:
-            raise InputError(f"{source}: not YAML: not UTF-8, {error.reason}") from error
+        raise InputError(f"{source}: not YAML: not UTF-8, {error.reason}") from error
     values = load(text, source)
     if values is None:
         raise InputError(f"{source}: expected a mapping of keys, the file is empty")

@@ -210,8 +210,8 @@ class Engine:
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             assert request.feed is not None
-            # Perhaps another's fault, who with pieces or copied rows need not be in this forward. Only
-            # a request whose logits are not finite alone either has failed by itself.
+            # Perhaps another's fault, who with pieces or copied rows need not be in this forward.
+            # Only a request whose logits are not finite alone either has failed by itself.
             anywhere = self.prefill_rows is not None or request.feed.copied
             if predictions is None and (len(forward.fed) > 1 or anywhere):
                 predictions = self._alone(request, request.feed.anew(), group)
