@@ -70,11 +70,11 @@ class SlotCache:
             for buffer in buffers:
                 buffer[:, :, target] = buffer[:, :, source]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """0: positions are given with every forward, never counted here."""
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
+    def get_query_offset(self, *args: object) -> int:
         """0, for the same reason."""
         return 0
 

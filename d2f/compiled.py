@@ -56,7 +56,7 @@ class _PlanOfTheForward(SpanPlan):
     ``d2f::attend`` into the graph, which finds the real plan of the forward when it runs."""
 
     def __init__(self) -> None:
-        self.segments = None
+        """Without spans: they are not the graph's."""
 
     def attend(
         self,

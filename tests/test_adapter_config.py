@@ -7,7 +7,7 @@ import shutil
 import pytest
 from peft import LoraConfig
 
-from d2f.adapter_config import _FREE, read_adapter_config
+from d2f.adapter_config import _FREE, AdapterConfig, read_adapter_config
 from d2f.adapters import attach
 from d2f.errors import CheckpointError
 from d2f.load_checkpoint import load
@@ -97,6 +97,7 @@ def test_what_peft_writes_of_a_plain_adapter_is_read(tmp_path):
         ({"r": 4.5}, ["r must be a whole number of at least 1, got 4.5"]),
         ({"r": True}, ["r must be", "True"]),
         ({"r": "4"}, ["r must be", "'4'"]),
+        ({"r": 2**53}, ["r must be"]),  # a float could not tell it from the next
         ({"r": 10**400}, ["r must be"]),
         ({"lora_alpha": 0}, ["lora_alpha must be a positive number, got 0"]),
         ({"lora_alpha": 10**400}, ["lora_alpha must be"]),
@@ -112,6 +113,14 @@ def test_what_peft_writes_of_a_plain_adapter_is_read(tmp_path):
 )
 def test_values_that_are_none(adapter, changes, texts):
     refused(adapter(**changes), *texts)
+
+
+def test_the_least_that_a_file_may_say(tmp_path):
+    """What it leaves out is as PEFT has it: no dropout, no class of the base."""
+    least = {"peft_type": "LORA", "r": 1, "lora_alpha": 0.5, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(least))
+    expected = AdapterConfig(1, 0.5, 0.0, False, ("q_proj",), base=None, base_class="")
+    assert read_adapter_config(tmp_path) == expected
 
 
 def test_a_rank_that_is_whole_as_a_number_with_a_point(golden, adapter):

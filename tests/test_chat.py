@@ -22,6 +22,9 @@ MESSAGES = [
 TEMPLATES = {
     "plain": "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}",
     "tools": "{{ messages | tojson(indent=2) }}{% if tools is none %}-{% endif %}{{ eos_token }}",
+    "json": "{{ messages | tojson(true, 1, [',', ':'], true) }}"
+    "{{ messages | tojson(separators=['; ', '='], sort_keys=true) }}",
+    "types": "{{ dict.fromkeys('ab', 1) }}{% set ns = namespace({'a': 1}, b=2) %}{{ ns.a + ns.b }}",
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}{{ ns.n }}",
     "controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
@@ -116,6 +119,7 @@ def test_a_template_that_needs_too_much(tokenizer, kind):
         ("{{ messages[9].content.x }}", "UndefinedError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
         ("{% set x = namespace(__class__=1) %}", "SecurityError"),
+        ("{% set x = namespace() %}{% set x._y = 1 %}", "SecurityError"),
         ("{{ messages.append(1) }}", "SecurityError"),
     ],
 )

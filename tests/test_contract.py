@@ -134,6 +134,7 @@ def test_wrong_type(tmp_path, name, value):
         ("block_size", 2**20 + 1),
         ("base_hash", "../.."),
         ("base_hash", "0" * 63),
+        ("base_hash", "0" * 65),
         ("prompt_rule", "evil"),
         ("prompt_rule", ""),
         ("objective", "world peace"),
@@ -151,6 +152,23 @@ def test_values_that_make_no_sense(tmp_path, name, value):
         CheckpointError, match=f"{FILE_NAME}: {name} must .* got {re.escape(repr(value))}"
     ):
         Contract.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 1),
+        ("block_size", 2**20),
+        ("noise", (0.0, 1.0)),
+        ("noise", (0.5, 0.5)),
+        ("mask_id", 0),
+        ("end_ids", (0,)),
+        ("logit_shift", 1),
+    ],
+)
+def test_values_at_their_bounds(tmp_path, name, value):
+    write(tmp_path, GOOD | {name: value})
+    assert getattr(Contract.load(tmp_path), name) == value
 
 
 @pytest.mark.parametrize("values", [{"mask_id": -1}, {"end_ids": [2, -5]}])

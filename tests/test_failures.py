@@ -112,6 +112,7 @@ def run(engine: Engine, requests: list[Request], plans: list[Plan]) -> dict[int,
         if not (engine.waiting or engine.running):
             return events
         for event in engine.advance():
+            assert len(engine.running) <= engine.batch_size
             assert event.request not in cancelled
             events[event.request].append(event)
     raise AssertionError("the engine does not come to an end")

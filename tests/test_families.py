@@ -1,6 +1,7 @@
 """Plain causal models, the families beside LLaDA and Dream, and what this project saves."""
 
 import json
+from copy import deepcopy
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.build_model import build, convert
 from d2f.errors import CheckpointError
+from d2f.families import get_family
+from d2f.family_contract import published_contract
 from d2f.load_checkpoint import load
 from d2f.save_transformers import save_model
 
@@ -147,6 +150,25 @@ def test_families_of_qwen(plain, tmp_path, kind, family, changes, cls):
     assert (model.mask_id, model.end_ids) == (3, (7, 1))
     assert model.contract.prompt_rule == {"sdar": "block_causal", "wedlm": "causal"}[family]
     assert close(logits(model), transformers_own(plain(kind)))
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [
+        ("llada", ["<|eot_id|>"]),
+        ("dream", ["<|im_end|>"]),
+        ("sdar", ["<|im_end|>"]),
+        ("wedlm", ["<|im_end|>"]),
+        ("causal", ["<|eot_id|>", "<|im_end|>"]),
+    ],
+)
+def test_the_token_that_ends_a_turn_of_chat_ends_a_response(word_tokenizer, family, tokens):
+    """As the published chat templates write it; config.json names only the base model's end."""
+    tokenizer = deepcopy(word_tokenizer)
+    tokenizer.add_tokens(tokens)
+    values = {"eos_token_id": 1, "mask_token_id": 2}
+    ends = published_contract(get_family(family), values, tokenizer).end_ids
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<eos>", *tokens]
 
 
 def test_wedlm_on_weights_that_say_dream(golden, dream):

@@ -6,9 +6,13 @@ import resource
 import shutil
 
 import pytest
+import torch
 
 from d2f.errors import CheckpointError
+from d2f.families import get_family
 from d2f.load_checkpoint import load
+from d2f.model_config import check_size, model_config
+from d2f.weight_files import Stored
 
 SIZES = {
     "dream": ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -53,10 +57,13 @@ def test_more_layers_than_the_files_have_tensors(refused, family, name):
     refused(family, {name: 5000}, "5000 layers", "tensors in all")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("dream", "num_hidden_layers"), ("llada", "n_layers")]
+)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_hundred_thousand_layers(refused, device):
+def test_ten_thousand_layers_and_one(refused, device, family, name):
     """Also where no weights are read."""
-    refused("dream", {"num_hidden_layers": 100_000}, "from 1 to 10000", device=device)
+    refused(family, {name: 10_001}, "from 1 to 10000", device=device)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,31 @@ def test_a_model_larger_than_its_files(refused, name, size):
 )
 def test_values_that_make_no_model(refused, changes, texts):
     refused("dream", changes, *texts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 0.0},
+        {"rms_norm_eps": 1.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 1.0}},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1},
+        {"num_hidden_layers": 10_000},
+        {"vocab_size": 2**31 - 1},
+        {"max_position_embeddings": 1},
+    ],
+)
+def test_values_at_their_bounds(golden, changes):
+    values = json.loads((golden / "dream-tiny" / "config.json").read_text()) | changes
+    model_config("here", get_family("dream"), values)
+
+
+def test_a_model_may_be_twice_as_large_as_its_files():
+    model = torch.nn.Linear(2, 4, bias=False)
+    check_size("here", model, {"weight": Stored((2, 2), "F32")})
+    with pytest.raises(CheckpointError, match="8 parameters, the weight files hold 3"):
+        check_size("here", model, {"weight": Stored((3,), "F32")})
 
 
 WINDOW = {"use_sliding_window": True, "max_window_layers": 0}

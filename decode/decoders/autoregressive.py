@@ -46,7 +46,7 @@ class AutoregressiveSession(Session):
     """One request, token after token."""
 
     def __init__(self, decoder: Autoregressive, prompt: list[int], contract: Contract):
-        super().__init__(prompt, 0, decoder.length, contract)
+        super().__init__(prompt, decoder.length, contract)
         self.length = len(prompt)
         self.cached = 0
 

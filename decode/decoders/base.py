@@ -166,9 +166,9 @@ class Session(abc.ABC):
     decided. `counts` is what the decoder counts of itself, by name.
     """
 
-    def __init__(self, prompt: list[int], fill: int, max_new_tokens: int, contract: Contract):
+    def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
         self.prompt_length = len(prompt)
-        self.x: Ints = np.full(len(prompt) + max_new_tokens, fill, dtype=np.int64)
+        self.x: Ints = np.zeros(len(prompt) + max_new_tokens, dtype=np.int64)
         self.x[: len(prompt)] = prompt
         self.contract = contract
         self.revealed: list[Revealed] = []
@@ -212,8 +212,9 @@ class MaskedSession(Session):
 
     def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
         assert contract.mask_id is not None
-        super().__init__(prompt, contract.mask_id, max_new_tokens, contract)
+        super().__init__(prompt, max_new_tokens, contract)
         self.masked = np.arange(len(self.x)) >= len(prompt)
+        self.x[self.masked] = contract.mask_id
 
     @property
     def tokens(self) -> list[int]:
