@@ -1,4 +1,5 @@
-"""Chat templates: what transformers makes of them, in bounded time and memory."""
+"""Chat templates (d2f/chat_worker.py): what transformers makes of them, in bounded time and
+memory."""
 
 import os
 import shutil

@@ -160,6 +160,18 @@ def test_with_branches(differs, positions, slots, sees):
     assert step.tokens[4:].tolist() == other[positions].tolist()
     assert seen(step.spans[4:]) == sees
     assert step.read[3:].tolist() == [4 + positions.index(p) for p in (4, 5)]
+    assert step.cached == 2 and with_branches(own, [], scratch=7, spare=6) is own
+
+
+def test_with_branches_reads_an_own_row_that_computes_the_same():
+    """Positions 2 and 3 see nothing of position 4, the first that differs."""
+    ends, x = ints(2, 2, 4, 4, 6, 6), ints(7, 8, M, M, M, M)
+    own = feed(x, 2, ends, ints(2, 3, 4, 5), cached=2, logit_shift=0)
+    other = x.copy()
+    other[4] = 23
+    step = with_branches(own, [Branch(other, ends, 6, 4, ints(2, 3, 5))], scratch=7, spare=6)
+    assert step.positions.tolist() == [2, 3, 4, 5, 4, 5]
+    assert step.read[4:].tolist() == [0, 1, 5]
 
 
 def test_shadow_module():

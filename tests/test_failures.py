@@ -197,7 +197,8 @@ def test_what_a_forward_spoilt_is_done_again_alone_with_the_same_draws(plans, sp
 def test_an_error_says_what_failed_and_at_which_forward(poisoned):
     engine = Engine(poisoned, batch_size=3, slots=SLOTS)
     ways = ("step", "poison", "too large")
-    plans = [Plan([9, 10], DECODERS[0], way, 1) for way in ways]
+    decoder = replace(DECODERS[0], seed=7)
+    plans = [Plan([9, 10], decoder, way, 1) for way in ways]
     requests = spoilt_requests(poisoned, plans)
     run(engine, requests, plans)
     broken, nan, large = (request.result.error for request in requests)
@@ -205,6 +206,10 @@ def test_an_error_says_what_failed_and_at_which_forward(poisoned):
     assert isinstance(broken.__cause__, KeyError)
     assert str(nan) == "the model gave NaN or infinite logits at forward 3"
     assert str(large) == f"needs {SLOTS + 1} slots of the cache, which has {SLOTS}"
+    results = [request.result for request in requests]
+    assert [(result.forwards, len(result.calls)) for result in results] == [(2, 2), (3, 3), (0, 0)]
+    assert [result.seconds > 0 for result in results] == [True, True, False]
+    assert {(result.prompt_tokens, result.seed) for result in results} == {(2, 7)}
 
 
 BAD_PROMPTS = [("", "is empty"), ([4, 1], "mask id"), ([10**6], "ids must lie in"), ([4] * 250, "")]

@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 
 from benchmarks.mutation.__main__ import measure, report
+from benchmarks.mutation.mutants import sample
 
 TIMES = "TIMES = 3\n"
 CODE = '''"""A text for people."""
@@ -92,3 +93,19 @@ def test_the_tests_that_run_are_those_that_reach_the_line(measured):
     all tests of the file that names the module."""
     reaching = {row["line"]: row["reaching"] for row in measured[0]}
     assert reaching == {1: 4, 7: 3, 11: 1, 15: 1, 19: 5}
+
+
+def test_how_json_is_laid_out_and_what_only_a_gpu_runs_have_no_faults(tmp_path):
+    (tmp_path / "made_up").mkdir()
+    (tmp_path / "made_up" / "code.py").write_text("""
+def text(values, indent):
+    return dumps(values, indent=2) + dumps(values, indent=indent)
+
+def capture(self, graph):
+    with torch.cuda.graph(graph, pool=self.pool):
+        self.compute()
+""")
+    faults = [fault for seed in range(40) for fault in sample(tmp_path, ["made_up"], seed)]
+    assert {fault.line for fault in faults} == {3}
+    assert all("indent=2" in fault.source for fault in faults)
+    assert not all("indent=indent" in fault.source for fault in faults)

@@ -144,6 +144,10 @@ def test_only_the_current_block_is_revealed_and_only_masked_positions_are_read()
     session.accept(Predictions(np.array([7, 8, 9, 10]), confidence))
     assert [block.tokens for block in session.blocks()] == [(None, 8, None, 10), (None,) * 4]
     assert session.step().read.tolist() == [2, 4]
+    assert [block.state for block in session.blocks()] == ["fully active", "waiting"]
+    session.accept(Predictions(np.array([7, 9]), np.array([0.9, 0.9], np.float32)))
+    session.step()
+    assert [block.state for block in session.blocks()] == ["decoded", "fully active"]
 
 
 def test_blocks_are_those_of_the_paper_by_default():

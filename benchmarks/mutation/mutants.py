@@ -1,8 +1,9 @@
 """The small faults ("mutants") that can be put into a file: mutmut's, and two kinds of our own.
 
 Left out is what no test should see: texts for people, annotations and types' names, decorators,
-imports, assertions, what only a type checker or `python -m` reads, and arguments that change
-nothing where tests run (`encoding` of ASCII files, `device` on a CPU, `strict` of `zip`).
+imports, assertions, what only a type checker or `python -m` reads, functions that capture a CUDA
+graph, and arguments that change nothing where tests run (`encoding` of ASCII files, `device` on a
+CPU, `strict` of `zip`, a number for JSON's `indent`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SILENT = m.OneOf(
     m.If(m.Name("TYPE_CHECKING") | m.Comparison(m.Name("__name__"))),
     m.Assign(targets=[m.AssignTarget(SILENT_NAMES)]),
 )
+CAPTURE = m.WithItem(m.Call(m.Attribute(m.Attribute(m.Name("torch"), m.Name("cuda")))))
 TYPE = m.Subscript() | m.BinaryOperation(operator=m.BitOr())  # where it is assigned in a module
 
 
@@ -130,7 +132,8 @@ class _Finder(cst.CSTVisitor):
 
     def _is_silent(self, node: cst.CSTNode) -> bool:
         is_type = not self._functions and m.matches(node, m.Assign(value=TYPE))
-        return is_type or m.matches(node, SILENT) or _silent(node)
+        is_for_gpus = isinstance(node, cst.FunctionDef) and bool(m.findall(node, CAPTURE))
+        return is_type or is_for_gpus or m.matches(node, SILENT) or _silent(node)
 
     def _lines(self, node: cst.CSTNode) -> range:
         """Of a statement; of one with a body its head; of a function all: its head runs when it is
@@ -146,6 +149,8 @@ class _Finder(cst.CSTVisitor):
 def _silent(node: cst.CSTNode) -> bool:
     match node:
         case cst.Arg(keyword=cst.Name(value=name)) if name in SILENT_KEYWORDS:
+            return True
+        case cst.Arg(keyword=cst.Name(value="indent"), value=cst.Integer()):
             return True
         case cst.DictElement(key=cst.SimpleString(raw_value="help")):
             return True

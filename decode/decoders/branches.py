@@ -21,8 +21,8 @@ class Branch:
     x: its tokens, at least ``[stop]``. ends: ``[stop]`` or more, position p sees ``[0, ends[p])``.
     stop: where the rows that it feeds end. differs: the first position whose token is not that of
     the own rows. A row that sees only positions before it (``ends[p] <= differs``) computes the
-    same in both states and is not fed again; 0 feeds all. read: the positions whose rows are read,
-    ascending.
+    same in both states and is not fed again; 0 feeds all. It is below `stop`: there is a row to feed.
+    read: the positions whose rows are read, ascending.
     """
 
     x: Ints
@@ -71,8 +71,7 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
         fed = np.arange(min(low, int(alone[0])) if len(alone) else low, branch.stop)
         spans = branch_spans(branch.ends[fed], low, branch.stop, scratch)
         slots = np.where(fed < low, spare, scratch + fed - low)
-        begin = int(fed[0]) if len(fed) else low
-        read = np.where(shared, branch.read - own.positions[0], fed_rows + branch.read - begin)
+        read = np.where(shared, branch.read - own.positions[0], fed_rows + branch.read - fed[0])
         parts = (branch.x[fed], fed, slots, spans, read)
         for column, part in zip(columns, parts, strict=True):
             column.append(part)

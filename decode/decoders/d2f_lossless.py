@@ -63,8 +63,8 @@ class LosslessSession(D2FSession):
         for state in self.branches:
             stop = state.pipeline[-1].end
             # Positions that only a later state has opened are in no own row: compared up to `end`.
-            other = np.flatnonzero(state.x[:end] != self.x[:end])
-            differs = int(other[0]) if len(other) else end
+            # The first branch reveals a token there, since a fully active block always does.
+            differs = int((state.x[:end] != self.x[:end]).argmax())
             read = state.wanted - self.contract.logit_shift
             parts.append(Branch(state.x, state.ends(), stop, differs, read))
         return with_branches(own, parts, scratch=len(self.x) + 1, spare=len(self.x))
