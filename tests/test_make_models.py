@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from d2f.contract import Contract
 from d2f.shipped import TRAINING, shipped
+from decode import evaluate
+from decode.commands.decoder_flags import given_options
+from decode.decoders import default_decoder
 from distill import make_models
 from distill.config import read_config
-from distill.make_models import MODELS, NAMES, ROLLOUTS, card, hours
+from distill.make_models import MEASUREMENTS, MODELS, NAMES, ROLLOUTS, card, hours
 
 
 @pytest.fixture
@@ -114,6 +118,17 @@ def test_each_measurement_is_read_from_a_file_of_its_own(monkeypatch, tmp_path):
              enumerate(["wedlm", "wedlm, verified", "autoregressive"])]  # fmt: skip
     assert [(report["label"], report["file"]) for report in reports] == shown
     assert asked[1] == "--model tiny-wedlm --verify ar --problems 7 --json".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_measurements_are_those_that_the_command_would_take(name):
+    told = []
+    for label, words in MEASUREMENTS[name]:
+        options = evaluate.parse(["--model", name, *words])
+        kind = options.decoder or default_decoder(Contract.load(MODELS / name)).name
+        told.append((label, kind, given_options(options)))
+    there = json.loads((MODELS / name / "evaluation.json").read_text())
+    assert told == [(r["label"], r["decoder"], r["settings"]) for r in there]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,14 +11,16 @@ import pytest
 import torch
 from tiny import random_model
 
+import d2f
 import decode
 from d2f.errors import InputError
 from d2f.save_transformers import save_model
 from d2f.tasks import check, make_problems
 from decode.commands.decoder_settings import DecoderSettings
+from decode.reporting.shown_progress import ShownProgress
 from distill.rollouts import __main__ as rollouts
 from distill.rollouts.collect import Trajectory, TrajectoryJob, collect, make_jobs
-from distill.rollouts.trajectories import Rollout, read_rollouts
+from distill.rollouts.trajectories import Rollout, read_rollouts, tokenizer_hash
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}
 D2F = {"block_size": 4, "tau_conf": 0.1}
@@ -166,6 +168,49 @@ def test_a_resumed_collection_is_the_uninterrupted_one(lenient, saved, tmp_path)
     assert path.read_bytes() == data
 
 
+def test_the_file_begins_with_what_decides_its_rollouts(lenient, saved, tmp_path):
+    path = tmp_path / "out.jsonl"
+    assert rollouts.main(command(saved, path, "--seed", "3", "--device", "cpu")) == 0
+    run, found = read_rollouts(path)
+    model = d2f.load(saved, device="cpu")
+    options = run.pop("options")
+    assert run == {
+        "version": d2f.__version__, "model": saved, "adapter": None,
+        "weights": run["weights"], "tokenizer": tokenizer_hash(model.tokenizer),
+        "mask_id": model.mask_id, "mask": "bidirectional", "dtype": "float32", "device": "cpu",
+        "compiled": False, "decoder": "wino", "tasks": ["countdown", "sudoku"], "problems": 5,
+        "seed": 3, "temperatures": [0.0, 0.8],
+    }  # fmt: skip
+    given = {"block_size": 8, "early_exit": False, "max_new_tokens": None, "seed": 3, "stop": []}
+    assert options == vars(decode.Wino()) | given
+    assert len(run["weights"]) == 64 and {r.source for r in found} <= {"countdown", "sudoku"}
+    both = tmp_path / "d2f.jsonl"
+    assert rollouts.main(command(saved, both, "--decoder", "d2f")) == 0
+    assert read_rollouts(both)[0]["mask"] == "block_causal"
+
+
+def test_a_terminal_sees_how_far_a_resumed_collection_is(lenient, saved, tmp_path, monkeypatch):
+    """Each problem once, also those that nothing is kept of and those of the run before."""
+    path, told = tmp_path / "out.jsonl", []
+
+    class Told(ShownProgress):
+        def begin(self, total, *_):
+            told.append(total)
+
+        def advance(self, count=1, *_):
+            told.append(count)
+
+    assert rollouts.main(command(saved, path)) == 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]))
+    last = json.loads(lines[2])["unique_id"]
+    names = [f"{task}-{n}" for task in ("countdown", "sudoku") for n in range(1, 6)]
+    done = names.index(last) + 1
+    monkeypatch.setattr("decode.reporting.shown_progress.ShownProgress", Told)
+    assert rollouts.main(command(saved, path)) == 0
+    assert told == [10, done, *[1] * (10 - done)]
+
+
 def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, capsys):
     path = tmp_path / "out.jsonl"
     assert rollouts.main(command(saved, path)) == 0
@@ -174,7 +219,10 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
     assert "seed was 0, now 1" in capsys.readouterr().err
     lines = data.splitlines(keepends=True)
     swapped = b"".join([lines[0], lines[2], lines[1], *lines[3:]])
+    foreign = lines[1].replace(b'"countdown-1"', b'"countdown-99"')
+    assert foreign != lines[1]
     for content, message in [
+        (lines[0] + foreign, "are not problems of this run in their order"),
         (b"some notes\n", "is not a file of distill.rollouts"),
         (swapped, "are not problems of this run in their order"),
         (data.replace(b'"decoding_steps":', b'"steps":', 1), "line 2: decoding_steps"),

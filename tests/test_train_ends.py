@@ -52,13 +52,33 @@ def test_a_process_that_is_not_shown_prints_nothing(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_terminal_has_a_bar_and_no_lines(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = Progress(3, 5, shown=True)
+    progress.step()
+    progress.report(4, 0.5, 1e-3, last=False)
+    progress.bar.refresh()
+    said = capsys.readouterr()
+    assert said.out == "" and "4/5" in said.err and "loss=0.5000" in said.err
+    progress.close()
+    assert progress.bar.disable, "a bar that is closed is not drawn again"
+    hidden = Progress(3, 5, shown=False)
+    hidden.step()
+    hidden.report(4, 0.5, 1e-3, last=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_first_step_that_took_no_time_is_shown_all_the_same(capsys):
+    Progress(0, 2, shown=True, clock=Clock()).report(1, 0.5, 1e-3, last=False)
+    assert capsys.readouterr().out.startswith("step 1 of 2: loss 0.5000")
+
+
 def test_durations_are_as_people_say_them():
-    assert [duration(s) for s in (12.4, 89, 600, 11_100)] == [
-        "12 s",
-        "89 s",
-        "10 min",
-        "3 h 05 min",
-    ]
+    said = {
+        12.4: "12 s", 89: "89 s", 90: "2 min", 600: "10 min", 5_340: "89 min",
+        5_400: "1 h 30 min", 7_200: "2 h 00 min", 11_100: "3 h 05 min",
+    }  # fmt: skip
+    assert {seconds: duration(seconds) for seconds in said} == said
 
 
 def test_a_run_says_its_loss_and_ends_with_a_line_that_decodes(tmp_path, capsys):
@@ -81,6 +101,11 @@ def test_a_run_says_its_loss_and_ends_with_a_line_that_decodes(tmp_path, capsys)
 def test_what_is_trained_on_own_data_is_decoded_with_a_prompt(tmp_path):
     data = {"file": "d.jsonl", "row_length": 48, "rows": 2}
     assert result_text(settings(tmp_path, data=data), ["model"]).endswith(' --prompt "..."')
+    own, place = settings("a run", steps=1000), "a run"
+    assert result_text(own, ["adapter", "model", "official"]) == (
+        f"finished after 1,000 steps: {place}/model, {place}/adapter, {place}/official\n"
+        f"to decode with it: python -m decode.pipeline --model '{place}/model'"
+    )
 
 
 def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch):
