@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -15,8 +16,9 @@ from tiny import random_model
 
 from d2f.save_transformers import save_model
 from distill.config import read_config
-from distill.data import make_stream
-from distill.data.__main__ import main
+from distill.data import Plan, make_stream
+from distill.data.__main__ import main, parse
+from distill.data.inspection import describe
 from distill.objectives import OBJECTIVES
 
 
@@ -62,6 +64,25 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
     assert "10 of 13 rows used" in text or "11 of 13 rows used" in text
     assert "an epoch: 1" in text and "a step: " in text
     assert not (d2f_config / "out").exists()
+
+
+def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():
+    found = Plan(4, 2.5, 30.25, 12.75, 40, 90, 36.25, is_exact=False)
+    step = "a step: 2.5 samples, 30 tokens in 40 places (76%), 13 of them in responses"
+    assert list(describe(found, "9 of 10 rows used")) == [
+        "data: 9 of 10 rows used",
+        f"{step} (mean of 4 steps)",
+        "an epoch: 90 samples, about 36.2 steps",
+    ]
+    exact = dataclasses.replace(found, is_exact=True)
+    assert list(describe(exact, None))[1:] == ["an epoch: 90 samples, 36.2 steps"]
+    endless = dataclasses.replace(found, samples_per_epoch=None, steps_per_epoch=None)
+    assert list(describe(endless, None))[1:] == ["an epoch: none, generated tasks never repeat"]
+
+
+def test_three_samples_are_shown_unless_asked_otherwise(d2f_config):
+    assert parse(["--inspect", "--config", "c"])[0].samples == 3
+    assert inspected(d2f_config).count("\nsample ") == 3
 
 
 def test_inspect_colours_a_terminal(d2f_config):

@@ -91,10 +91,29 @@ def test_the_plan_of_a_file_is_what_packing_gives(tmp_path):
     assert (one.samples_per_step, one.tokens_per_step) == (len(held), sum(held))
     assert one.filled == sum(held) / 80 and not one.is_exact
     assert one.steps_per_epoch == 51 / after
+    rows += fill_rows(found, after)[0]
+    samples = [p.sample for row in rows for p in row]
+    two = plan(found, most_steps=2)
+    assert (two.samples_per_step, two.tokens_per_step, two.response_tokens_per_step) == (
+        len(samples) / 2, sum(map(len, samples)) / 2, sum(len(s.response) for s in samples) / 2
+    )  # fmt: skip
     tasks = plan(stream(tasks={"sudoku": 1.0}), most_steps=2)
     assert tasks.samples_per_epoch is None and tasks.steps_per_epoch is None
     with pytest.raises(ValueError, match="most_steps"):
         plan(found, most_steps=0)
+
+
+def test_of_a_set_that_is_not_measured_the_samples_of_an_epoch_are_estimated(tmp_path):
+    """Half of the rows are left out: of those so far, and so of the rest."""
+    rows = [row for pair in pairs(30) for row in (pair, {"prompt": "q", "response": "a " * 99})]
+    path = str(write(tmp_path / "d.jsonl", rows))
+    found = stream(file=path, on_long="drop", row_length=40, measure_rows=0)
+    made = plan(found, most_steps=3)
+    index = samples = 0
+    for _ in range(3):
+        step, index = fill_rows(found, index)
+        samples += sum(map(len, step))
+    assert made.samples_per_epoch == samples * 60 // index and not made.is_exact
 
 
 def test_a_run_reports_and_logs_what_it_left_out(tmp_path, capsys):

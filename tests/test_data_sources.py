@@ -9,8 +9,8 @@ import pytest
 from data_rows import pairs, settings, stream, texts, write
 
 from d2f.errors import InputError
-from distill.data.columns import read_pair
-from distill.data.data_config import COLUMNS
+from distill.data.columns import BadRecord, read_pair
+from distill.data.data_config import COLUMNS, MOST_PLACES
 
 PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]
 AS_TEXT = {
@@ -124,6 +124,9 @@ BAD_LINES = {
     '{"prompt": "1?", "response": ' + "[" * 400 + "]" * 400 + "}":
         r"non-empty text, got \[\[\[\.\.\.\]\]\]",
     '{"messages": [{"role": ["user"], "content": "1?"}]}': "role must be non-empty text",
+    f'{{"messages": "{"x" * 99}"}}': f"messages, got '{'x' * 27}\\.\\.\\.{'x' * 28}';",
+    '{"messages": {"a": 1, "b": 2, "c": 3, "d": 4}}': "got {'a': 1, 'b': 2, 'c': 3, \\.\\.\\.};",
+    '{"prompt": [1, 2, 3, 4], "response": "4"}': r"got \[1, 2, 3, \.\.\.\];",
 }  # fmt: skip
 
 
@@ -138,6 +141,10 @@ def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path, line, message):
     assert texts(left) == AS_TEXT
     assert left.screen.counts() == {"truncated": 0, "dropped": 0, "broken": 1}
     assert f"1 broken (first: {path}, line 3: " in left.report()
+
+
+def test_why_a_record_is_bad_is_one_short_line():
+    assert str(BadRecord("a\n b " + "\ud800" + "x" * 500)) == "a b \\ud800" + "x" * 390
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
@@ -254,6 +261,24 @@ def test_without_the_package_datasets_the_error_says_what_to_install(tmp_path, m
 def test_a_bad_section_is_an_error(values, message):
     with pytest.raises(ValueError, match=message):
         settings(**values)
+
+
+def test_a_step_of_as_many_places_as_there_may_be():
+    most = {"rows": 2**8, "row_length": MOST_PLACES // 2**8}
+    assert settings(file="a", **most).rows == 256
+    with pytest.raises(ValueError, match="must be at most 268435456, got 257 x 1048576"):
+        settings(file="a", **most | {"rows": 257})
+
+
+def test_a_file_has_no_tail_unless_asked_and_tasks_have_one():
+    def tail(**source):
+        made = settings(**source)
+        return made.padded_share, made.short_tail, made.tail_weight
+
+    assert tail(tasks={"story": 1.0}) == (0.5, 7, 0.1)
+    assert tail(file="a") == tail(dataset="a") == (0.0, 0, 0.1)
+    assert tail(file="a", train_on_padding=True) == (1.0, 0, 1.0)
+    assert tail(file="a", train_on_padding=True, tail_weight=0.5, short_tail=2) == (1.0, 2, 0.5)
 
 
 @pytest.mark.parametrize("values", [{"train_on_padding": True}, {"columns": {"messages": "m"}}])

@@ -1,5 +1,5 @@
-"""`make models`: which commands it runs, in which order, what of it a later call leaves out, what it
-ships of a run, and what the card says."""
+"""`make models`: which commands it runs, in which order, what of it a later call leaves out, what
+it ships of a run, and what the card says."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_without_a_checkout_nothing_is_trained(checkout, monkeypatch, text):
     if text is not None:
         (checkout / "README.md").write_text(text)
     monkeypatch.setattr(make_models, "make", None)
-    with pytest.raises(SystemExit, match="error: the models go to .* expected a checkout"):
+    with pytest.raises(SystemExit, match=r"error: the models go to .* expected a checkout"):
         make_models.main([])
 
 

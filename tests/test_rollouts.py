@@ -233,9 +233,24 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
         assert path.read_bytes() == content
 
 
+def test_what_is_collected_unless_asked_otherwise():
+    found = vars(rollouts.parse(["--model", "m", "--output", "o"]))
+    expected = {
+        "model": "m", "adapter": None, "decoder": "wino", "problems": 1000, "output": "o",
+        "tasks": ["story", "countdown", "sudoku"], "temperatures": [0.0], "seed": 0,
+        "batch_size": 32, "verbose": False,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+    assert not {"max_new_tokens", "early_exit", "lossless"} & found.keys()
+    assert rollouts.parse(["--model", "m", "--output", "o", "--seed", "7"]).seed == 7
+    with pytest.raises(InputError, match="--output"):
+        rollouts.parse(["--model", "m"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--temperatures", "0,inf"], "--temperatures must be numbers of 0 or more, got '0,inf'"),
         (["--tasks", "chess"], "--tasks must be some of story,countdown,sudoku, each once"),
         (["--tasks", "story,story"], "each once"),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
@@ -286,6 +301,12 @@ GOOD = {
         ({"generated_ids": []}, "generated_ids"),
         ({"prompt_ids": "5 6"}, "prompt_ids"),
         ({"colour": "red"}, "colour"),
+        ({"block_size": 0}, "block_size"),
+        ({"decoding_steps": 0}, "decoding_steps"),
+        ({"used_temperature": -0.1}, "used_temperature"),
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"generated_ids": [7, -1, 9]}, r"generated_ids\.1"),
+        ({"trajectory_proposed": [0, 0]}, "trajectory_proposed must have a step for each"),
     ],
 )
 def test_a_broken_line_is_named_by_file_and_line(tmp_path, change, message):

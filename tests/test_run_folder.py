@@ -69,7 +69,9 @@ def test_a_d2f_run_is_expected_to_leave_its_adapter(tmp_path):
     assert RunFolder(config).expected == ["adapter", "model", "official"]
 
 
-@pytest.mark.parametrize("name", ["model", "adapter", "official", "best", "checkpoints/step-0000001"])
+@pytest.mark.parametrize(
+    "name", ["model", "adapter", "official", "best", "checkpoints/step-0000001"]
+)
 def test_whatever_a_run_has_kept_is_not_mixed_with_another(tmp_path, name):
     config = run_settings(tmp_path / "run", TASKS)
     RunFolder(config).begin(0)

@@ -17,6 +17,7 @@ from wino_plus_runs import settings
 
 import d2f
 from distill.config_sections import WinoPlus
+from distill.data import plan
 from distill.data.__main__ import main as inspect
 from distill.objectives import OBJECTIVES
 from distill.rollouts.trajectories import (
@@ -108,6 +109,7 @@ def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
     stream = OBJECTIVES["wino_plus"](random_model("llada"), config).stream()
     count = len(stream.states)
     assert count == sum(len(set(r.trajectory_accepted)) for r in stream.rollouts) > 20
+    assert plan(stream, most_steps=1).samples_per_epoch == count
     epochs = [[stream.sample(e * count + i) for i in range(count)] for e in range(2)]
     seen = [[(tuple(s.prompt), s.masked.sum(), s.now.tobytes()) for s in epoch] for epoch in epochs]
     assert sorted(seen[0]) == sorted(seen[1]) and seen[0] != seen[1]

@@ -3,7 +3,7 @@
 Left out is what no test should see: texts for people, annotations and types' names, decorators,
 imports, assertions, what only a type checker or `python -m` reads, functions that capture a CUDA
 graph, and arguments that change nothing where tests run (`encoding` of ASCII files, `device` on a
-CPU, `strict` of `zip`, a number for JSON's `indent`).
+CPU, `strict` of `zip`, a number for JSON's `indent`, `flush` of what is read at the end).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mutmut.mutation.mutators import mutation_operators, operator_arg_removal
 # Whatever runs the line fails with most of these, so a line that can have another fault has that.
 CRUDE = {"operator_assignment", "argument_to_none"}
 SILENT_CALLS = {"cast", "debug", "info", "warn", "TypeVar"}
-SILENT_KEYWORDS = {"description", "device", "encoding", "help", "stacklevel", "strict"}
+SILENT_KEYWORDS = {"description", "device", "encoding", "flush", "help", "stacklevel", "strict"}
 SILENT_NAMES = m.OneOf(*map(m.Name, ("__all__", "__slots__", "__version__")))
 SILENT = m.OneOf(
     *(
