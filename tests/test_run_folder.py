@@ -118,7 +118,7 @@ def test_an_extension_is_of_a_run_that_has_ended_and_told_once(tmp_path):
     config = run_settings(tmp_path, TASKS)  # of two steps
     longer = config.model_copy(update={"steps": 5})
     begun(config)
-    with pytest.raises(InputError, match="2 there, 5 now.*more steps are for a run that has come"):
+    with pytest.raises(InputError, match=r"2 there, 5 now.*more steps are for a run that has come"):
         RunFolder(longer)
     (tmp_path / "checkpoints" / "step-0000002").mkdir()
     curve = "from there on the learning rate is the cosine of 5 steps"
@@ -138,7 +138,7 @@ def test_an_extension_is_of_a_run_that_has_ended_and_told_once(tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["extended"] == [{"step": 2, "from": 2, "to": 5},
                                   {"step": 5, "from": 5, "to": 1000}]  # fmt: skip
-    with pytest.raises(InputError, match="steps: 1000 there, 5 now; optimizer|optimizer.*steps"):
+    with pytest.raises(InputError, match="steps: 1000 there, 5 now"):
         RunFolder(longer)
 
 
@@ -185,7 +185,7 @@ def test_a_card_says_what_made_a_result(tmp_path):
     path = write(tmp_path / "d.jsonl", pairs(3))
     config = run_settings(tmp_path / "my-run", {"file": str(path)})
     log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 1, "loss": 2, "samples": 3}\n'
+    log.write_text('{"step": 1, "loss": 2, "samples": 3}\n{"step": 3, "loss": 1, "samples": 4}\n'
                    '{"step": 2000, "loss": 0.5, "samples": 4567}\n')  # fmt: skip
     data = stream(file=str(path))
     text = card(config, data, log, [{"step": 2, "from": 2, "to": 2000}])
@@ -203,7 +203,7 @@ def test_a_card_says_what_made_a_result(tmp_path):
         "cosine of 2,000 steps |",
     ]  # fmt: skip
     table, rest = rest.split("\n\nconfig.yaml, every key resolved:\n\n```yaml\n")
-    assert table.splitlines() == ["| 1 | 2.0000 |", "| 2,000 | 0.5000 |"]
+    assert table.splitlines() == ["| 1 | 2.0000 |", "| 3 | 1.0000 |", "| 2,000 | 0.5000 |"]
     config.save(tmp_path / "config.yaml")
     assert rest == (tmp_path / "config.yaml").read_text() + "```\n"
     plain = card(run_settings(tmp_path / "b", TASKS | {"rows": 2}, init="start"), data, log)
