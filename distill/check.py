@@ -115,7 +115,7 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     # Encodes all evaluation problems, so a decoder that does not fit is found here.
     if config.eval_every is not None:
         jobs(as_trained(model, config, hashed=False), config)
-    if config.optimizer.warmup >= config.steps:
+    if config.optimizer.warmup > config.steps:
         notes.append(
             f"note: optimizer.warmup {config.optimizer.warmup} is not over after {config.steps} "
             "steps: the rate does not reach optimizer.lr"

@@ -17,13 +17,14 @@ from d2f.adapters import ATTENTION, new_lora
 from d2f.errors import InputError
 from d2f.save_transformers import save_model
 from distill import train as train_module
-from distill.check import check
+from distill.check import RunForecast, check
 from distill.config import read_config
 from distill.config_sections import Lora
-from distill.data import Stream, fill_rows
-from distill.memory import layer_bytes
+from distill.data import Stream, fill_rows, plan
+from distill.memory import Memory, layer_bytes
 from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
+from distill.run.training_step import learning_rate
 from distill.train import train
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,7 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
     assert report.rows_at_once == 1 and report.tokens_per_step == 40 * 512
     assert report.memory.weights == 2 * parameters
     assert report.memory.optimizer == 8 * report.trained
+    assert report.memory.adapter == report.memory.gradients == 4 * report.trained
     assert report.memory.activations > 5 * report.memory.activations_checkpointed
     assert not (tmp_path / "run").exists()
     text = str(report)
@@ -158,8 +160,80 @@ def test_generated_data_has_no_end_and_the_parts_add_up(tmp_path):
     assert memory.total(False) - memory.total(True) == (
         memory.activations - memory.activations_checkpointed
     )
+    assert memory.total(False) == sum(vars(memory).values()) - memory.activations_checkpointed
+    made = OBJECTIVES["masked_diffusion"](prepare_model(report.config), report.config)
+    four = plan(made.stream(), 4)
+    assert (report.filled, report.samples_per_step) == (four.filled, four.samples_per_step)
     assert memory.adapter == 0 and memory.gradients == memory.weights == 4 * report.trained
     assert 0 < report.filled <= 1 and report.rows_at_once == 1
+
+
+def of_layers(tmp_path: Path, layers: int, **changes) -> Memory:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "layers": layers, "heads": 2,
+             "kv_heads": 1}  # fmt: skip
+    return check(settings(tmp_path, model=shape, **changes)).memory
+
+
+def test_recomputed_layers_keep_their_inputs_and_one_layer_all(tmp_path):
+    one, three = of_layers(tmp_path, 1), of_layers(tmp_path, 3)
+    inputs = 4 * 32 * 2 * 96  # fp32, of two rows of 96 tokens
+    assert three.activations == 3 * one.activations
+    assert one.activations_checkpointed == one.activations + inputs
+    assert three.activations_checkpointed == one.activations + 3 * inputs
+
+
+def test_autocast_keeps_a_copy_of_every_linear_layer(tmp_path):
+    linear = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48  # q and o, k and v, the MLP
+    plain, cast = (of_layers(tmp_path, 2, mixed_precision=kind) for kind in ("no", "bf16"))
+    assert cast.weights - plain.weights == 2 * 2 * linear
+
+
+GIB = 2**30
+FORECAST = {
+    "family": "llada", "parameters": 2000, "trained": 500, "processes": 2, "rows_at_once": 1,
+    "samples_per_step": 2.46, "filled": 0.756, "reads": 17, "samples_per_epoch": 40,
+    "steps_per_epoch": 17, "notes": ("note: one", "note: two"),
+    "memory": Memory(GIB, 2 * GIB, 3 * GIB, 4 * GIB, 50 * GIB, 6 * GIB, 7 * GIB),
+}  # fmt: skip
+
+
+def test_a_forecast_is_said_line_by_line(tmp_path):
+    config = settings(tmp_path, gradient_accumulation=2, steps=20)
+    assert str(RunForecast(config, **FORECAST)).splitlines() == [
+        "masked_diffusion on llada: 2,000 parameters, 500 trained (25.00 %)",
+        "a step: 192 tokens in 2 rows of 96, 76 % filled by 2.5 samples; 2 processes x 2 parts x "
+        "1 rows, 17 rows read at once",
+        "data: 40 samples, 17 steps an epoch, 1.23 epochs in 20 steps",
+        "memory of a process that holds the model whole, estimated, GiB:",
+        "  weights (float32)                       1.000",
+        "  adapter                                 2.000",
+        "  gradients                               3.000",
+        "  optimizer                               4.000",
+        "  activations                            50.000  <- this run",
+        "  activations, gradient_checkpointing     6.000",
+        "  loss tile                               7.000",
+        "  sum                                    67.000",
+        "FSDP2 and ZeRO-3 divide weights, adapter, gradients and optimizer by the processes, "
+        "ZeRO-2 the last two.",
+        "note: one",
+        "note: two",
+    ]
+    changes = {"quantize": "4bit", "base_dtype": "bfloat16", "gradient_checkpointing": True}
+    other = settings(tmp_path, "d2f", init="unused", **changes)
+    endless = FORECAST | {"samples_per_epoch": None, "steps_per_epoch": None}
+    text = str(RunForecast(other, **endless))
+    assert "data: the data has no end (generated)\n" in text
+    assert "weights (4-bit, bfloat16)  " in text
+    assert "gradient_checkpointing     6.000  <- this run" in text and "50.000\n" in text
+    assert "sum                                    23.000\n" in text
+
+
+def test_rows_longer_than_the_model_was_made_for_are_noted(tmp_path):
+    shape = settings(tmp_path).model.model_dump()
+    for context, noted in ((96, False), (95, True)):
+        model = shape | {"context_length": context}
+        said = f"data.row_length 96 is more than the {context} positions"
+        assert (said in str(check(settings(tmp_path, model=model)))) == noted
 
 
 def test_the_steps_of_an_epoch_are_those_that_training_takes(tmp_path, pairs):
@@ -247,6 +321,10 @@ def test_a_warm_up_that_is_not_over_is_noted(tmp_path):
         check(settings(tmp_path, optimizer={"warmup": 9}))
     )
     assert "warmup" not in str(check(settings(tmp_path)))
+    reached = settings(tmp_path, optimizer={"warmup": 6})  # in the last of its six steps
+    assert learning_rate(reached, 5) == reached.optimizer.lr
+    assert "warmup" not in str(check(reached))
+    assert "warmup 7 is not over after 6" in str(check(settings(tmp_path, optimizer={"warmup": 7})))
 
 
 def test_d2f_wants_a_bidirectional_teacher(tmp_path):
