@@ -37,6 +37,9 @@ TRAINING = {
     "--steps 1000000000000": "steps: expected at most 1000000000",
     "--block_size 1000000000000": "block_size: expected at most 1048576",
     "--block_size {8: .nan}": "block_size.8: expected a finite number",
+    "--noise {low: 0.8}": "noise.low must not exceed noise.high 0.7, got 0.8",
+    "--noise {min_ratio: 0.9, max_ratio: 0.5}": "min_ratio must not exceed .* 0.5, got 0.9",
+    "--noise.min_ratio 0": "noise.min_ratio: expected more than 0, got 0",
     "--noise.block_sizes []": "noise.block_sizes: expected at least 1 of them",
     "--lora.r 1000000": "lora.r: expected at most 8192",
     "--lora.dropout 1": "lora.dropout: expected less than 1, got 1",
@@ -89,6 +92,21 @@ def test_nonsense_is_named(monkeypatch, reader, path, words, message):
     with pytest.raises(InputError, match=message) as caught:
         reader(CONFIGS / f"{path}.yaml", words.split(" ", 1))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny-d2f", "--noise {low: 0.5, high: 0.5}"),
+        ("tiny-d2f", "--block_size 192 --data.row_length 192"),
+        ("tiny-teacher", "--noise.min_ratio 0.4 --noise.max_ratio 0.4"),
+        ("tiny-teacher", "--optimizer.warmup 0"),
+        ("tiny-teacher", "--optimizer.betas [0,0]"),
+    ],
+)
+def test_bounds_may_meet(name, words):
+    parts = words.split(" ", 1) if "{" in words else words.split()
+    assert read_config(name, parts) != read_config(name)
 
 
 def test_a_decoder_that_would_count_for_ever_is_refused():

@@ -185,7 +185,7 @@ def _load(place: str, config: str | None, split: str | None) -> Any:
         raise InputError(f"{place}: the saved data set cannot be read: {_first(error)}") from error
     # A single saved data set stands for the split that it names, or for the one asked for.
     if not isinstance(saved, datasets.DatasetDict):
-        saved = {str(saved.split or split or "train"): saved}
+        saved = {str(saved.split or split): saved}
     if (split or "train") in saved:
         return saved[split or "train"]
     if split is None and len(saved) == 1:

@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace) -> None:
     order = {job.name: number for number, job in enumerate(jobs)}
     places = [order.get(name, -1) for name in file.done]
     # Rollouts are written in the order of the problems: the last one says how far the run was.
-    if -1 in places or places != sorted(set(places)):
+    if -1 in places or places != sorted(places):
         raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
     first = places[-1] + 1 if places else 0
     if first:
