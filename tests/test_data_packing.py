@@ -99,7 +99,7 @@ def test_the_plan_of_a_file_is_what_packing_gives(tmp_path):
     )  # fmt: skip
     tasks = plan(stream(tasks={"sudoku": 1.0}), most_steps=2)
     assert tasks.samples_per_epoch is None and tasks.steps_per_epoch is None
-    assert plan(stream(tasks={"sudoku": 1.0})).steps == 20, "data without an end is not packed whole"
+    assert plan(stream(tasks={"sudoku": 1.0})).steps == 20
     with pytest.raises(ValueError, match="most_steps"):
         plan(found, most_steps=0)
 

@@ -166,6 +166,7 @@ def test_generated_data_has_no_end_and_the_parts_add_up(tmp_path):
     assert (report.filled, report.samples_per_step) == (four.filled, four.samples_per_step)
     assert memory.adapter == 0 and memory.gradients == memory.weights == 4 * report.trained
     assert 0 < report.filled <= 1 and report.rows_at_once == 1
+    assert memory.loss == report.reads * made.model.vocab_size * 12
 
 
 def of_layers(tmp_path: Path, layers: int, **changes) -> Memory:
@@ -186,6 +187,7 @@ def test_autocast_keeps_a_copy_of_every_linear_layer(tmp_path):
     linear = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48  # q and o, k and v, the MLP
     plain, cast = (of_layers(tmp_path, 2, mixed_precision=kind) for kind in ("no", "bf16"))
     assert cast.weights - plain.weights == 2 * 2 * linear
+    assert plain.loss * 10 == cast.loss * 12, "a logit as it comes, in fp32, and what is made of it"
 
 
 GIB = 2**30
