@@ -18,7 +18,7 @@ from d2f.save_transformers import save_model
 from distill.config import read_config
 from distill.data import Plan, make_stream
 from distill.data.__main__ import main, parse
-from distill.data.inspection import describe
+from distill.data.inspection import block_starts, describe
 from distill.objectives import OBJECTIVES
 
 
@@ -64,6 +64,15 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
     assert "10 of 13 rows used" in text or "11 of 13 rows used" in text
     assert "an epoch: 1" in text and "a step: " in text
     assert not (d2f_config / "out").exists()
+
+
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_blocks_begin_where_what_is_seen_grows(d2f_config, size):
+    config = read_config(d2f_config / "c.yaml", ["--block_size", str(min(size, 60))])
+    model = random_model("llada")
+    sample = make_stream(config, model, tail=True).sample(0)
+    starts = block_starts(sample, OBJECTIVES["d2f"](model, config))
+    assert starts == list(range(0, len(sample.response), size)) and len(sample.response) > 4
 
 
 def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():

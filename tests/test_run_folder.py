@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from data_rows import pairs, run_settings, stream, write
 
 import d2f
 from d2f.errors import InputError
+from distill.config import TrainConfig
 from distill.run import identity
 from distill.run.card import card, curve, data_name, samples_hash
 from distill.run.log import Log, keep_lines
@@ -103,6 +105,55 @@ def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
     there |= {"block_size": 8, "lora": there["lora"] | {"r": 5}}
     (tmp_path / "config.yaml").write_text(json.dumps(there))
     assert RunFolder(config).record == {}
+
+
+def test_a_key_that_this_version_does_not_know_is_told(tmp_path):
+    """The configuration there is then compared as it was written."""
+    config = run_settings(tmp_path, TASKS)
+    begun(config)
+    there = config.model_dump(mode="json") | {"flavour": "sweet"}
+    (tmp_path / "config.yaml").write_text(json.dumps(there))
+    with pytest.raises(InputError, match=r"another run \(flavour: 'sweet' there, None now\)"):
+        RunFolder(config)
+
+
+def test_the_same_rows_at_another_place_are_the_same_run_and_other_rows_are_not(tmp_path):
+    first, second = (write(tmp_path / name, pairs(3)) for name in ("a.jsonl", "b.jsonl"))
+    config = run_settings(tmp_path / "run", {"file": str(first)})
+    begun(config).check_inputs()
+    moved = config.model_copy(update={"data": config.data.model_copy(update={"file": str(second)})})
+    RunFolder(moved).check_inputs()
+    write(first, pairs(4))
+    with pytest.raises(InputError, match=r"\(data\.file had SHA-256 \w+\.\.\., has \w+\.\.\. now"):
+        RunFolder(config).check_inputs()
+    write(second, pairs(4))
+    with pytest.raises(InputError, match=r"data\.file: '.*a\.jsonl' there, '.*b\.jsonl' now"):
+        RunFolder(moved)
+
+
+def reading(place: str) -> list[TrainConfig]:
+    """Runs that read everything that may be a path."""
+    noise = {"schedule": "pipeline", "states": place}
+    given = {"init": place, "init_adapter": place, "noise": noise}
+    return [
+        run_settings(Path("d2f"), {"file": place}, "d2f", **given),
+        run_settings(Path("scratch"), {"dataset": place}, tokenizer=place),
+    ]
+
+
+def test_of_what_no_digest_is_known_the_place_counts(tmp_path, monkeypatch):
+    """Of hub names, and of all that a run of an earlier version read."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for number, config in enumerate(reading("a")):
+        (tmp_path / config.output / "checkpoints" / "step-0000001").mkdir(parents=True)
+        config.save(tmp_path / config.output / "config.yaml")
+        for place in ("./a", str(tmp_path / "a"), "b/../a"):
+            RunFolder(reading(place)[number])
+        with pytest.raises(InputError, match="holds another run") as caught:
+            RunFolder(reading("b")[number])
+        found += re.findall(r"([\w.]+): 'a' there, 'b' now", str(caught.value))
+    assert sorted(found) == sorted(identity.PATHS)
 
 
 @pytest.mark.parametrize("text", ["[]", "3"])
