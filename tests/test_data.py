@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tiny import fresh_model, random_model, tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from d2f import noise
 from d2f.build_model import build
 from d2f.errors import CheckpointError, InputError
 from d2f.save_transformers import save_model
 from d2f.tasks import make_problem
+from d2f.tasks.registry import RESPONSE_LENGTH
 from distill.data import Stream, fill_rows, make_stream
 from distill.data.encode import Encoder
 from distill.data.screen import Fate, judge
@@ -247,6 +249,20 @@ def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
         row for order in orders for row in order
     ][::-1]
     assert [stream(file=path, seed=4).record(i) for i in range(40)] != orders[0]
+
+
+def test_the_tails_of_generated_samples_are_drawn_by_generators_of_their_own():
+    found = stream(tasks={"countdown": 1.0}, padded_share=0.4, short_tail=5, seed=3)
+    tails = set()
+    for index in range(30):
+        sample, rng = found.sample(index), noise.sample_rng(3, index, noise.TAIL)
+        padded = rng.random() < 0.4
+        tail = RESPONSE_LENGTH["countdown"] - sample.answer if padded else int(rng.integers(6))
+        assert sample.response[sample.answer :] == [END] * tail
+        tails.add((bool(padded), tail))
+    assert len(tails) > 8
+    bare = stream(tail=False, tasks={"countdown": 1.0}, padded_share=0.4, short_tail=5, seed=3)
+    assert all(len(s.response) == s.answer for s in map(bare.sample, range(9)))
 
 
 def test_generated_samples_are_template_text_and_answer():

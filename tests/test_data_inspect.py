@@ -94,6 +94,16 @@ def test_three_samples_are_shown_unless_asked_otherwise(d2f_config):
     assert inspected(d2f_config).count("\nsample ") == 3
 
 
+def test_what_is_no_option_is_a_key_of_the_configuration(capsys):
+    words = ["--data.rows", "4", "--sample", "2"]  # no short form of --samples
+    assert parse(["--inspect", "--config", "c", *words])[1] == words
+    with pytest.raises(SystemExit, match="0"):
+        parse(["--help"])
+    assert "--data.row_length 512" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--config", "c"])  # --inspect is what it does, and must be said
+
+
 def test_inspect_colours_a_terminal(d2f_config):
     text = inspected(d2f_config, "--samples", "1", force_terminal=True, color_system="truecolor")
     body = text.split("\nsample ")[1].split("masked by block")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -33,7 +34,10 @@ def test_a_log_grows_by_a_line_of_json_and_is_cut_after_a_step(tmp_path):
         log = Log(path)
         for step in steps:
             log.write({"step": step, "loss": float("nan")})
+        descriptor = log._file._descriptor
         log.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
     keep_lines(path, 3)
     assert path.read_text() == "".join(f'{{"step": {n}, "loss": NaN}}\n' for n in (1, 2, 3))
 
