@@ -174,6 +174,19 @@ def test_what_each_mask_allows(kind, decoder, alike, equal):
     assert second.result.raw_tokens == whole.raw_tokens
 
 
+def test_rows_that_a_request_has_fed_again_with_other_tokens_are_no_source_any_more():
+    """The window after the prompt, of which the masks are filled."""
+    model, decoder = exact_model("wedlm"), decode.WeDLM(4, max_new_tokens=6)
+    engine = Engine(model, batch_size=1, slots=100, reuse_prefixes=True)
+    request = Request(0, FIRST, decoder, model.contract, None)
+    engine.submit(request)
+    engine.advance()
+    (source,) = engine.prefixes._sources.values()
+    assert source.final == len(FIRST) + 4
+    list(engine.run())
+    assert source.final == len(FIRST)
+
+
 def test_it_is_off_where_nobody_asked():
     requests = one_after_the_other(
         "causal", [FIRST, FIRST], decode.Autoregressive(3), reuse_prefixes=False
