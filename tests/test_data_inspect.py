@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from data_rows import long_rows, run_settings
+from data_rows import long_rows, run_settings, write
 from rich.console import Console
 from tiny import random_model
 
@@ -31,7 +31,7 @@ def inspected(tmp_path, *arguments, **console):
 
 @pytest.fixture
 def d2f_config(tmp_path):
-    long_file = long_rows(tmp_path / "long.jsonl")
+    long_file = long_rows(tmp_path / "long[b].jsonl")
     save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32)
     data = {"file": long_file, "on_long": "drop", "row_length": 60, "short_tail": 3}
     config = run_settings(tmp_path / "out", data, "d2f", init=str(tmp_path / "base"), block_size=4)
@@ -54,7 +54,7 @@ def test_inspect_shows_what_the_objective_masks(d2f_config):
         head, rest = part.split("\n", 1)
         tail = len(sample.response) - sample.answer
         assert f"prompt {len(sample.prompt)} tokens, response {len(sample.response)} " in head
-        assert f"({sample.answer} answer, {tail} tail)" in head and "long.jsonl, line " in head
+        assert f"({sample.answer} answer, {tail} tail)" in head and "long[b].jsonl, line " in head
         body, blocks = rest.split("masked by block: ")
         assert body.count("[") == masked.sum() and body.count("{") == tail
         assert body.count("|") - 2 * body.count("<|") == -(-len(sample.response) // 4)
@@ -104,9 +104,16 @@ def test_what_is_no_option_is_a_key_of_the_configuration(capsys):
         parse(["--config", "c"])  # --inspect is what it does, and must be said
 
 
+def test_a_line_feed_is_seen(d2f_config):
+    path = write(d2f_config / "d.jsonl", [{"prompt": "q", "response": "one\ntwo"}])
+    text = inspected(d2f_config, "--samples", "1", "--data.file", str(path))
+    body = text.split("\nsample ")[1].split("masked by block")[0]
+    assert re.search(r"(?m)[^X]⏎$\n[^X]", body)
+
+
 def test_inspect_colours_a_terminal(d2f_config):
     text = inspected(d2f_config, "--samples", "1", force_terminal=True, color_system="truecolor")
-    body = text.split("\nsample ")[1].split("masked by block")[0]
+    _, body = text.split("\nsample ")[1].split("masked by block")[0].split("\n", 1)
     assert "\x1b[1;37;41m" in body
     assert "[" not in re.sub(r"\x1b\[[0-9;]*m", "", body)
 

@@ -115,6 +115,8 @@ def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
     assert sorted(seen[0]) == sorted(seen[1]) and seen[0] != seen[1]
     again = stream.sample(3)
     assert (again.masked == epochs[0][3].masked).all() and again.prompt == epochs[0][3].prompt
+    decided = [list(rollout.trajectory_accepted) for rollout in stream.rollouts]
+    assert [steps.tolist() for steps in stream.steps] == decided
     mixed = settings(tmp_path, files["llada", "wino"], wino_plus={"trajectory": "random"})
     other = OBJECTIVES["wino_plus"](random_model("llada"), mixed).stream()
     assert len(other.states) == count
