@@ -120,6 +120,19 @@ def test_other_bytes_are_named(tmp_path):
         read_mapping("/dev/zero")
 
 
+@pytest.mark.parametrize("text", ["é", "天", "xé"])
+def test_a_file_that_is_too_long_is_never_read_in_part(tmp_path, text):
+    """Whatever its characters: of one behind a comment only the comment would be cut."""
+    path = tmp_path / "c.yaml"
+    comment = text * (MOST_BYTES // len(text.encode()))
+    path.write_text(f"steps: 1\n# {comment}\nsteps_more: 2", encoding="utf-8")
+    with pytest.raises(InputError, match=f"expected at most {MOST_BYTES} bytes"):
+        read_mapping(path)
+    whole = f"a: {'x' * (MOST_BYTES - 3)}"
+    path.write_text(whole)
+    assert len(read_mapping(path)["a"]) == MOST_BYTES - 3
+
+
 def test_merged_mappings_share_nothing():
     """An override of one does not change the other."""
     values = load("a: &x {k: {n: 1}, l: 1}\nb: {<<: *x, l: 2}\nc: *x", "x")

@@ -25,7 +25,16 @@ from mutmut.mutation.mutators import mutation_operators, operator_arg_removal
 # Whatever runs the line fails with most of these, so a line that can have another fault has that.
 CRUDE = {"operator_assignment", "argument_to_none"}
 SILENT_CALLS = {"cast", "debug", "info", "warn", "TypeVar"}
-SILENT_KEYWORDS = {"description", "device", "encoding", "flush", "help", "stacklevel", "strict"}
+SILENT_KEYWORDS = {
+    "description",
+    "device",
+    "encoding",
+    "flush",
+    "help",
+    "stacklevel",
+    "strict",
+    "unit",
+}
 SILENT_NAMES = m.OneOf(*map(m.Name, ("__all__", "__slots__", "__version__")))
 SILENT = m.OneOf(
     *(

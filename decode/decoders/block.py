@@ -157,8 +157,7 @@ class BlockSession(MaskedSession):
         first = 0 if decoder.is_absolute(contract) else len(prompt)
         size = min(self.size, len(self.x))  # a larger one is one block, too
         self.ends: Ints = block_ends(len(self.x), first, size)
-        self.start = self.end = len(prompt)
-        self.done = 0
+        self.start = self.end = len(prompt)  # empty: the first step begins a block
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
         self.cached = 0
 

@@ -21,9 +21,8 @@ class Branch:
     x: its tokens, at least ``[stop]``. ends: ``[stop]`` or more, position p sees ``[0, ends[p])``.
     stop: where the rows that it feeds end. differs: the first position whose token is not that of
     the own rows. A row that sees only positions before it (``ends[p] <= differs``) computes the
-    same in both states and is not fed again; 0 feeds all. It is below `stop`: there is a row to
-    feed.
-    read: the positions whose rows are read, ascending.
+    same in both states and is not fed again; 0 feeds all. It is below `stop`, so that a row
+    is fed. read: the positions whose rows are read, ascending.
     """
 
     x: Ints
