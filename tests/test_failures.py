@@ -3,14 +3,13 @@ each gives alone, and no slot is lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import fresh_model, random_model
+from tiny import POISON, fresh_model, poisoned_model, random_model
 
 import decode
 import decode.engine.engine
@@ -18,7 +17,6 @@ from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 
-POISON = 7  # a token whose embedding is NaN, and which is never chosen
 SLOTS = 70
 WAYS = ("none", "step", "accept", "blocks", "poison", "too large", "cancel")
 DECODERS = (
@@ -33,17 +31,7 @@ DECODERS = (
 
 @pytest.fixture(scope="module")
 def poisoned():
-    model = fresh_model("llada")
-    with torch.no_grad():
-        model.backbone.model.embed_tokens.weight[POISON] = torch.nan
-
-    def rule_out(module, inputs, logits):
-        ruled = logits.clone()
-        ruled[..., POISON] = -torch.inf
-        return ruled
-
-    model.backbone.lm_head.register_forward_hook(rule_out)
-    return model
+    return poisoned_model()
 
 
 @dataclass(frozen=True)
@@ -167,6 +155,109 @@ def test_the_others_give_what_they_give_alone(poisoned, plans, batch_size, stati
         assert type(own[-1].error) is kinds.get(plan.way, RequestError)
         assert own[-1].result.finish_reason == "error" and own[-1].result.tokens == []
         assert len(own) == own[-1].forward or plan.way == "too large"
+
+
+MORE = (
+    decode.D2F(4, tau_conf=0.3, max_new_tokens=9, lossless=2),
+    decode.D2F(3, tau_conf=0.2, max_new_tokens=9, revoke="always", tau_revoke=0.5),
+)
+CANCELLED = {
+    "llada": (*DECODERS, *MORE),
+    "dream": (*DECODERS, *MORE, decode.EntropyBounded(4, max_new_tokens=8)),
+    "wedlm": (decode.WeDLM(4, max_new_tokens=9), decode.WeDLM(3, max_new_tokens=9, verify="ar")),
+    "causal": (
+        decode.Autoregressive(max_new_tokens=6),
+        decode.Autoregressive(max_new_tokens=9, temperature=1.0),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request that comes at one advance of the engine, and that many later may be cancelled."""
+
+    prompt: list[int]
+    decoder: decode.Decoder
+    comes: int
+    stays: int | None
+
+
+def visits(decoders: Sequence[decode.Decoder]) -> st.SearchStrategy[list[Visit]]:
+    prompts = st.lists(st.integers(8, 200), min_size=1, max_size=9)
+    stays = st.none() | st.integers(0, 9)
+    one = st.builds(Visit, prompts, st.sampled_from(decoders), st.integers(0, 12), stays)
+    return st.lists(one, min_size=2, max_size=8)
+
+
+@pytest.mark.parametrize("family", CANCELLED)
+@settings(max_examples=30)
+@given(data=st.data(), batch_size=st.integers(1, 4), static=st.booleans(), early=st.booleans())
+def test_requests_come_and_are_cancelled_at_any_time(family, data, batch_size, static, early):
+    """Into slots that others left in the middle of a forward, of families whose rows are read one
+    before, and of decoders with scratch slots."""
+    model = random_model(family)
+    asked = data.draw(visits(CANCELLED[family]))
+    engine = Engine(model, batch_size=batch_size, slots=SLOTS, static=static)
+    engine.early = early
+    requests = [Request(i, v.prompt, v.decoder, model.contract, None) for i, v in enumerate(asked)]
+    cancelled: set[int] = set()
+    for now in range(1000):
+        for i, visit in enumerate(asked):
+            if visit.comes == now:
+                engine.submit(requests[i])
+            if visit.stays is not None and visit.comes + visit.stays == now:
+                if engine.cancel(requests[i]):
+                    cancelled.add(i)
+                assert not engine.cancel(requests[i])
+        assert not cancelled & {event.request for event in engine.advance()}
+        if now > 21 and not (engine.waiting or engine.running):
+            break
+    assert not engine.pool._used and not engine.running and not engine.waiting
+    for i, (request, visit) in enumerate(zip(requests, asked, strict=True)):
+        assert request.done != (i in cancelled)
+        if request.done:
+            alone = decode.generate(model, [visit.prompt], visit.decoder)[0]
+            assert request.result.raw_tokens == alone.raw_tokens
+            assert request.result.calls == alone.calls
+
+
+def test_what_an_early_forward_raises_does_not_take_the_events_with_it(monkeypatch):
+    """It comes with the next call, and the one after that does the forward again."""
+    model = fresh_model("llada")
+    prompts, real, forwards = [[9, 10], [11, 12, 13]], model.decode_rows, []
+
+    def decode_rows(*arguments):
+        forwards.append(None)
+        if len(forwards) == 2:
+            raise MemoryError("too large")
+        return real(*arguments)
+
+    alone = [decode.generate(model, [p], DECODERS[0])[0] for p in prompts]
+    engine = Engine(model, batch_size=2, slots=SLOTS)
+    engine.early = True
+    requests = [Request(i, p, DECODERS[0], model.contract, None) for i, p in enumerate(prompts)]
+    for request in requests:
+        engine.submit(request)
+    monkeypatch.setattr(model, "decode_rows", decode_rows)
+    assert [(event.request, event.forward) for event in engine.advance()] == [(0, 1), (1, 1)]
+    with pytest.raises(MemoryError, match="too large"):
+        engine.advance()
+    list(engine.run())
+    assert [request.result.raw_tokens for request in requests] == [r.raw_tokens for r in alone]
+    assert [request.result.calls for request in requests] == [r.calls for r in alone]
+
+
+def test_a_decoder_without_a_first_step_is_an_error(poisoned):
+    """It would run for ever without a forward."""
+
+    class Idle(decode.Static):
+        def begin(self, prompt, contract):
+            session = super().begin(prompt, contract)
+            session.step = lambda: None
+            return session
+
+    with pytest.raises(RequestError, match="the decoder static has no first step"):
+        decode.generate(poisoned, [[9]], Idle(block_size=4, max_new_tokens=8))
 
 
 @settings(max_examples=15)

@@ -41,3 +41,21 @@ def fresh_model(family: str, seed: int = 0) -> DiffusionModel:
             torch.nn.init.normal_(parameter, std=0.3)
     model.backbone.eval()
     return model
+
+
+POISON = 7  # a token whose embedding is NaN, and which is never chosen
+
+
+def poisoned_model() -> DiffusionModel:
+    """A model whose rows are NaN where they see `POISON`."""
+    model = fresh_model("llada")
+    with torch.no_grad():
+        model.backbone.model.embed_tokens.weight[POISON] = torch.nan
+
+    def rule_out(module, inputs, logits):
+        ruled = logits.clone()
+        ruled[..., POISON] = -torch.inf
+        return ruled
+
+    model.backbone.lm_head.register_forward_hook(rule_out)
+    return model

@@ -79,10 +79,17 @@ class Engine:
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = self.device.type == "cuda"  # start the next forward before events are taken
         self._started: StartedForward | None = None
+        self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
         """Queue a request; it enters when there is room. Allowed while the engine runs."""
         self.waiting.append(request)
+
+    def check_size(self, request: Request) -> None:
+        """Raise InputError for a request that the cache can never hold."""
+        slots = request.session.slots
+        if slots > self.pool.slots:
+            raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
 
     def run(self) -> Iterator[Event]:
         """Decode until nothing runs or waits; an event for each request after each forward."""
@@ -104,12 +111,18 @@ class Engine:
         """Do one forward; the events of the requests that were in it. On a GPU the next one is
         started before they are handed over, so that it runs beside what the caller does with
         them."""
+        error, self._early_error = self._early_error, None
+        if error is not None:
+            raise error
         # None at the first call, and where nothing was left to start at the end of the last one.
         if self._started is None:
             self._start_forward()
         events = self._finish_forward()
         if self.early:
-            self._start_forward()
+            try:
+                self._start_forward()
+            except Exception as error:  # of the next call: these events are not lost to it
+                self._early_error = error
         failed, self._failed = self._failed, []
         return events + failed
 
@@ -131,9 +144,8 @@ class Engine:
 
     def _place(self, request: Request) -> int | None:
         """Where the slots of a request begin, None where there is no room now."""
+        self.check_size(request)
         slots = request.session.slots
-        if slots > self.pool.slots:
-            raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
         base = self.pool.allocate(slots)
         if base is None and request.feed is not None:
             self.prefixes.wanted(request.feed)  # what it will want is given up last

@@ -33,6 +33,8 @@ class Request:
         # Always one step ahead: that a request is done is known with the predictions that end it,
         # and it leaves the batch before the next forward.
         self.feed = _feed(self.session.step(), first=True)
+        if self.feed is None:  # it would run for ever, in no forward
+            raise RequestError(f"the decoder {decoder.name} has no first step")
         self.calls: list[tuple[int, int]] = []
         self.reused_rows = 0
         self.base = 0
