@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
-from d2f.errors import InputError, repr_of
+from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders import DECODERS, Decoder, find_decoder
+from decode.decoders import Decoder, as_decoder
 from decode.decoders.checks import boolean, one_of, whole_number
 from decode.engine.engine import Engine
-from decode.engine.prompts import Prompt, as_many, check, encode, fitted
+from decode.engine.prompts import Prompt, as_many, checked
 from decode.engine.request import Request
 from decode.engine.result import Event, Result
 from decode.reporting.notices import doubt_of
@@ -83,7 +83,7 @@ def _begin(
     one_of("on_error", on_error, get_args(OnError))
     many = as_many(prompts)
     shared = isinstance(decoder, str) or not isinstance(decoder, Sequence)
-    decoders = [_decoder(one) for one in ([decoder] if shared else decoder)]  # type: ignore[union-attr]
+    decoders = [as_decoder(one) for one in ([decoder] if shared else decoder)]  # type: ignore[union-attr]
     if shared:
         decoders *= len(many)
     if len(decoders) != len(many):
@@ -95,7 +95,7 @@ def _begin(
     for i, (prompt, chosen) in enumerate(zip(many, decoders, strict=True)):
         places = range(i * n, (i + 1) * n)
         try:
-            ids, chosen = _checked(model, prompt, chosen, f"prompt {i}", raw=raw)
+            ids, chosen = checked(model, prompt, chosen, f"prompt {i}", raw=raw)
         except InputError as error:
             if on_error == "raise":
                 raise
@@ -108,31 +108,6 @@ def _begin(
             requests.append(Request(place, ids, own, model.contract, model.tokenizer))
     # `_run` is the generator: the checks above are made at the call, not at the first event.
     return _run(model, requests, refused, batch_size, on_error, n)
-
-
-def _decoder(decoder: object) -> Decoder:
-    """A decoder, or the one of that name."""
-    if isinstance(decoder, Decoder):
-        return decoder
-    if isinstance(decoder, str) and (decoder in DECODERS or ":" in decoder):
-        return find_decoder(decoder)()
-    raise InputError(
-        f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
-        f"{', '.join(DECODERS)}; got {repr_of(decoder)}"
-    )
-
-
-def _checked(
-    model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str, *, raw: bool
-) -> tuple[list[int], Decoder]:
-    """A prompt's ids and its decoder, which fit each other and the model."""
-    decoder.check(model.contract)
-    if decoder.stop and model.tokenizer is None:
-        raise InputError(f"stop strings need a tokenizer, {model.path} has none")
-    ids = encode(model, prompt, where, raw=raw)
-    decoder = fitted(model, ids, decoder, where)
-    check(model, ids, decoder, where)
-    return ids, decoder
 
 
 def _run(

@@ -15,7 +15,15 @@ from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
 from decode.decoders.base import Decoder, Session
 
-__all__ = ["DECODERS", "Decoder", "Session", "default_decoder", "find_decoder", "spelled"]
+__all__ = [
+    "DECODERS",
+    "Decoder",
+    "Session",
+    "as_decoder",
+    "default_decoder",
+    "find_decoder",
+    "spelled",
+]
 
 
 def _found() -> dict[str, type[Decoder]]:
@@ -67,6 +75,18 @@ def find_decoder(name: object) -> type[Decoder]:
             f"requests, got {repr_of(kind)}"
         )
     return kind
+
+
+def as_decoder(decoder: object) -> Decoder:
+    """A decoder, or the one of that name with its defaults. Raises InputError."""
+    if isinstance(decoder, Decoder):
+        return decoder
+    if isinstance(decoder, str) and (decoder in DECODERS or ":" in decoder):
+        return find_decoder(decoder)()
+    raise InputError(
+        f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
+        f"{', '.join(DECODERS)}; got {repr_of(decoder)}"
+    )
 
 
 def spelled(kind: type[Decoder]) -> str:

@@ -10,13 +10,13 @@ from d2f.errors import InputError, repr_of
 MOST = 2**20  # tokens, forwards or states
 
 
-def whole_number(name: str, value: object) -> None:
-    """Raise InputError unless value is a whole number of at least 1, and no more than a response
-    can have tokens: what counts them up would not end."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, got {repr_of(value)}")
-    if value > MOST:
-        raise InputError(f"{name} must be at most {MOST}, got {repr_of(value)}")
+def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
+    """Raise InputError unless value is a whole number of at least `least`, and by default no more
+    than a response can have tokens: what counts them up would not end."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {repr_of(value)}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most}, got {repr_of(value)}")
 
 
 def ratio(name: str, value: object) -> None:

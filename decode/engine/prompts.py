@@ -148,3 +148,16 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
             f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.length}{after} that is "
             f"{total}, the model's context is {model.context_length}"
         )
+
+
+def checked(
+    model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str, *, raw: bool
+) -> tuple[list[int], Decoder]:
+    """A prompt's ids and its decoder, which fit each other and the model. Raises InputError."""
+    decoder.check(model.contract)
+    if decoder.stop and model.tokenizer is None:
+        raise InputError(f"stop strings need a tokenizer, {model.path} has none")
+    ids = encode(model, prompt, where, raw=raw)
+    decoder = fitted(model, ids, decoder, where)
+    check(model, ids, decoder, where)
+    return ids, decoder
