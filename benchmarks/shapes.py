@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from decode.engine.cache_size import free_bytes
 
 MASK_ID = 3
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -58,13 +58,6 @@ def build(shape: str, dtype: torch.dtype, device: str) -> DiffusionModel:
         logit_shift=0 if llada else 1, rope_fp32=llada, prompt_rule="bidirectional",
     )  # fmt: skip
     return DiffusionModel(backbone.eval(), contract)
-
-
-def free_bytes(device: str) -> int:
-    """What is free of the device's memory."""
-    if device == "cuda":
-        return int(torch.cuda.mem_get_info()[0])
-    return int(psutil.virtual_memory().available)
 
 
 def check_fits(needed: dict[str, int], device: str) -> None:

@@ -38,6 +38,19 @@ class NonFiniteLogitsError(RequestError):
     """The model gave NaN or infinite logits; no token was chosen from them."""
 
 
+class QueueFullError(RuntimeError):
+    """A request was refused because too many wait already: `waiting` of them."""
+
+    def __init__(self, waiting: int):
+        super().__init__(f"the queue is full: {waiting} requests wait, which is the most that may")
+        self.waiting = waiting
+
+
+class EngineClosedError(RuntimeError):
+    """A request met an engine that is closed, or was closed while it ran; what the engine failed of
+    is the cause, where it did."""
+
+
 class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
 

@@ -19,6 +19,7 @@ except ImportError as error:  # of a d2f.py of the user's
 siblings.require("d2f")
 
 if TYPE_CHECKING:  # what a type checker and an editor see; at run time `_home` finds the rest
+    from d2f.errors import QueueFullError
     from decode.api import generate, stream
     from decode.decoders import Decoder
     from decode.decoders.autoregressive import Autoregressive
@@ -31,10 +32,12 @@ if TYPE_CHECKING:  # what a type checker and an editor see; at run time `_home` 
     from decode.decoders.threshold import Threshold
     from decode.decoders.wedlm import WeDLM
     from decode.decoders.wino import Wino
+    from decode.engine.async_engine import AsyncEngine
     from decode.engine.result import Event, Result
 
 __all__ = [
     "D2F",
+    "AsyncEngine",
     "Autoregressive",
     "Block",
     "Decoder",
@@ -42,6 +45,7 @@ __all__ = [
     "Event",
     "Factor",
     "FreeDave",
+    "QueueFullError",
     "Result",
     "Static",
     "Threshold",
@@ -54,6 +58,8 @@ __all__ = [
 _HOMES = {
     "generate": "decode.api",
     "stream": "decode.api",
+    "AsyncEngine": "decode.engine.async_engine",
+    "QueueFullError": "d2f.errors",
     "Event": "decode.engine.result",
     "Result": "decode.engine.result",
 }
