@@ -18,7 +18,7 @@ from decode.engine import cuda_graphs
 from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, split
+from decode.engine.sampling import PredictionRequest, Sampler, split, table_of
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Step
 from tests.references.predictions import predict
@@ -161,6 +161,14 @@ def test_static_forwards_give_queried_probabilities_and_scores():
     assert got.token.tolist() == want.token.tolist()
     for name in ("confidence", "queried_probability", "entropy", "margin"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)
+
+
+def test_scores_that_no_request_asked_for_are_not_computed():
+    plain = PredictionRequest(Sampler(Sampling(), mask_id=None), 2)
+    drawn = PredictionRequest(Sampler(Sampling(temperature=1.0), mask_id=None), 1)
+    scored = PredictionRequest(plain.sampler, 2, uncertainty=True)
+    for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (5, 3))):
+        assert table_of(torch.eye(3)[: shape[1]], groups).shape == shape
 
 
 def test_where_the_next_forward_is_started_early_the_tokens_are_the_same(monkeypatch):

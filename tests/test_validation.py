@@ -47,6 +47,12 @@ def test_another_kind_of_file_is_named_with_the_command_that_takes_it(path, read
     assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 250
 
 
+def test_a_file_that_names_a_decoder_and_nothing_else_is_one_of_options(tmp_path):
+    (tmp_path / "c.yaml").write_text("decoder: static")
+    with pytest.raises(InputError, match=r"looks like a file of decoder options \(key decoder\)"):
+        read_config(tmp_path / "c.yaml")
+
+
 FAULTS = {
     ("--block_size", "[0]"): "block_size.0: expected at least 1, got 0",
     ("--block_size", "x"): "block_size: expected a whole number or a list or a mapping, got 'x'",

@@ -292,8 +292,9 @@ def test_the_blocks_shown_lie_where_their_tokens_do(refill, verify):
         assert [block.state for block in event.blocks] == ["cached", "fully active"][
             -len(event.blocks) :
         ]
+        assert all(revealed.position < 14 for revealed in event.revealed)
         for block in event.blocks:
-            assert len(block.tokens) == block.end - block.start
+            assert len(block.tokens) == block.end - block.start > 0
             if block.state == "cached":  # never revised
                 assert list(block.tokens) == response[block.start : block.end]
         shown = {

@@ -172,7 +172,7 @@ class FreeDaveSession(BlockwiseSession):
         most = min(self.decoder.drafts, int(self.masked[self.start : end].sum())) - 1
         blocks = (self.wanted - self.prompt_length) // self.decoder.size
         # By block, then by confidence; stable, as `choose` breaks ties.
-        order = np.lexsort((-confidence, blocks))[: max(most, 0)]
+        order = np.lexsort((-confidence, blocks))[:most]
         return list(zip(self.wanted[order].tolist(), tokens[order].tolist(), strict=True))
 
     def _branch_rows(self) -> int:
