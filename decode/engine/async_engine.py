@@ -38,7 +38,8 @@ class AsyncEngine:
     A request has the tokens that `decode.generate` gives it alone, whatever runs beside it, fails,
     or leaves. batch_size: most requests in a forward. slots: size of the cache; None takes what
     `decode.engine.cache_size.default_slots` says. max_waiting: most requests that may wait, besides
-    those that there is room for; one more is refused at once.
+    those that there is room for; one more is refused at once. prefill_rows, reuse_prefixes: as of
+    `decode.engine.engine.Engine`.
 
     Leaving ``async with`` finishes what runs and waits, after an exception it cancels it. An engine
     that is forgotten, or that the interpreter's end overtakes, cancels it too.
@@ -53,6 +54,8 @@ class AsyncEngine:
         batch_size: int = DEFAULT_BATCH_SIZE,
         slots: int | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
+        prefill_rows: int | None = None,
+        reuse_prefixes: bool = False,
     ):
         whole_number("batch_size", batch_size)
         whole_number("max_waiting", max_waiting, least=0)
@@ -60,7 +63,13 @@ class AsyncEngine:
             slots = default_slots(model, batch_size)
         whole_number("slots", slots, most=sys.maxsize)
         self.model = model
-        self._engine = Engine(model, batch_size=batch_size, slots=slots)
+        self._engine = Engine(
+            model,
+            batch_size=batch_size,
+            slots=slots,
+            prefill_rows=prefill_rows,
+            reuse_prefixes=reuse_prefixes,
+        )
         self._thread = EngineThread(self._engine, max_waiting)
         self._indexes = itertools.count()
         # The thread does not know this object: forgotten, it ends the thread. It does not wait.

@@ -227,3 +227,19 @@ def test_the_example_of_the_docstring_runs(capsys):
     run(names["main"](model))
     result = decode.generate(model, "Use 3 and 4 to make 12.", "d2f")[0]
     assert capsys.readouterr().out.endswith(f"\n{result.text}\n")
+
+
+def test_prompts_in_pieces_and_rows_of_equal_prompts_change_no_token():
+    model, decoder = random_model("causal"), decode.Autoregressive(8)
+    prompt = list(range(4, 34))
+
+    async def main():
+        options = {"prefill_rows": 8, "reuse_prefixes": True}
+        async with decode.AsyncEngine(model, batch_size=2, **options) as engine:
+            return [await read(engine.generate(prompt, decoder)) for _ in range(2)]
+
+    first, second = (events[-1].result for events in run(main()))
+    want = alone(model, decoder, prompt)
+    assert first.raw_tokens == second.raw_tokens == want.raw_tokens
+    assert (first.reused_rows, second.reused_rows) == (0, 29)
+    assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
