@@ -31,6 +31,7 @@ import decode.engine.async_engine
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.engine import cache_size
 from decode.engine.cache_size import default_slots
+from decode.engine.engine_thread import EngineThread
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -190,19 +191,26 @@ def test_who_never_reads_holds_up_nobody():
     same(late, alone(model))
 
 
-def test_an_idle_engine_does_nothing():
-    model, calls = random_model("llada"), []
+def test_an_idle_engine_does_nothing(monkeypatch):
+    """Its thread looks around once a forward, and when there is a message."""
+    model, looks, requests = random_model("llada"), [], 5
+    real = EngineThread._read_inbox
+
+    def read_inbox(thread):
+        looks.append(None)
+        real(thread)
+
+    monkeypatch.setattr(EngineThread, "_read_inbox", read_inbox)
 
     async def main():
         async with decode.AsyncEngine(model) as engine:
-            advance = engine._engine.advance
-            engine._engine.advance = lambda: calls.append(None) or advance()
-            for _ in range(5):
+            for _ in range(requests):
                 await read(engine.generate(PROMPT, DECODERS[0]))
+                await turns(200)
             return engine
 
-    engine = run(main())
-    assert len(calls) == engine.stats.forwards > 5
+    forwards = run(main()).stats.forwards
+    assert forwards <= len(looks) <= forwards + requests + 3  # closing, before and after it
 
 
 def test_default_slots_hold_a_batch_and_no_more_than_half_of_the_memory(monkeypatch):
