@@ -18,7 +18,7 @@ except ImportError as error:  # of a d2f.py of the user's
 
 siblings.require("d2f")
 
-if TYPE_CHECKING:  # what a type checker and an editor see; at run time `_home` finds the rest
+if TYPE_CHECKING:  # what a type checker and an editor see; at run time `__getattr__` finds them
     from d2f.errors import QueueFullError
     from decode.api import generate, stream
     from decode.decoders import Decoder
