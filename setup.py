@@ -74,6 +74,13 @@ setup(
     extras_require={
         "data": ["datasets>=4.0"],
         "plot": ["matplotlib>=3.9"],
+        "serve": [
+            "fastapi>=0.120",
+            "uvicorn>=0.38",
+            "sse-starlette>=3.0",
+            "openai>=2.0",  # its types are what the answers are made of
+            "prometheus-client>=0.23",
+        ],
         "ablation": ["scipy>=1.13"],
         "4bit": ["bitsandbytes>=0.48"],
         "deepspeed": ["deepspeed>=0.18"],
@@ -81,6 +88,12 @@ setup(
         "dev": [
             "bitsandbytes>=0.48",
             "datasets>=4.0",
+            "fastapi>=0.120",
+            "uvicorn>=0.38",
+            "sse-starlette>=3.0",
+            "openai>=2.0",
+            "prometheus-client>=0.23",
+            "playwright>=1.55",  # drives a chromium that is there already
             "pytest>=9.0",
             "pytest-xdist>=3.8",
             "hypothesis>=6.150",

@@ -97,7 +97,15 @@ class Request:
         """What the last forward did to this request."""
         in_pieces = self.feed is not None and self.feed.fed
         revealed = [] if in_pieces else list(self.session.revealed)
-        return Event(self.index, len(self.calls), self.session.blocks(), revealed, self.result)
+        return Event(
+            self.index,
+            len(self.calls),
+            self.session.blocks(),
+            revealed,
+            self.result,
+            self.session.settled,
+            self.calls[-1],
+        )
 
     def _finish(self, now: float) -> Result:
         # Only what is settled: behind it there may be decided tokens with masks in between.

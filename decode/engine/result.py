@@ -95,7 +95,9 @@ class Event:
 
     request: index of the result (of the prompt, where each is sampled once). forward: number of the
     request's forward, from 1; 0 where it failed before one. revealed: nothing where the forward fed
-    a piece of a step that is not the last.
+    a piece of a step that is not the last. settled: response ids before the first that may still
+    change: each event's begin with those of the one before, whatever the decoder takes back behind
+    them. call: (rows fed, rows already cached) of this forward, as in `Result.calls`.
     """
 
     request: int
@@ -103,6 +105,8 @@ class Event:
     blocks: list[BlockView]
     revealed: list[Revealed] = field(default_factory=list)
     result: Result | None = None
+    settled: list[int] = field(default_factory=list)
+    call: tuple[int, int] = (0, 0)
 
     @property
     def error(self) -> Exception | None:
