@@ -65,7 +65,8 @@ class SlotCache:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Write what is in the slots `source` (int64 ``[N]``) to the slots `target`."""
-        source, target = source.to(self.layers[0][0].device), target.to(self.layers[0][0].device)
+        first, _ = self.layers[0]  # any buffer: all are on one device
+        source, target = source.to(first.device), target.to(first.device)
         for buffers in self.layers:
             for buffer in buffers:
                 buffer[:, :, target] = buffer[:, :, source]

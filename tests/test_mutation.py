@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.mutation.__main__ import measure, report
 from benchmarks.mutation.mutants import sample
+from benchmarks.mutation.reach import Reach
 
 TIMES = "TIMES = 3\n"
 CODE = '''"""A text for people."""
@@ -59,6 +60,13 @@ def test_in_a_process_that_is_not_measured():
     environment = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE")}
     assert printed("unseen", env=environment) == b"1\\n"
 """
+HELPER = "from made_up.code import scaled\n"
+QUICK = """
+from helper import scaled
+
+def test_quick():
+    assert scaled(3)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def measured(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     for folder, files in [
         ("made_up", {"code.py": CODE, "times.py": TIMES}),
-        ("tests", {"test_code.py": TESTS}),
+        ("tests", {"test_code.py": TESTS, "test_quick.py": QUICK, "helper.py": HELPER}),
     ]:
         (root / folder).mkdir()
         for name, text in files.items():
@@ -89,10 +97,19 @@ def test_a_fault_that_a_test_notices_is_killed_and_another_named(measured):
 
 
 def test_the_tests_that_run_are_those_that_reach_the_line(measured):
-    """Also through a fixture of the module or in another process; where that was not measured,
-    all tests of the file that names the module."""
+    """Also through a fixture of the module or in another process; where that was not measured, all
+    tests of the file that names the module, and for what runs at the import, all."""
     reaching = {row["line"]: row["reaching"] for row in measured[0]}
-    assert reaching == {1: 4, 7: 3, 11: 1, 15: 1, 19: 5}
+    assert reaching == {1: 6, 7: 4, 11: 1, 15: 1, 19: 5}
+
+
+def test_files_that_name_the_module_come_first(measured):
+    """There is a limit of time, and the tests of other modules are many."""
+    _, root = measured
+    (kept,) = (root / "runs").iterdir()
+    reach = Reach(kept, root)
+    fault = next(fault for fault in sample(root, ["made_up"], 0) if fault.line == 7)
+    assert reach.tests_of(fault)[-1] == "tests/test_quick.py::test_quick"
 
 
 def test_how_json_is_laid_out_and_what_only_a_gpu_runs_have_no_faults(tmp_path):

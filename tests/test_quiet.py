@@ -22,6 +22,12 @@ def settings():
     return loggers, bars, warnings.filters[:]
 
 
+@pytest.fixture(autouse=True)
+def bars():
+    """Whatever a test before left."""
+    transformers_logging.enable_progress_bar()
+
+
 def test_everything_is_as_it_was_before():
     before = settings()
     with quiet():

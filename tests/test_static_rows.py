@@ -7,6 +7,7 @@ would change what the request at that slot reads.
 from __future__ import annotations
 
 import pytest
+import torch
 from tiny import random_model
 
 import decode
@@ -49,3 +50,14 @@ def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, togethe
     assert [request.result.raw_tokens for request in requests] == [r.raw_tokens for r in plain]
     assert len(padded) == engine.forwards, "every forward was a static one"
     assert any(padded), "and some had rows that pad"
+
+
+@pytest.mark.parametrize(
+    "device, variable, wanted",
+    [("cpu", None, False), ("cuda", None, True), ("cuda", "1", True), ("cuda", "0", False)],
+)
+def test_graphs_are_for_a_gpu_and_can_be_turned_off(device, variable, wanted, monkeypatch):
+    monkeypatch.delenv("D2F_GRAPHS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("D2F_GRAPHS", variable)
+    assert cuda_graphs.graphs_wanted(torch.device(device)) is wanted

@@ -37,11 +37,12 @@ class Reach:
         self._measured = {file.removeprefix(found["tree"] + "/"): file for file in measured}
 
     def tests_of(self, mutant: Mutant) -> list[str]:
-        """The tests that can see a mutant, those of the quickest file first.
+        """The tests that can see a mutant, the likeliest to see it first.
 
-        They reach a line of its statement. What runs when a module is imported is seen by the tests
-        that reach this module or one that imports it. What no test is seen to reach (compiled
-        functions, a process that was killed) may be seen by all tests of the files that name it.
+        They reach a line of its statement. What no test is seen to reach (compiled functions, a
+        process that was killed) may be seen by all tests of the files that name its module. What
+        runs when a module is imported may be seen by any test. Files that name the module come
+        first, then those that reach it or a module that imports it, of each the quickest.
         """
         names = _naming(mutant.path)
         contexts: set[str] = set()
@@ -50,12 +51,15 @@ class Reach:
                 by_line = self._data.contexts_by_lineno(self._measured[path])
                 for line in mutant.reached_at or by_line:
                     contexts.update(by_line.get(line, ()))
-        tests = {test for context in contexts for test in self._in_context(context)}
-        if not tests or not mutant.reached_at:
-            files = {test.split("::")[0] for test in self.tests}
-            naming = {file for file in files if self._contains(file, names)}
-            tests |= {test for test in self.tests if test.split("::")[0] in naming}
-        return self._quickest_first(tests)
+        reaching = {test for context in contexts for test in self._in_context(context)}
+        files = {test.split("::")[0] for test in self.tests}
+        naming = {file for file in files if self._contains(file, names)}
+        named = {test for test in self.tests if test.split("::")[0] in naming}
+        if not reaching or not mutant.reached_at:
+            reaching |= named
+        others = set() if mutant.reached_at else set(self.tests) - reaching
+        groups = (reaching & named, reaching - named, others)
+        return [test for group in groups for test in self._quickest_first(group)]
 
     def _contains(self, path: str, names: re.Pattern[str]) -> bool:
         return bool(names.search((self._root / path).read_text(encoding="utf-8")))

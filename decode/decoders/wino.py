@@ -31,9 +31,6 @@ from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.engine.step import Ints, Predictions, Step
 
-# The official code begins each block with it.
-FIRST_BOUND = 30  # of revocations, at a block's start
-
 
 @dataclass(frozen=True)
 class Wino(Blockwise):
@@ -125,7 +122,8 @@ class WinoSession(BlockwiseSession):
         return undecided
 
     def begin_block(self) -> None:
-        self.last, self.forwards = FIRST_BOUND, 0
+        # The official code begins with a `last` of 30: nothing is decided yet that it could bound.
+        self.last, self.forwards = 0, 0
 
     def feed_rows(self) -> Step:
         step = super().feed_rows()

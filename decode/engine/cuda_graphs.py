@@ -126,8 +126,8 @@ class GraphForward:
         if not self.cuda:
             # The copies above were synchronous, there is nothing to wait for.
             return self.found.numpy
-        done = torch.cuda.Event()  # the host goes on meanwhile; who wants the table waits here
-        done.record()
+        # The host goes on meanwhile; who wants the table waits here.
+        done = torch.cuda.current_stream().record_event()
 
         def wait() -> NDArray[np.float64]:
             done.synchronize()

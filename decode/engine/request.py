@@ -115,7 +115,7 @@ class Request:
         ends = [i for i, token in enumerate(tokens) if token in self.contract.end_ids]
         if ends:
             tokens, reason = tokens[: ends[0]], "end"
-        text = self._decode(tokens)
+        text = None if self.tokenizer is None else self._decode(tokens)
         stop = self._stop(tokens)
         if stop is not None:
             tokens, text = stop
@@ -134,9 +134,8 @@ class Request:
             reused_rows=self.reused_rows,
         )
 
-    def _decode(self, tokens: list[int]) -> str | None:
-        if self.tokenizer is None:
-            return None
+    def _decode(self, tokens: list[int]) -> str:
+        assert self.tokenizer is not None  # `prompts.checked` refuses stop strings without one
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
@@ -144,14 +143,14 @@ class Request:
         text before it. None where no stop string is in the text."""
         if not self.decoder.stop:
             return None
-        text = self._decode(tokens) or ""
+        text = self._decode(tokens)
         found = [place for place in map(text.find, self.decoder.stop) if place >= 0]
         if not found:
             return None
         cut = min(found)
         # Tokens are dropped until their text ends at the cut; one that spans it goes as a whole.
         kept = tokens
-        while kept and len(self._decode(kept) or "") > cut:
+        while kept and len(self._decode(kept)) > cut:
             kept = kept[:-1]
         return kept, text[:cut]
 
