@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def official_config(model: ModelParts) -> dict[str, Any]:
         del values["auto_map"]
     # Read back as a loader would: the family's fields may have no word for what transformers' have,
     # such as a bias, and the export would be another model.
-    made = transformers_config(family, values).to_dict()
+    # Of a copy, as transformers writes into the dictionaries that it is given.
+    made = transformers_config(family, deepcopy(values)).to_dict()
     ours = model.backbone.config.to_dict()
     differ = [k for k in _SHAPE if made.get(k) != ours.get(k)]
     if differ:

@@ -97,19 +97,20 @@ def test_a_fault_that_a_test_notices_is_killed_and_another_named(measured):
 
 
 def test_the_tests_that_run_are_those_that_reach_the_line(measured):
-    """Also through a fixture of the module or in another process; where that was not measured, all
-    tests of the file that names the module, and for what runs at the import, all."""
-    reaching = {row["line"]: row["reaching"] for row in measured[0]}
-    assert reaching == {1: 6, 7: 4, 11: 1, 15: 1, 19: 5}
-
-
-def test_files_that_name_the_module_come_first(measured):
-    """There is a limit of time, and the tests of other modules are many."""
+    """Also through a fixture of the module or in another process, and first, as there is a limit
+    of time, those whose file names the module; then what may not have been measured: the others of
+    that file, and for what runs at the import all."""
     _, root = measured
     (kept,) = (root / "runs").iterdir()
     reach = Reach(kept, root)
-    fault = next(fault for fault in sample(root, ["made_up"], 0) if fault.line == 7)
-    assert reach.tests_of(fault)[-1] == "tests/test_quick.py::test_quick"
+    faults = {fault.line: fault for fault in sample(root, ["made_up"], 0)}
+    code = {f"tests/test_code.py::test_{name}" for name in ("first", "scaled", "in_a_process")}
+    quick, missed = "tests/test_quick.py::test_quick", "test_in_a_process_that_is_not_measured"
+    tests = reach.tests_of(faults[7])
+    assert set(tests[:3]) == code and tests[3] == quick and len(tests) == 6
+    assert [len(reach.tests_of(faults[line])) for line in (1, 11, 15, 19)] == [6, 5, 5, 5]
+    assert reach.tests_of(faults[11])[0] == "tests/test_code.py::test_biggest"
+    assert f"tests/test_code.py::{missed}" in reach.tests_of(faults[19])
 
 
 def test_how_json_is_laid_out_and_what_only_a_gpu_runs_have_no_faults(tmp_path):

@@ -111,6 +111,14 @@ def test_what_the_format_cannot_say_is_refused(tmp_path, golden):
     assert not list(tmp_path.iterdir())
 
 
+def test_dreams_format_says_how_positions_are_scaled(tmp_path):
+    model = fresh_model("dream")
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    model.backbone.config.rope_parameters = scaling | {"rope_theta": 10000.0}
+    save_official(model, tmp_path, dtype=torch.float32)
+    assert (raw(tmp_path)["rope_scaling"], raw(tmp_path)["rope_theta"]) == (scaling, 10000.0)
+
+
 def settings(output: Path, **changes):
     values = {
         "objective": "d2f",

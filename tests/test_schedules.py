@@ -136,6 +136,23 @@ def test_a_size_is_drawn_per_sample_by_its_share():
     assert objective(block_size=[8, 4, 8]).config.block_shares == {8: 2 / 3, 4: 1 / 3}
 
 
+def test_each_draw_of_a_sample_has_a_stream_of_its_own(monkeypatch):
+    """Else the size of a sample's blocks would say something of what is masked in them."""
+    real, streams = noise.sample_rng, []
+
+    def sample_rng(seed, index, stream=noise.CONTENT):
+        streams.append(stream)
+        return real(seed, index, stream)
+
+    made = objective(block_size=[4, 8])
+    monkeypatch.setattr(noise, "sample_rng", sample_rng)
+    made.block_size(sample(0))
+    made.rng(sample(0))
+    assert streams == [noise.BLOCKS, noise.RATIOS]
+    made.draw(sample(0))
+    assert set(streams) == {noise.BLOCKS, noise.RATIOS, noise.MASK}
+
+
 def test_one_size_in_a_list_is_that_size():
     one, many = objective(block_size=8), objective(block_size=[8])
     for i in range(5):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,18 @@ def test_a_model_that_cannot_be_made_is_one_line(monkeypatch):
     monkeypatch.setattr(make_models, "train", lambda name: subprocess.run(["train"], check=True))
     with pytest.raises(SystemExit, match=r"error: train it ended with 1; what is trained"):
         make_models.main(["--models", "tiny-ar"])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_overflows_is_a_failure_unless_a_scaler_skips_its_step(scaled):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = object() if scaled else None  # as under fp16, which needs a GPU
+    watch, fine, bad = FiniteWatch(accelerator), torch.tensor(1.0), torch.tensor(float("inf"))
+    watch.see(3, [8, 9], fine, bad)
+    with nullcontext() if scaled else pytest.raises(NonFiniteLossError, match="at step 3"):
+        watch.check()
+    watch.see(4, [10], bad, fine)
+    with pytest.raises(NonFiniteLossError, match=f"at step {4 if scaled else 3}"):
+        watch.check()

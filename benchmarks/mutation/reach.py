@@ -39,10 +39,10 @@ class Reach:
     def tests_of(self, mutant: Mutant) -> list[str]:
         """The tests that can see a mutant, the likeliest to see it first.
 
-        They reach a line of its statement. What no test is seen to reach (compiled functions, a
-        process that was killed) may be seen by all tests of the files that name its module. What
-        runs when a module is imported may be seen by any test. Files that name the module come
-        first, then those that reach it or a module that imports it, of each the quickest.
+        They reach a line of its statement, or their file names its module: compiled functions are
+        not seen, nor a process that was killed or that several tests share. What runs when a module
+        is imported may be seen by any test. Those that reach the line and name the module come
+        first, of each group the quickest.
         """
         names = _naming(mutant.path)
         contexts: set[str] = set()
@@ -55,10 +55,8 @@ class Reach:
         files = {test.split("::")[0] for test in self.tests}
         naming = {file for file in files if self._contains(file, names)}
         named = {test for test in self.tests if test.split("::")[0] in naming}
-        if not reaching or not mutant.reached_at:
-            reaching |= named
-        others = set() if mutant.reached_at else set(self.tests) - reaching
-        groups = (reaching & named, reaching - named, others)
+        others = set() if mutant.reached_at else set(self.tests) - reaching - named
+        groups = (reaching & named, reaching - named, named - reaching, others)
         return [test for group in groups for test in self._quickest_first(group)]
 
     def _contains(self, path: str, names: re.Pattern[str]) -> bool:

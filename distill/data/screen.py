@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, auto
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,11 @@ class Fate(IntEnum):
     """What becomes of a record."""
 
     UNSEEN = 0
-    WHOLE = 1
-    TRUNCATED = 2
-    LONG_PROMPT = 3
-    LONG_RESPONSE = 4
-    BROKEN = 5
+    WHOLE = auto()
+    TRUNCATED = auto()
+    LONG_PROMPT = auto()
+    LONG_RESPONSE = auto()
+    BROKEN = auto()
 
 
 def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:

@@ -32,10 +32,12 @@ class FiniteWatch:
         self.first = torch.full((1,), _NEVER, dtype=torch.int64, device=accelerator.device)
         self.samples: dict[int, list[int]] = {}  # of the steps since the last check
 
-    def see(self, step: int, samples: list[int], *values: Tensor) -> None:
-        """Take a step's loss (and gradient norm), made from these sample indexes."""
+    def see(self, step: int, samples: list[int], loss: Tensor, norm: Tensor) -> None:
+        """Take a step's loss and gradient norm, made from these sample indexes."""
         self.samples[step] = samples
-        fine = torch.stack([value.detach().float().isfinite() for value in values]).all()
+        # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
+        seen = (loss, norm) if self.accelerator.scaler is None else (loss,)
+        fine = torch.stack([value.detach().float().isfinite() for value in seen]).all()
         # The smallest of the steps that were not finite, kept without a branch on the host.
         self.first = torch.where(fine, self.first, self.first.clamp(max=step))
 

@@ -106,10 +106,8 @@ class Training:
         result = self.stepper.take(self.done, rows)
         self.progress.step()
         self.done, self.sample = self.done + 1, following
-        # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
-        scaled = self.accelerator.scaler is not None
-        seen = (result.loss,) if scaled else (result.loss, result.norm)
-        self.watch.see(self.done, [p.sample.index for row in rows for p in row], *seen)
+        samples = [p.sample.index for row in rows for p in row]
+        self.watch.see(self.done, samples, result.loss, result.norm)
         # Asked by all processes after each step, also where none of them has had a signal.
         self.stopped = self.stop.asked()
         return result
