@@ -267,6 +267,7 @@ def test_packed_samples_do_not_see_each_other(tmp_path):
         ({"noise": {"min_ratio": 0.5, "max_ratio": 0.4}}, "noise.min_ratio"),
         ({"data": {"row_length": 64}}, "data.tasks and data.file"),
         ({"optimizer": {"lr": -1.0}}, "optimizer.lr"),
+        ({"family": None}, "a model from scratch needs a family"),
         ({"block_size": 0}, "block_size"),
     ],
 )
