@@ -23,6 +23,7 @@ COMMANDS = {
     "decode": ("decode.pipeline", "decode held-out problems or prompts, and show it live"),
     "evaluate": ("decode.evaluate", "accuracy and forwards of a model on held-out problems"),
     "compare": ("decode.compare", "measure decoders beside vLLM, an endpoint, transformers"),
+    "serve": ("decode.serve", "serve models through OpenAI's HTTP interface"),
     "tune": ("decode.tune", "search a decoder's settings for a model and a task"),
     "train": ("distill.train", "train or distil a model"),
     "convert": ("distill.convert", "bring a model into another form"),

@@ -85,6 +85,31 @@ def _reading(having: Sequence[tuple[Kind, Option]]) -> dict[str, Any]:
     return {"type": option.kind, "metavar": option.unit}
 
 
+def add_decoder(group: argparse._ArgumentGroup, kinds: Sequence[Kind]) -> None:
+    """--decoder, --config, and the options that not every decoder has; to be called last, so that a
+    clash is known for one with the command's own. Raises InputError."""
+    group.add_argument("--decoder", metavar="NAME", help=summaries())
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that "
+        "`d2f configs` lists under published or tuned; the command line overrides it",
+    )
+    add_flags(group, kinds, own_names(kinds))
+
+
+def add_sampling(group: argparse._ArgumentGroup, kinds: Sequence[Kind]) -> None:
+    """The options that every decoder has."""
+    add_flags(group, kinds, common_options())
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end the response before this text; may be given several times",
+    )
+
+
 def summaries() -> str:
     """What each decoder is, for --help."""
     lines = [f"{name}: {kind.summary}" for name, kind in DECODERS.items()]

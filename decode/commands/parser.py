@@ -57,15 +57,19 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_model(group: Group, *more: str, default: str | None = DEFAULT_MODEL) -> None:
+def add_model(
+    group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
+) -> None:
     """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile those that
     `more` names; the others have their defaults, so `load_model.load` takes every command's
-    options. default: of --model, None where it must be given."""
+    options. default: of --model, None where it must be given. several: said of a --model that may be
+    given more than once; then it is a list, None where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
     end = f"; default {default})" if default else ")"
-    group.add_argument(
-        "--model", default=default, required=default is None, metavar="NAME", help=bundled + end
-    )
+    reading: dict[str, Any] = {"default": default, "required": default is None}
+    if several:  # argparse would add to a default
+        reading = {"action": "append"}
+    group.add_argument("--model", metavar="NAME", help=bundled + end + several, **reading)
     for name, flag in _MODEL_FLAGS.items():
         if name in ("adapter", "dtype", "device", *more):
             group.add_argument(f"--{name}", **flag)

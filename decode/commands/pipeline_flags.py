@@ -8,16 +8,9 @@ from collections.abc import Sequence
 from d2f.errors import InputError
 from d2f.shipped import DECODING, find_config
 from d2f.tasks.registry import TASKS
-from decode.commands.decoder_flags import (
-    Kind,
-    add_flags,
-    offered,
-    own_names,
-    summaries,
-)
+from decode.commands.decoder_flags import Kind, add_decoder, add_sampling, offered
 from decode.commands.parser import Parser, add_model, add_verbose, check_least
 from decode.decoders import find_decoder
-from decode.decoders.base import common_options
 
 DEFAULT_PROBLEMS = 2
 
@@ -77,7 +70,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     tokens = parser.add_argument_group("choice of tokens (all decoders; default: greedy)")
     _add_running(parser.add_argument_group("running and output"))
     _add_sampling(tokens, kinds)
-    _add_decoder(decoder, kinds)  # last, so that a clash is known for one with the command's own
+    add_decoder(decoder, kinds)  # last, so that a clash is known for one with the command's own
     return parser
 
 
@@ -110,19 +103,8 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_decoder(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
-    group.add_argument("--decoder", metavar="NAME", help=summaries())
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML of decoder options (tau_add: 0.1, ..., and decoder: d2f), a file or a name that "
-        "`d2f configs` lists under published or tuned; the command line overrides it",
-    )
-    add_flags(group, kinds, own_names(kinds))
-
-
 def _add_sampling(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
-    add_flags(group, kinds, common_options())
+    add_sampling(group, kinds)
     group.add_argument(
         "--n",
         type=int,
@@ -130,13 +112,6 @@ def _add_sampling(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
         metavar="N",
         help="answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, "
         "... (default 1)",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=argparse.SUPPRESS,
-        metavar="TEXT",
-        help="end the response before this text; may be given several times",
     )
 
 

@@ -7,7 +7,8 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from d2f.model import DiffusionModel
@@ -75,10 +76,18 @@ class AsyncEngine:
         # The thread does not know this object: forgotten, it ends the thread. It does not wait.
         weakref.finalize(self, self._thread.stop).atexit = False
 
-    def generate(self, prompt: Prompt, decoder: Decoder | str, *, raw: bool = False) -> EventStream:
+    def generate(
+        self,
+        prompt: Prompt,
+        decoder: Decoder | str,
+        *,
+        raw: bool = False,
+        ignore_eos: bool = False,
+    ) -> EventStream:
         """The events of one request as they come, the last with its result, and with its `error`
         where it failed. prompt, decoder, raw: as in `decode.generate`; the decoder's seed is taken
-        as it is. `Event.request` is a number of the request's own.
+        as it is. ignore_eos: an end id is a token as any other. `Event.request` is a number of the
+        request's own.
 
         Leaving the loop cancels the request, whether by ``break``, an exception or a cancelled
         task (`contextlib.aclosing` where the iterator has a name, which keeps it). A reader who is
@@ -88,7 +97,20 @@ class AsyncEngine:
         EngineClosedError, all before the request is queued. An engine that is closed without
         finishing raises EngineClosedError in every loop.
         """
-        return EventStream(self, prompt, decoder, raw)
+        return EventStream(self, (prompt, decoder), raw, ignore_eos)
+
+    async def submit_all(
+        self,
+        asked: Sequence[tuple[Prompt, Decoder | str]],
+        *,
+        raw: bool = False,
+        ignore_eos: bool = False,
+    ) -> list[EventStream]:
+        """Queue several requests (prompt, decoder) at once, or none of them: the events of each, as
+        of `generate`. Raises as its first iteration does, QueueFullError where there is no room for
+        all of them."""
+        outboxes = await self._enter(asked, raw, ignore_eos)
+        return [EventStream(self, asked[0], raw, ignore_eos, outbox) for outbox in outboxes]
 
     @property
     def stats(self) -> EngineStats:
@@ -113,29 +135,68 @@ class AsyncEngine:
     ) -> None:
         await self.close(finish=error is None)
 
-    def _prepare(self, prompt: Prompt, decoder: Decoder | str, raw: bool) -> Request:
+    async def _enter(
+        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool
+    ) -> list[Outbox]:
+        """Queue requests, prepared beside the event loop."""
+        thread = self._thread
+        thread.reserve(len(asked))
+        outboxes: list[Outbox] = []
+        try:
+            requests = await asyncio.to_thread(self._prepare_all, asked, raw, ignore_eos)
+            for request in requests:
+                outbox = Outbox(request, asyncio.get_running_loop())
+                thread.enter(outbox)
+                outboxes.append(outbox)
+        except BaseException:
+            for outbox in outboxes:
+                thread.leave(outbox)
+            for _ in asked[len(outboxes) :]:
+                thread.give_back()
+            raise
+        return outboxes
+
+    def _prepare_all(
+        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool
+    ) -> list[Request]:
+        return [self._prepare(prompt, decoder, raw, ignore_eos) for prompt, decoder in asked]
+
+    def _prepare(
+        self, prompt: Prompt, decoder: Decoder | str, raw: bool, ignore_eos: bool
+    ) -> Request:
         """A request that the engine can take. Raises InputError. A chat template may take long."""
         boolean("raw", raw)
+        boolean("ignore_eos", ignore_eos)
         chosen = as_decoder(decoder)
         ids, chosen = checked(self.model, prompt, chosen, "the prompt", raw=raw)
         notice = doubt_of(self.model, chosen)
         if notice is not None:
             warnings.warn(notice, stacklevel=1)
         index = next(self._indexes)
-        request = Request(index, ids, chosen, self.model.contract, self.model.tokenizer)
+        contract = self.model.contract
+        if ignore_eos:
+            contract = replace(contract, end_ids=())
+        request = Request(index, ids, chosen, contract, self.model.tokenizer)
         self._engine.check_size(request)
         return request
 
 
 class EventStream(AsyncIterator[Event]):
-    """The events of one request, for one reader. It is queued when the first one is asked for; who
-    closes or forgets it before the last one cancels it."""
+    """The events of one request, for one reader. It is queued when the first one is asked for, if it
+    is not yet; who closes or forgets it before the last one cancels it."""
 
-    def __init__(self, engine: AsyncEngine, prompt: Prompt, decoder: Decoder | str, raw: bool):
-        self._outbox: Outbox | None = None
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        asked: tuple[Prompt, Decoder | str],
+        raw: bool,
+        ignore_eos: bool,
+        outbox: Outbox | None = None,
+    ):
+        self._outbox = outbox
         self._ended = self._reading = False
         self._engine = engine
-        self._asked = (prompt, decoder, raw)
+        self._asked = ([asked], raw, ignore_eos)
 
     async def __anext__(self) -> Event:
         if self._reading:
@@ -165,18 +226,9 @@ class EventStream(AsyncIterator[Event]):
         self._leave()
 
     async def _enter(self) -> Outbox:
-        """Queue the request, prepared beside the event loop."""
-        thread = self._engine._thread
-        thread.reserve()
-        try:
-            request = await asyncio.to_thread(self._engine._prepare, *self._asked)
-            outbox = Outbox(request, asyncio.get_running_loop())
-            thread.enter(outbox)
-        except BaseException:
-            thread.give_back()
-            raise
+        (outbox,) = await self._engine._enter(*self._asked)
         if self._ended:  # closed meanwhile
-            thread.leave(outbox)
+            self._engine._thread.leave(outbox)
         return outbox
 
     def _leave(self) -> None:

@@ -92,17 +92,17 @@ class EngineThread:
                 **{name: self._counts[name] for name in names},
             )
 
-    def reserve(self) -> None:
-        """Take a place in the queue. Raises QueueFullError and EngineClosedError."""
+    def reserve(self, count: int = 1) -> None:
+        """Take places in the queue, all or none. Raises QueueFullError and EngineClosedError."""
         with self._lock:
             # Those that the next forward has room for do not count as waiting.
             waiting = self._places - self._running - self._room
-            if self._closed or waiting >= self.max_waiting:
-                self._counts["refused"] += 1
+            if self._closed or waiting + count > self.max_waiting:
+                self._counts["refused"] += count
                 if self._closed:
                     raise self._closed_error()
                 raise QueueFullError(waiting)
-            self._places += 1
+            self._places += count
 
     def give_back(self) -> None:
         """Give a place back that no request was entered for."""

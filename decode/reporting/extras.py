@@ -14,3 +14,14 @@ def require_matplotlib(otherwise: str) -> None:
             "figures need matplotlib, which is not installed: "
             f"pip install 'd2f-toolkit[plot]', or give {otherwise}"
         )
+
+
+def require_serve() -> None:
+    """Raise InputError if the server cannot run here."""
+    needed = ("fastapi", "uvicorn", "sse_starlette", "openai", "prometheus_client")
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"the server needs {', '.join(missing)}, not installed: "
+            "pip install 'd2f-toolkit[serve]'"
+        )

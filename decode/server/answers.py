@@ -1,0 +1,161 @@
+"""Answers as the `openai` package's types: what clients read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice as ChatChoice
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+
+from decode.engine.result import Result
+from decode.server.generation import Choice, Generation
+
+Finish = Literal["stop", "length"]
+
+
+def finish_reason(result: Result) -> Finish:
+    """An end id and a stop string are one to OpenAI."""
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+def usage(generation: Generation) -> CompletionUsage:
+    """Tokens so far, and what they cost (`d2f`): of several choices the sums, seconds since the
+    request came, the seed that those of the choices are made from."""
+    tokens, calls = generation.tokens, generation.calls
+    results = [choice.result for choice in generation.choices if choice.result is not None]
+    decoder = generation.decoder
+    cost = {
+        "decoder": decoder.name,
+        "forwards": len(calls),
+        "tokens_per_forward": round(tokens / len(calls), 4) if calls else 0.0,
+        "rows": sum(fed for fed, _ in calls),
+        "reused_rows": sum(result.reused_rows for result in results),
+        "seconds": round(generation.seconds, 6),
+        "seed": None if decoder.sampling.greedy else decoder.seed,
+    }
+    found: Any = {"d2f": cost}  # a field of ours: the type takes any
+    return CompletionUsage(
+        prompt_tokens=generation.prompt_tokens,
+        completion_tokens=tokens,
+        total_tokens=generation.prompt_tokens + tokens,
+        **found,
+    )
+
+
+class CompletionAnswers:
+    """/v1/completions."""
+
+    prefix = "cmpl"
+
+    def __init__(self, generation: Generation, echo: list[str] | None = None):
+        self._generation = generation
+        self._echo = echo  # the texts of the prompts, where they are given back
+        self.opening: dict[int, str] = {}
+        if echo is not None:
+            self.opening = {c.index: echo[c.index // generation.n] for c in generation.choices}
+
+    def whole(self) -> Completion:
+        """The answer to a request that does not stream."""
+        choices = []
+        for choice in self._generation.choices:
+            assert choice.result is not None
+            text = self.opening.get(choice.index, "") + (choice.result.text or "")
+            choices.append(self._choice(choice, text, finish_reason(choice.result)))
+        return self._answer(choices, usage=usage(self._generation))
+
+    def first(self, choice: Choice) -> Completion | None:
+        """The chunk before the first text of a choice."""
+        opening = self.opening.get(choice.index)
+        return None if opening is None else self._answer([self._choice(choice, opening, None)])
+
+    def chunk(self, choice: Choice, text: str) -> Completion:
+        """The next text of a choice."""
+        end = None if choice.result is None else finish_reason(choice.result)
+        return self._answer([self._choice(choice, text, end)])
+
+    def last(self) -> Completion:
+        """The chunk of the usage alone."""
+        return self._answer([])
+
+    def _choice(self, choice: Choice, text: str, finish: Finish | None) -> CompletionChoice:
+        return CompletionChoice.model_construct(
+            index=choice.index, text=text, logprobs=None, finish_reason=finish
+        )
+
+    def _answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
+        return Completion.model_construct(
+            id=f"{self.prefix}-{self._generation.id}",
+            object="text_completion",
+            created=self._generation.created,
+            model=self._generation.served.name,
+            choices=choices,
+            **more,
+        )
+
+
+class ChatAnswers:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl"
+
+    def __init__(self, generation: Generation):
+        self._generation = generation
+
+    def whole(self) -> ChatCompletion:
+        """The answer to a request that does not stream."""
+        choices = []
+        for choice in self._generation.choices:
+            assert choice.result is not None
+            message = ChatCompletionMessage(
+                role="assistant", content=choice.result.text or "", refusal=None
+            )
+            choices.append(
+                ChatChoice(
+                    index=choice.index,
+                    message=message,
+                    logprobs=None,
+                    finish_reason=finish_reason(choice.result),
+                )
+            )
+        return ChatCompletion(
+            **self._common(), object="chat.completion", choices=choices,
+            usage=usage(self._generation),
+        )  # fmt: skip
+
+    def first(self, choice: Choice) -> ChatCompletionChunk | None:
+        """The chunk before the first text of a choice: whose it is."""
+        return self._chunk(choice, ChoiceDelta(role="assistant", content=""), None)
+
+    def chunk(self, choice: Choice, text: str) -> ChatCompletionChunk:
+        """The next text of a choice."""
+        end = None if choice.result is None else finish_reason(choice.result)
+        return self._chunk(choice, ChoiceDelta(content=text), end)
+
+    def last(self) -> ChatCompletionChunk:
+        """The chunk of the usage alone."""
+        return self._answer([])
+
+    def _chunk(
+        self, choice: Choice, delta: ChoiceDelta, finish: Finish | None
+    ) -> ChatCompletionChunk:
+        one = ChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=finish)
+        return self._answer([one])
+
+    def _answer(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            **self._common(), object="chat.completion.chunk", choices=choices
+        )
+
+    def _common(self) -> dict[str, Any]:
+        generation = self._generation
+        return {
+            "id": f"{self.prefix}-{generation.id}",
+            "created": generation.created,
+            "model": generation.served.name,
+        }
+
+
+Answers = CompletionAnswers | ChatAnswers

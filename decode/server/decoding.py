@@ -1,0 +1,97 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from decode.engine.prompts import Prompt
+from decode.server.about_models import find_model
+from decode.server.answers import Answers, ChatAnswers, CompletionAnswers
+from decode.server.choice import choose_decoder
+from decode.server.disconnects import unless_gone
+from decode.server.errors import ApiError
+from decode.server.fields import Asked, ChatFields, CompletionFields, read_fields
+from decode.server.generation import Generation
+from decode.server.prompts import make_jobs
+from decode.server.request_body import read_json
+from decode.server.settings import Settings
+from decode.server.streaming import stream_answer
+
+router = APIRouter()
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    """Text or ids go on; text is taken as it is, without a chat template."""
+    settings: Settings = request.app.state.settings
+    asked = read_fields(CompletionFields, await read_json(request, settings))
+    generation = await _begin(request, asked, asked.prompts, "prompt", asked.max_tokens)
+    return await _answer(request, generation, CompletionAnswers(generation), asked)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    """An answer to messages, through the model's chat template."""
+    settings: Settings = request.app.state.settings
+    asked = read_fields(ChatFields, await read_json(request, settings))
+    most = asked.max_completion_tokens
+    if most is not None and asked.max_tokens not in (None, most):
+        raise ApiError(
+            400,
+            f"max_tokens is {asked.max_tokens} and max_completion_tokens {most}: expected one",
+            param="max_tokens",
+        )
+    messages = [message.plain() for message in asked.messages]
+    generation = await _begin(request, asked, [messages], "messages", most or asked.max_tokens)
+    return await _answer(request, generation, ChatAnswers(generation), asked)
+
+
+async def _begin(
+    request: Request, asked: Asked, prompts: Sequence[Prompt], field: str, most: int | None
+) -> Generation:
+    """Check everything, then queue it. field: the one that the prompts came in."""
+    settings: Settings = request.app.state.settings
+    served = find_model(request, asked.model)
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream", param="stream_options")
+    if asked.events and not asked.stream:
+        raise ApiError(400, "events needs stream", param="events")
+    choices = len(prompts) * asked.n
+    if choices > settings.most_choices:
+        raise ApiError(
+            400,
+            f"expected at most {settings.most_choices} answers a request, prompts times n, got "
+            f"{choices}",
+            param="n" if asked.n > 1 else field,
+        )
+    decoder = choose_decoder(served, asked, most)
+    # A template may take long, and so may a long text: beside the event loop.
+    jobs = await asyncio.to_thread(
+        make_jobs, served, prompts, decoder, field, fixed=most is not None
+    )
+    generation = Generation(
+        uuid.uuid4().hex,
+        served,
+        decoder,
+        jobs,
+        asked.n,
+        ignore_eos=asked.ignore_eos,
+        seconds=settings.request_seconds,
+    )
+    await generation.start()
+    return generation
+
+
+async def _answer(
+    request: Request, generation: Generation, answers: Answers, asked: Asked
+) -> Response:
+    settings: Settings = request.app.state.settings
+    if asked.stream:
+        return stream_answer(generation, answers, asked, settings.send_seconds)
+    await unless_gone(request, generation.finish())
+    return JSONResponse(answers.whole().model_dump(mode="json", exclude_unset=True))

@@ -1,0 +1,156 @@
+"""The fields of requests: OpenAI's, some of vLLM's, and this server's own.
+
+A field that is null is not given. A field of theirs that is not supported is refused unless it has
+the value that asks for nothing, and so is one that nobody knows: none is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from d2f.validation import explain
+from decode.server.errors import ApiError
+
+MOST_STOPS = 32
+LONGEST_STOP = 256  # characters
+
+Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+
+# What asks for nothing, of fields that are not supported.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
+
+class Fields(BaseModel):
+    """What is checked as it is: no number is read from text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Fields):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Asked(Fields):
+    """What both endpoints take. Other fields are options of the decoder, which it checks."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: Count | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    user: str | None = None
+    decoder: str | None = None
+    events: bool = False
+
+    @property
+    def stops(self) -> tuple[str, ...] | None:
+        """The stop strings, None where the field is not given."""
+        if self.stop is None:
+            return None
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class CompletionFields(Asked):
+    prompt: str | list[int] | list[str | list[int]]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, as a list."""
+        prompt: Any = self.prompt
+        alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if alone or not prompt else prompt
+
+
+class TextPart(Fields):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class ChatFields(Asked):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+
+
+Kind = TypeVar("Kind", bound=Fields)
+
+
+def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """The fields of a request's JSON. Raises ApiError (400), which names the field."""
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in [name for name in given if name in _NEUTRAL and name not in kind.model_fields]:
+        if not any(_same(given[name], neutral) for neutral in _NEUTRAL[name]):
+            raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
+        del given[name]
+    try:
+        return kind.model_validate(_without_null(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]["loc"]
+        name = str(first[0]) if first else None
+        raise ApiError(400, explain(error, given), param=name) from error
+
+
+def _without_null(value: Any) -> Any:
+    """Objects within objects without their null fields."""
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_without_null(one) for one in value]
+    return value
+
+
+def _same(given: Any, neutral: Any) -> bool:
+    return bool(given == neutral) and isinstance(given, bool) == isinstance(neutral, bool)

@@ -1,0 +1,149 @@
+"""What one request decodes: its choices, run together, each a request of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from decode.decoders import Decoder
+from decode.engine.async_engine import EventStream
+from decode.engine.result import Event, Result
+from decode.server.errors import as_api_error
+from decode.server.prompts import Job
+from decode.server.served_model import ServedModel
+from decode.server.settled_text import SettledText
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer: of prompt ``index // n``, its ids, by its decoder."""
+
+    index: int
+    prompt: list[int]
+    decoder: Decoder
+    text: SettledText
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    settled: int = 0  # tokens that are final, up to an end
+    result: Result | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the response so far."""
+        return self.settled if self.result is None else len(self.result.tokens)
+
+    def take(self, event: Event, end_ids: Sequence[int]) -> None:
+        """Count an event."""
+        self.calls.append(event.call)
+        self.result = event.result
+        ends = [i for i, token in enumerate(event.settled) if token in end_ids]
+        self.settled = ends[0] if ends else len(event.settled)
+
+
+class Generation:
+    """The choices of a request from their entry into the engine to their end.
+
+    id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
+    its length. n: choices a prompt, each with a seed of its own. seconds: until it must be done.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        served: ServedModel,
+        decoder: Decoder,
+        jobs: Sequence[Job],
+        n: int,
+        *,
+        ignore_eos: bool,
+        seconds: float,
+    ):
+        self.id = id
+        self.served = served
+        self.decoder = decoder
+        self.prompt_tokens = sum(len(ids) for ids, _ in jobs)
+        self.n = n
+        self.ignore_eos = ignore_eos
+        self.end_ids = () if ignore_eos else served.model.end_ids
+        self.began = time.perf_counter()
+        self.created = int(time.time())
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._streams: list[EventStream] = []
+        self.choices = []
+        for p, (ids, fitted) in enumerate(jobs):
+            for k in range(n):
+                text = SettledText(served.model.tokenizer, decoder.stop, self.end_ids)
+                self.choices.append(Choice(p * n + k, ids, fitted.sampled(p, k), text))
+
+    async def start(self) -> None:
+        """Queue all choices, or none. Raises ApiError."""
+        asked = [(choice.prompt, choice.decoder) for choice in self.choices]
+        try:
+            self._streams = await self.served.engine.submit_all(asked, ignore_eos=self.ignore_eos)
+        except Exception as error:
+            raise as_api_error(error) from error
+
+    async def events(self) -> AsyncIterator[tuple[Choice, Event]]:
+        """The events of all choices as they come. Whoever closes this cancels what still runs.
+        Raises ApiError for the first choice that fails, which cancels the others."""
+        arrived: asyncio.Queue[tuple[Choice, Event | Exception]] = asyncio.Queue()
+        readers = [
+            asyncio.create_task(_read(choice, stream, arrived))
+            for choice, stream in zip(self.choices, self._streams, strict=True)
+        ]
+        try:
+            left = len(readers)
+            while left:
+                async with asyncio.timeout_at(self._deadline):
+                    choice, event = await arrived.get()
+                if isinstance(event, Exception):
+                    raise event
+                choice.take(event, self.end_ids)
+                if event.error is not None:
+                    raise event.error
+                left -= event.result is not None
+                yield choice, event
+        except Exception as error:
+            raise as_api_error(error) from error
+        finally:
+            await self.leave(readers)
+
+    async def leave(self, readers: Sequence[asyncio.Task[None]] = ()) -> None:
+        """Cancel what has not ended."""
+        for stream in self._streams:
+            await stream.aclose()
+        for reader in readers:
+            with suppress(asyncio.CancelledError):
+                await reader
+
+    async def finish(self) -> None:
+        """Run all choices to their end. Raises ApiError."""
+        async for _ in self.events():
+            pass
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self.began
+
+    @property
+    def tokens(self) -> int:
+        """Of all responses so far."""
+        return sum(choice.tokens for choice in self.choices)
+
+    @property
+    def calls(self) -> list[tuple[int, int]]:
+        """(rows fed, rows cached) of the forwards of all choices."""
+        return [call for choice in self.choices for call in choice.calls]
+
+
+async def _read(
+    choice: Choice, stream: EventStream, arrived: asyncio.Queue[tuple[Choice, Event | Exception]]
+) -> None:
+    try:
+        async for event in stream:
+            arrived.put_nowait((choice, event))
+    except Exception as error:
+        arrived.put_nowait((choice, error))

@@ -1,0 +1,31 @@
+"""What an operator decides of a server besides its models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Limits and openings.
+
+    max_body: bytes of a request. body_seconds: until all of it must have come. request_seconds:
+    until its answer must be there, from its first byte on. send_seconds: until a client takes what
+    it is sent. most_choices: answers to one request, prompts times n. api_keys: one of them must
+    come with a request; none are needed where there are none. public: which of /health, /ready and
+    /metrics need none. allowed_hosts: what a Host header may say, without port; empty allows all.
+    cors_origins: of other pages that may ask. log_prompts: whether the log has them.
+    """
+
+    max_body: int = 4 * MEGABYTE
+    body_seconds: float = 30.0
+    request_seconds: float = 600.0
+    send_seconds: float = 30.0
+    most_choices: int = 128
+    api_keys: tuple[str, ...] = ()
+    public: tuple[str, ...] = ("/health", "/ready")
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    log_prompts: bool = False

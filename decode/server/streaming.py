@@ -1,0 +1,66 @@
+"""Answers in pieces, as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from decode.server.answers import Answers, usage
+from decode.server.errors import ApiError
+from decode.server.fields import Asked
+from decode.server.forward_events import ForwardEvents
+from decode.server.generation import Generation
+
+
+def stream_answer(
+    generation: Generation, answers: Answers, asked: Asked, send_seconds: float
+) -> EventSourceResponse:
+    """The response. A client that leaves, or does not read for send_seconds, cancels it."""
+    return EventSourceResponse(
+        _lines(generation, answers, asked), sep="\n", send_timeout=send_seconds
+    )
+
+
+async def _lines(
+    generation: Generation, answers: Answers, asked: Asked
+) -> AsyncIterator[ServerSentEvent]:
+    options = asked.stream_options
+    with_usage = options is not None and options.include_usage
+    always = options is not None and options.continuous_usage_stats
+    forwards = ForwardEvents(generation) if asked.events else None
+
+    def line(chunk: Completion | ChatCompletionChunk, **more: Any) -> ServerSentEvent:
+        content = chunk.model_dump(mode="json", exclude_unset=True) | more
+        if always or (with_usage and not chunk.choices):
+            content["usage"] = usage(generation).model_dump(mode="json", exclude_unset=True)
+        elif with_usage:
+            content["usage"] = None
+        return ServerSentEvent(json.dumps(content, separators=(",", ":")), sep="\n")
+
+    opened = set()
+    try:
+        async with aclosing(generation.events()) as events:
+            async for choice, event in events:
+                if choice.index not in opened:
+                    opened.add(choice.index)
+                    first = answers.first(choice)
+                    if first is not None:
+                        yield line(first)
+                done = event.result
+                text = choice.text.finish(done) if done else choice.text.add(event.settled)
+                if forwards is not None:
+                    yield line(answers.chunk(choice, text), d2f=forwards.describe(choice, event))
+                elif text or done:
+                    yield line(answers.chunk(choice, text))
+    except ApiError as error:
+        yield ServerSentEvent(json.dumps(error.content), sep="\n")
+        return
+    if with_usage:
+        yield line(answers.last())
+    yield ServerSentEvent("[DONE]", sep="\n")
