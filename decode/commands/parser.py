@@ -62,8 +62,8 @@ def add_model(
 ) -> None:
     """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile those that
     `more` names; the others have their defaults, so `load_model.load` takes every command's
-    options. default: of --model, None where it must be given. several: said of a --model that may be
-    given more than once; then it is a list, None where it was not given."""
+    options. default: of --model, None where it must be given. several: said of a --model that may
+    be given more than once; then it is a list, None where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
     end = f"; default {default})" if default else ")"
     reading: dict[str, Any] = {"default": default, "required": default is None}

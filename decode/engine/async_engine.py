@@ -182,8 +182,8 @@ class AsyncEngine:
 
 
 class EventStream(AsyncIterator[Event]):
-    """The events of one request, for one reader. It is queued when the first one is asked for, if it
-    is not yet; who closes or forgets it before the last one cancels it."""
+    """The events of one request, for one reader. It is queued when the first one is asked for, where
+    it is not yet; who closes or forgets it before the last one cancels it."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from openai.types import Model
 
 from d2f.errors import repr_of
 from decode.decoders.options import Option, options_of
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.served_model import Kind, ServedModel
 
 router = APIRouter()

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from decode.server import about_models, decoding, status
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.served_model import ServedModel
 from decode.server.settings import Settings
 

@@ -11,14 +11,14 @@ from fastapi.responses import JSONResponse, Response
 
 from decode.engine.prompts import Prompt
 from decode.server.about_models import find_model
-from decode.server.answers import Answers, ChatAnswers, CompletionAnswers
-from decode.server.choice import choose_decoder
+from decode.server.api_error import ApiError
 from decode.server.disconnects import unless_gone
-from decode.server.errors import ApiError
 from decode.server.fields import Asked, ChatFields, CompletionFields, read_fields
 from decode.server.generation import Generation
-from decode.server.prompts import make_jobs
+from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers
 from decode.server.request_body import read_json
+from decode.server.request_decoder import choose_decoder
+from decode.server.request_prompts import make_jobs
 from decode.server.settings import Settings
 from decode.server.streaming import stream_answer
 

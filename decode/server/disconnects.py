@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 
 Found = TypeVar("Found")
 

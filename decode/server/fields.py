@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d2f.validation import explain
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 
 MOST_STOPS = 32
 LONGEST_STOP = 256  # characters
@@ -139,8 +139,8 @@ def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         return kind.model_validate(_without_null(given))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
-        name = str(first[0]) if first else None
-        raise ApiError(400, explain(error, given), param=name) from error
+        field = str(first[0]) if first else None
+        raise ApiError(400, explain(error, given), param=field) from error
 
 
 def _without_null(value: Any) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from decode.decoders import Decoder
 from decode.engine.async_engine import EventStream
 from decode.engine.result import Event, Result
-from decode.server.errors import as_api_error
-from decode.server.prompts import Job
+from decode.server.api_error import as_api_error
+from decode.server.request_prompts import Job
 from decode.server.served_model import ServedModel
 from decode.server.settled_text import SettledText
 
@@ -85,7 +85,7 @@ class Generation:
         except Exception as error:
             raise as_api_error(error) from error
 
-    async def events(self) -> AsyncIterator[tuple[Choice, Event]]:
+    async def events(self) -> AsyncGenerator[tuple[Choice, Event]]:
         """The events of all choices as they come. Whoever closes this cancels what still runs.
         Raises ApiError for the first choice that fails, which cancels the others."""
         arrived: asyncio.Queue[tuple[Choice, Event | Exception]] = asyncio.Queue()

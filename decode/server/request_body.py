@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from d2f.json_file import parse
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.settings import Settings
 
 

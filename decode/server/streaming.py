@@ -11,11 +11,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from decode.server.answers import Answers, usage
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.fields import Asked
 from decode.server.forward_events import ForwardEvents
 from decode.server.generation import Generation
+from decode.server.openai_answers import Answers, usage
 
 
 def stream_answer(

@@ -10,7 +10,7 @@ from d2f.errors import InputError, repr_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options
 from decode.decoders.options import options_of
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.fields import Asked
 from decode.server.served_model import Kind, ServedModel
 

@@ -10,7 +10,7 @@ from d2f.errors import InputError
 from decode.decoders import Decoder
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import Prompt, check, encode
-from decode.server.errors import ApiError
+from decode.server.api_error import ApiError
 from decode.server.served_model import ServedModel
 
 Job = tuple[list[int], Decoder]
