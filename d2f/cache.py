@@ -121,6 +121,11 @@ class SlotPool:
         self._used[start] = start + count
         return start
 
+    @property
+    def used(self) -> int:
+        """Slots that belong to someone."""
+        return sum(stop - start for start, stop in self._used.items())
+
     def end(self, start: int) -> int:
         """Where the run that begins at `start` ends."""
         return self._used[start]

@@ -41,6 +41,7 @@ def serve(options: argparse.Namespace) -> None:
         from decode.commands.decoder_settings import read_settings
         from decode.commands.load_model import check_options
         from decode.server.app import create_app
+        from decode.server.logs import set_up_logs
         from decode.server.run_server import run_server
         from decode.server.settings import Settings
 
@@ -63,7 +64,8 @@ def serve(options: argparse.Namespace) -> None:
             log_prompts=options.log_prompts,
         )
         app = create_app(load_models(options, settings), limits)
-        run_server(app, listener)
+        set_up_logs(options.log_format)
+        run_server(app, listener, options.drain_seconds)
 
 
 def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[ServedModel]:

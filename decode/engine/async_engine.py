@@ -117,6 +117,11 @@ class AsyncEngine:
         """Counts, all of one moment."""
         return self._thread.stats
 
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses all requests: it was closed, or its thread has failed."""
+        return self._thread.closed
+
     async def close(self, *, finish: bool = True) -> None:
         """Refuse new requests, finish those that run and wait, or cancel them, and wait until the
         thread is gone. May be called again, to cancel what takes too long to finish."""
@@ -182,7 +187,7 @@ class AsyncEngine:
 
 
 class EventStream(AsyncIterator[Event]):
-    """The events of one request, for one reader. It is queued when the first one is asked for, where
+    """The events of one request, for one reader. It is queued when the first one is asked for, if
     it is not yet; who closes or forgets it before the last one cancels it."""
 
     def __init__(

@@ -76,6 +76,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
+        self.rows = 0  # that they fed
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = self.device.type == "cuda"  # start the next forward before events are taken
         self._started: StartedForward | None = None
@@ -181,7 +182,7 @@ class Engine:
             return
         for request, step in fed:
             self.prefixes.note(request.base, step)
-        self.forwards += 1
+        self._count([step for _, step in fed])
         # A step belongs to the forward that it was started in: a request that is cancelled now, or
         # admitted, changes the next one only.
         groups = [
@@ -195,6 +196,10 @@ class Engine:
             pending = self.static.start(rows, queried_tokens(groups) if scored else None)
         # Without a pending table there is no fixed size for it: sampled, too many rows, or no GPU.
         self._started = StartedForward(fed, groups, pending or self._compute(rows, groups))
+
+    def _count(self, steps: list[Step]) -> None:
+        self.forwards += 1
+        self.rows += sum(len(step.tokens) for step in steps)
 
     def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> PendingTable:
         """The forward of any number of rows; what it returns waits for the table."""
@@ -234,7 +239,7 @@ class Engine:
         """A step again without the others: a row that sees nothing of a request whose values are
         not finite may still have met them, at a weight of 0."""
         group.sampler.rewind()  # the same draws again, as if the first forward had not been
-        self.forwards += 1
+        self._count([step])
         return split(self._compute(join([(request, step)]), [group])(), [group])[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:

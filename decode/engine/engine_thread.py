@@ -41,7 +41,9 @@ class EngineStats:
 
     running: requests in the batch. waiting: accepted, and not in it yet. finished, cancelled,
     failed: how the others ended; one whose prompt or options were bad was none. refused: for a full
-    queue, or after closing. forwards: calls of the model. tokens: visible ones of those finished.
+    queue, or after closing. forwards: calls of the model, rows: what they fed. tokens: visible ones
+    of those finished. slots: of the cache, slots_used: those that hold a request, or rows of a
+    prompt that are kept.
     """
 
     running: int
@@ -51,7 +53,10 @@ class EngineStats:
     failed: int
     refused: int
     forwards: int
+    rows: int
     tokens: int
+    slots: int
+    slots_used: int
 
 
 class EngineThread:
@@ -72,7 +77,7 @@ class EngineThread:
         self._finishing = self._stopping = False  # what the thread was told
         self._lock = threading.Lock()  # of all below
         self._places = 0  # requests accepted that have not ended
-        self._running = 0
+        self._running = self._slots_used = 0
         self._room = engine.batch_size  # how many enter the batch without waiting
         self._counts: Counter[str] = Counter()
         self._closed = self._gone = False
@@ -89,8 +94,17 @@ class EngineThread:
                 running=self._running,
                 waiting=self._places - self._running,
                 forwards=self._engine.forwards,
+                rows=self._engine.rows,
+                slots=self._engine.pool.slots,
+                slots_used=self._slots_used,
                 **{name: self._counts[name] for name in names},
             )
+
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses requests: it was closed, or has ended."""
+        with self._lock:
+            return self._closed
 
     def reserve(self, count: int = 1) -> None:
         """Take places in the queue, all or none. Raises QueueFullError and EngineClosedError."""
@@ -202,6 +216,7 @@ class EngineThread:
         """Say what runs and what there is room for."""
         with self._lock:
             self._running = len(self._engine.running)
+            self._slots_used = self._engine.pool.used
             blocked = self._blocked and self._outboxes
             self._room = 0 if blocked else self._engine.batch_size - self._running
 

@@ -7,38 +7,24 @@ from typing import Any
 from fastapi import APIRouter, Request
 from openai.types import Model
 
-from d2f.errors import repr_of
 from decode.decoders.options import Option, options_of
-from decode.server.api_error import ApiError
 from decode.server.served_model import Kind, ServedModel
+from decode.server.server_state import state_of
 
 router = APIRouter()
-
-
-def find_model(request: Request, name: str) -> ServedModel:
-    """The served model of that name. Raises ApiError (404)."""
-    models: dict[str, ServedModel] = request.app.state.models
-    if name not in models:
-        raise ApiError(
-            404,
-            f"there is no model {repr_of(name)}: expected one of {', '.join(models)}",
-            param="model",
-            code="model_not_found",
-        )
-    return models[name]
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """All of them."""
-    models: dict[str, ServedModel] = request.app.state.models
-    return {"object": "list", "data": [describe(served) for served in models.values()]}
+    models = state_of(request).models.values()
+    return {"object": "list", "data": [describe(served) for served in models]}
 
 
 @router.get("/v1/models/{name:path}")
 async def one_model(request: Request, name: str) -> dict[str, Any]:
     """One of them; a name may have slashes."""
-    return describe(find_model(request, name))
+    return describe(state_of(request).find(name))
 
 
 def describe(served: ServedModel) -> dict[str, Any]:

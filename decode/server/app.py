@@ -9,10 +9,15 @@ from typing import cast
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.staticfiles import StaticFiles
 
-from decode.server import about_models, decoding, status
+from decode.server import about_models, decoding, page_routes, status, tokenization
 from decode.server.api_error import ApiError
+from decode.server.metrics import Metrics
+from decode.server.request_frame import ID_HEADER, RequestFrame
 from decode.server.served_model import ServedModel
+from decode.server.server_state import ServerState
 from decode.server.settings import Settings
 
 
@@ -26,15 +31,25 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
         for served in models:
             await served.engine.close(finish=False)
 
+    settings = settings or Settings()
+    state = ServerState({served.name: served for served in models}, settings, Metrics(models))
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="d2f-toolkit", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.models = {served.name: served for served in models}
-    app.state.settings = settings or Settings()
-    app.include_router(decoding.router)
-    app.include_router(about_models.router)
-    app.include_router(status.router)
+    app.state.server = state
+    for module in (decoding, about_models, tokenization, status, page_routes):
+        app.include_router(module.router)
+    app.mount("/page", StaticFiles(directory=page_routes.PAGE), name="page")
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_middleware(RequestFrame, state=state)
+    if settings.cors_origins:  # around the frame: what a browser asks first bears no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", ID_HEADER],
+            expose_headers=[ID_HEADER],
+        )
     return app
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from decode.engine.prompts import Prompt
-from decode.server.about_models import find_model
 from decode.server.api_error import ApiError
 from decode.server.disconnects import unless_gone
 from decode.server.fields import Asked, ChatFields, CompletionFields, read_fields
@@ -18,8 +16,9 @@ from decode.server.generation import Generation
 from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers
 from decode.server.request_body import read_json
 from decode.server.request_decoder import choose_decoder
+from decode.server.request_frame import Record
 from decode.server.request_prompts import make_jobs
-from decode.server.settings import Settings
+from decode.server.server_state import state_of
 from decode.server.streaming import stream_answer
 
 router = APIRouter()
@@ -28,8 +27,7 @@ router = APIRouter()
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Text or ids go on; text is taken as it is, without a chat template."""
-    settings: Settings = request.app.state.settings
-    asked = read_fields(CompletionFields, await read_json(request, settings))
+    asked = read_fields(CompletionFields, await read_json(request))
     generation = await _begin(request, asked, asked.prompts, "prompt", asked.max_tokens)
     return await _answer(request, generation, CompletionAnswers(generation), asked)
 
@@ -37,8 +35,7 @@ async def completions(request: Request) -> Response:
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """An answer to messages, through the model's chat template."""
-    settings: Settings = request.app.state.settings
-    asked = read_fields(ChatFields, await read_json(request, settings))
+    asked = read_fields(ChatFields, await read_json(request))
     most = asked.max_completion_tokens
     if most is not None and asked.max_tokens not in (None, most):
         raise ApiError(
@@ -55,8 +52,11 @@ async def _begin(
     request: Request, asked: Asked, prompts: Sequence[Prompt], field: str, most: int | None
 ) -> Generation:
     """Check everything, then queue it. field: the one that the prompts came in."""
-    settings: Settings = request.app.state.settings
-    served = find_model(request, asked.model)
+    state, record = state_of(request), Record.of(request)
+    settings = state.settings
+    if settings.log_prompts:
+        record.prompts = prompts
+    served = state.find(asked.model)
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream", param="stream_options")
     if asked.events and not asked.stream:
@@ -75,7 +75,7 @@ async def _begin(
         make_jobs, served, prompts, decoder, field, fixed=most is not None
     )
     generation = Generation(
-        uuid.uuid4().hex,
+        record.id,
         served,
         decoder,
         jobs,
@@ -83,6 +83,7 @@ async def _begin(
         ignore_eos=asked.ignore_eos,
         seconds=settings.request_seconds,
     )
+    record.generation = generation
     await generation.start()
     return generation
 
@@ -90,8 +91,8 @@ async def _begin(
 async def _answer(
     request: Request, generation: Generation, answers: Answers, asked: Asked
 ) -> Response:
-    settings: Settings = request.app.state.settings
     if asked.stream:
-        return stream_answer(generation, answers, asked, settings.send_seconds)
+        seconds = state_of(request).settings.send_seconds
+        return stream_answer(generation, answers, asked, seconds)
     await unless_gone(request, generation.finish())
     return JSONResponse(answers.whole().model_dump(mode="json", exclude_unset=True))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Literal
 
+from d2f.errors import EngineClosedError
 from decode.decoders import Decoder
 from decode.engine.async_engine import EventStream
 from decode.engine.result import Event, Result
-from decode.server.api_error import as_api_error
+from decode.server.api_error import ApiError, as_api_error
 from decode.server.request_prompts import Job
 from decode.server.served_model import ServedModel
 from decode.server.settled_text import SettledText
+
+Outcome = Literal["finished", "cancelled", "failed", "refused", "timeout"]
 
 
 @dataclass(eq=False)
@@ -27,6 +30,7 @@ class Choice:
     text: SettledText
     calls: list[tuple[int, int]] = field(default_factory=list)
     settled: int = 0  # tokens that are final, up to an end
+    grew: list[float] = field(default_factory=list)  # when they became more
     result: Result | None = None
 
     @property
@@ -38,8 +42,14 @@ class Choice:
         """Count an event."""
         self.calls.append(event.call)
         self.result = event.result
-        ends = [i for i, token in enumerate(event.settled) if token in end_ids]
-        self.settled = ends[0] if ends else len(event.settled)
+        settled = len(event.settled)
+        for place in range(self.settled, settled):
+            if event.settled[place] in end_ids:
+                settled = place
+                break
+        if settled > self.settled:
+            self.settled = settled
+            self.grew.append(time.perf_counter())
 
 
 class Generation:
@@ -70,6 +80,8 @@ class Generation:
         self.began = time.perf_counter()
         self.created = int(time.time())
         self._deadline = asyncio.get_running_loop().time() + seconds
+        self.outcome: Outcome = "cancelled"  # until it is known to have ended otherwise
+        self.error: str | None = None
         self._streams: list[EventStream] = []
         self.choices = []
         for p, (ids, fitted) in enumerate(jobs):
@@ -83,7 +95,7 @@ class Generation:
         try:
             self._streams = await self.served.engine.submit_all(asked, ignore_eos=self.ignore_eos)
         except Exception as error:
-            raise as_api_error(error) from error
+            raise self._failed(error, "refused") from error
 
     async def events(self) -> AsyncGenerator[tuple[Choice, Event]]:
         """The events of all choices as they come. Whoever closes this cancels what still runs.
@@ -104,19 +116,25 @@ class Generation:
                 if event.error is not None:
                     raise event.error
                 left -= event.result is not None
+                if not left:
+                    self.outcome = "finished"
                 yield choice, event
+        except TimeoutError as error:
+            raise self._failed(error, "timeout") from error
+        except EngineClosedError as error:
+            raise self._failed(error, "cancelled") from error
         except Exception as error:
-            raise as_api_error(error) from error
+            raise self._failed(error, "failed") from error
         finally:
-            await self.leave(readers)
+            for stream in self._streams:  # what has not ended is cancelled, and its reader wakes
+                await stream.aclose()
+            await asyncio.gather(*readers)
 
-    async def leave(self, readers: Sequence[asyncio.Task[None]] = ()) -> None:
-        """Cancel what has not ended."""
-        for stream in self._streams:
-            await stream.aclose()
-        for reader in readers:
-            with suppress(asyncio.CancelledError):
-                await reader
+    def _failed(self, error: Exception, outcome: Outcome) -> ApiError:
+        """Note how it ended; what its client is told."""
+        found = as_api_error(error)
+        self.outcome, self.error = outcome, found.message
+        return found
 
     async def finish(self) -> None:
         """Run all choices to their end. Raises ApiError."""

@@ -9,12 +9,13 @@ from fastapi import Request
 
 from d2f.json_file import parse
 from decode.server.api_error import ApiError
-from decode.server.settings import Settings
+from decode.server.server_state import state_of
 
 
-async def read_json(request: Request, settings: Settings) -> dict[str, Any]:
+async def read_json(request: Request) -> dict[str, Any]:
     """The object in a request's body. Raises ApiError: 415 for another kind, 413 for one that is
     too large (which is not read to its end), 408 for one that does not come, 400 for no JSON."""
+    settings = state_of(request).settings
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a form of any web page can send is none
         raise ApiError(415, f"expected Content-Type application/json, got {kind or 'none'}")

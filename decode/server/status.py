@@ -1,15 +1,14 @@
-"""/health, /ready and /version, and the page at /."""
+"""How the server is: /health, /ready, /metrics and /version."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from fastapi import APIRouter
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 import d2f
-
-PAGE = Path(__file__).with_name("page")
+from decode.server.api_error import ApiError
+from decode.server.server_state import state_of
 
 router = APIRouter()
 
@@ -20,11 +19,19 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
+@router.get("/ready")
+async def ready(request: Request) -> dict[str, str]:
+    """Requests are taken: it is not stopping, and every engine runs."""
+    if not state_of(request).is_ready():
+        raise ApiError(503, "the server takes no requests", code="not_ready")
+    return {"status": "ready"}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
 @router.get("/version")
 async def version() -> dict[str, str]:
     return {"version": d2f.__version__}
-
-
-@router.get("/")
-async def page() -> FileResponse:
-    return FileResponse(PAGE / "index.html")

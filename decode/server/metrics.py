@@ -1,0 +1,108 @@
+"""Counts for Prometheus, at /metrics. docs/serving.md says what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from decode.server.generation import Generation
+from decode.server.served_model import ServedModel
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_RATES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+_WHOSE = ("model", "decoder")
+
+
+class Metrics:
+    """The counts of one application, in a registry of its own."""
+
+    def __init__(self, models: Sequence[ServedModel]):
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Engines(models))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"d2f_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(f"d2f_{name}", text, _WHOSE, buckets=[*buckets], registry=registry)
+
+        self._responses = counter("http_responses", "Answers by route.", "route", "status")
+        self._requests = counter(
+            "requests", "Requests for text, by how they ended.", *_WHOSE, "outcome"
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *_WHOSE)
+        self._tokens = counter("tokens", "Visible tokens of responses.", *_WHOSE)
+        self._forwards = counter("request_forwards", "Forwards, one for each in it.", *_WHOSE)
+        self._rows = counter("request_rows", "Rows fed for requests.", *_WHOSE)
+        self._rate = histogram("tokens_per_forward", "Of a response.", _RATES)
+        self._whole = histogram("request_seconds", "From reading to the end.", _SECONDS)
+        self._first = histogram(
+            "time_to_first_token_seconds", "From reading to the first final token.", _SECONDS
+        )
+        self._gap = histogram(
+            "inter_token_seconds",
+            "From one moment at which tokens became final to the next.",
+            _GAPS,
+        )
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels(route, str(status)).inc()
+
+    def ended(self, generation: Generation) -> None:
+        """Count a request for text that has ended, however it did."""
+        whose = generation.served.name, generation.decoder.name
+        self._requests.labels(*whose, generation.outcome).inc()
+        if generation.outcome == "refused":
+            return
+        self._prompt_tokens.labels(*whose).inc(generation.prompt_tokens)
+        self._whole.labels(*whose).observe(generation.seconds)
+        for choice in generation.choices:
+            self._tokens.labels(*whose).inc(choice.tokens)
+            self._forwards.labels(*whose).inc(len(choice.calls))
+            self._rows.labels(*whose).inc(sum(fed for fed, _ in choice.calls))
+            if choice.result is not None and choice.calls:
+                self._rate.labels(*whose).observe(choice.tokens / len(choice.calls))
+            if choice.grew:
+                self._first.labels(*whose).observe(choice.grew[0] - generation.began)
+            for one, next in pairwise(choice.grew):
+                self._gap.labels(*whose).observe(next - one)
+
+
+class _Engines(Collector):
+    """What the engines say of themselves when they are asked."""
+
+    def __init__(self, models: Sequence[ServedModel]):
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = {
+            "running": "Choices in the batch.",
+            "waiting": "Choices that wait for room.",
+            "slots": "Of the cache.",
+            "slots_used": "Those that hold a request, or a prompt that is kept.",
+        }
+        counters = {
+            "finished": "Choices that came to their end.",
+            "cancelled": "Choices whose reader left.",
+            "failed": "Choices that failed.",
+            "refused": "Choices that found the queue full.",
+            "forwards": "Calls of the model.",
+            "rows": "Rows that these fed.",
+        }
+        stats = {served.name: served.engine.stats for served in self._models}
+        for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text in names.items():
+                family = kind(f"d2f_engine_{name}", text, labels=("model",))
+                for model, found in stats.items():
+                    family.add_metric((model,), getattr(found, name))
+                yield family

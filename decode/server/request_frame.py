@@ -1,0 +1,161 @@
+"""What every request passes on its way in and out: an id, the checks of who may ask, one line in
+the log, and an error in place of whatever was raised."""
+
+from __future__ import annotations
+
+import hmac
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from sse_starlette.sse import SendTimeoutError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from decode.server.api_error import ApiError
+from decode.server.generation import Generation
+from decode.server.logs import LOGGER
+from decode.server.server_state import ServerState
+from decode.server.settings import Settings
+
+ID_HEADER = "x-request-id"
+LONGEST_ID = 128
+OPEN = ("/", "/page/", "/examples")  # the page, which asks for a key itself
+GONE = 499  # in the log, as in nginx's: nobody was there to be told
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+@dataclass(eq=False)
+class Record:
+    """What the log says of a request. prompts: only where they are to be logged."""
+
+    id: str
+    began: float = field(default_factory=time.perf_counter)
+    status: int | None = None  # None: nothing was sent
+    generation: Generation | None = None
+    prompts: Any = None
+    error: str | None = None
+
+    @staticmethod
+    def of(request: Request) -> Record:
+        """That of a request."""
+        record: Record = request.scope["d2f.record"]
+        return record
+
+
+class RequestFrame:
+    """The middleware around all routes."""
+
+    def __init__(self, app: ASGIApp, state: ServerState):
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = scope["d2f.record"] = Record(_id(headers.get(ID_HEADER, "")))
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                found = MutableHeaders(scope=message)
+                for name, value in {ID_HEADER: record.id, **_HEADERS}.items():
+                    found[name] = value
+            await send(message)
+
+        self._state.in_flight += 1
+        try:
+            refusal = refusal_of(scope, headers, self._state)
+            await (self._app if refusal is None else refusal.response())(scope, receive, noted)
+        except SendTimeoutError:
+            record.error = "the client did not read"
+        except Exception as error:
+            record.error = f"{type(error).__name__}: {error}"
+            LOGGER.exception("an error of the server", extra={"fields": {"id": record.id}})
+            if record.status is None:
+                failed = ApiError(500, f"an error of the server; its log has it under {record.id}")
+                await failed.response()(scope, receive, noted)
+        finally:
+            self._state.in_flight -= 1
+            self._end(scope, record)
+
+    def _end(self, scope: Scope, record: Record) -> None:
+        status = record.status or GONE
+        # Of paths that are none anyone can make more than a counter has room for.
+        self._state.metrics.answered(getattr(scope.get("route"), "path", "none"), status)
+        fields: dict[str, Any] = {
+            "id": record.id,
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "seconds": round(time.perf_counter() - record.began, 4),
+        }
+        generation = record.generation
+        if generation is not None:
+            self._state.metrics.ended(generation)
+            fields |= {
+                "model": generation.served.name,
+                "decoder": generation.decoder.name,
+                "outcome": generation.outcome,
+                "choices": len(generation.choices),
+                "prompt_tokens": generation.prompt_tokens,
+                "tokens": generation.tokens,
+                "forwards": len(generation.calls),
+            }
+            if generation.error is not None:
+                fields["error"] = generation.error
+        if record.prompts is not None:
+            fields["prompts"] = record.prompts
+        if record.error is not None:
+            fields["error"] = record.error
+        LOGGER.info("request", extra={"fields": fields})
+
+
+def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError | None:
+    """Why a request is not let in, None where it is."""
+    settings, path = state.settings, scope["path"]
+    host = _host(headers.get("host", ""))
+    if settings.allowed_hosts and not {host, "*"} & set(settings.allowed_hosts):
+        # Else a page of another site could have its own name lead here, and read the answers.
+        return ApiError(400, f"this server is not called {host!r}", code="host_not_allowed")
+    is_open = path in settings.public or path == "/" or path.startswith(OPEN[1:])
+    if settings.api_keys and not is_open and not _has_key(headers, settings):
+        return ApiError(
+            401,
+            "expected Authorization: Bearer with a key of this server",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    if state.draining and scope["method"] == "POST":
+        return ApiError(
+            503, "the server is stopping", code="stopping", headers={"Connection": "close"}
+        )
+    return None
+
+
+def _has_key(headers: Headers, settings: Settings) -> bool:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    given = key.strip().encode("latin-1")
+    # Each is compared to its end, in a time that says nothing of what is equal.
+    equal = [hmac.compare_digest(given, one.encode()) for one in settings.api_keys]
+    return kind.lower() == "bearer" and any(equal)
+
+
+def _host(value: str) -> str:
+    """A Host header without its port."""
+    return value[: value.find("]") + 1] if value.startswith("[") else value.partition(":")[0]
+
+
+def _id(given: str) -> str:
+    """The client's own id where it is short and printable, else a new one."""
+    fine = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
+    return given if fine and " " not in given else uuid.uuid4().hex
