@@ -29,7 +29,8 @@ async def completions(request: Request) -> Response:
     """Text or ids go on; text is taken as it is, without a chat template."""
     asked = read_fields(CompletionFields, await read_json(request))
     generation = await _begin(request, asked, asked.prompts, "prompt", asked.max_tokens)
-    return await _answer(request, generation, CompletionAnswers(generation), asked)
+    echo = asked.prompts if asked.echo else None
+    return await _answer(request, generation, CompletionAnswers(generation, echo), asked)
 
 
 @router.post("/v1/chat/completions")
@@ -81,6 +82,7 @@ async def _begin(
         jobs,
         asked.n,
         ignore_eos=asked.ignore_eos,
+        began=record.began,
         seconds=settings.request_seconds,
     )
     record.generation = generation

@@ -30,6 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
+    "logprobs": (False,),
     "metadata": ({},),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -47,6 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
 
@@ -92,6 +94,7 @@ class Asked(Fields):
 
 class CompletionFields(Asked):
     prompt: str | list[int] | list[str | list[int]]
+    echo: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:

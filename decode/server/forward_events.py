@@ -18,7 +18,7 @@ class ForwardEvents:
     _texts: dict[int, str] = field(default_factory=dict)
 
     def describe(self, choice: Choice, event: Event) -> dict[str, Any]:
-        """One event. seconds: since the server had read the request."""
+        """One event. seconds: since the request came."""
         before = self._decided.get(choice.index, {})
         now = {
             position: token

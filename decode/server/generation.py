@@ -56,7 +56,8 @@ class Generation:
     """The choices of a request from their entry into the engine to their end.
 
     id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
-    its length. n: choices a prompt, each with a seed of its own. seconds: until it must be done.
+    its length. n: choices a prompt, each with a seed of its own. began: when the request came, by
+    `time.perf_counter`. seconds: from then until it must be done.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Generation:
         n: int,
         *,
         ignore_eos: bool,
+        began: float,
         seconds: float,
     ):
         self.id = id
@@ -77,9 +79,10 @@ class Generation:
         self.n = n
         self.ignore_eos = ignore_eos
         self.end_ids = () if ignore_eos else served.model.end_ids
-        self.began = time.perf_counter()
+        self.began = began
         self.created = int(time.time())
-        self._deadline = asyncio.get_running_loop().time() + seconds
+        left = seconds - self.seconds
+        self._deadline = asyncio.get_running_loop().time() + left
         self.outcome: Outcome = "cancelled"  # until it is known to have ended otherwise
         self.error: str | None = None
         self._streams: list[EventStream] = []
@@ -143,7 +146,7 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Since the request came."""
         return time.perf_counter() - self.began
 
     @property

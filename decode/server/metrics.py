@@ -40,9 +40,9 @@ class Metrics:
         self._forwards = counter("request_forwards", "Forwards, one for each in it.", *_WHOSE)
         self._rows = counter("request_rows", "Rows fed for requests.", *_WHOSE)
         self._rate = histogram("tokens_per_forward", "Of a response.", _RATES)
-        self._whole = histogram("request_seconds", "From reading to the end.", _SECONDS)
+        self._whole = histogram("request_seconds", "From their coming to the end.", _SECONDS)
         self._first = histogram(
-            "time_to_first_token_seconds", "From reading to the first final token.", _SECONDS
+            "time_to_first_token_seconds", "From their coming to the first final token.", _SECONDS
         )
         self._gap = histogram(
             "inter_token_seconds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -50,25 +51,26 @@ class CompletionAnswers:
 
     prefix = "cmpl"
 
-    def __init__(self, generation: Generation, echo: list[str] | None = None):
+    def __init__(self, generation: Generation, echo: Sequence[str | list[int]] | None = None):
+        """echo: the prompts, where each answer is to begin with its own."""
         self._generation = generation
-        self._echo = echo  # the texts of the prompts, where they are given back
-        self.opening: dict[int, str] = {}
+        self._opening: dict[int, str] = {}
         if echo is not None:
-            self.opening = {c.index: echo[c.index // generation.n] for c in generation.choices}
+            texts = [self._text(prompt) for prompt in echo]
+            self._opening = {c.index: texts[c.index // generation.n] for c in generation.choices}
 
     def whole(self) -> Completion:
         """The answer to a request that does not stream."""
         choices = []
         for choice in self._generation.choices:
             assert choice.result is not None
-            text = self.opening.get(choice.index, "") + (choice.result.text or "")
+            text = self._opening.get(choice.index, "") + (choice.result.text or "")
             choices.append(self._choice(choice, text, finish_reason(choice.result)))
         return self._answer(choices, usage=usage(self._generation))
 
     def first(self, choice: Choice) -> Completion | None:
         """The chunk before the first text of a choice."""
-        opening = self.opening.get(choice.index)
+        opening = self._opening.get(choice.index)
         return None if opening is None else self._answer([self._choice(choice, opening, None)])
 
     def chunk(self, choice: Choice, text: str) -> Completion:
@@ -79,6 +81,12 @@ class CompletionAnswers:
     def last(self) -> Completion:
         """The chunk of the usage alone."""
         return self._answer([])
+
+    def _text(self, prompt: str | list[int]) -> str:
+        tokenizer: Any = self._generation.served.model.tokenizer
+        if isinstance(prompt, str) or tokenizer is None:
+            return prompt if isinstance(prompt, str) else ""
+        return str(tokenizer.decode(prompt))
 
     def _choice(self, choice: Choice, text: str, finish: Finish | None) -> CompletionChoice:
         return CompletionChoice.model_construct(

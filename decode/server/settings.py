@@ -12,10 +12,10 @@ class Settings:
     """Limits and openings.
 
     max_body: bytes of a request. body_seconds: until all of it must have come. request_seconds:
-    until its answer must be there, from its first byte on. send_seconds: until a client takes what
-    it is sent. most_choices: answers to one request, prompts times n. api_keys: one of them must
-    come with a request; none are needed where there are none. public: which of /health, /ready and
-    /metrics need none. allowed_hosts: what a Host header may say, without port; empty allows all.
+    from its arrival until all of its answer must be decoded. send_seconds: until a client must have
+    taken what it was sent. most_choices: answers to one request, prompts times n. api_keys: one of
+    them must come with a request; none is needed where there are none. public: which of /health,
+    /ready and /metrics need none. allowed_hosts: what a Host header may say, without port; empty allows all.
     cors_origins: of other pages that may ask. log_prompts: whether the log has them.
     """
 

@@ -1,0 +1,139 @@
+"""What the tests of the server share: applications, clients, and a server in a thread."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from d2f.model import DiffusionModel
+from decode.commands.decoder_settings import DecoderSettings
+from decode.engine.async_engine import AsyncEngine
+from decode.server.app import create_app
+from decode.server.served_model import ServedModel, serve_model
+from decode.server.settings import Settings
+
+PATIENCE = 60.0  # seconds after which a test has failed
+QUESTION = "Use 3 and 4 to make 12."
+CHAT = {"model": "tiny-d2f", "messages": [{"role": "user", "content": QUESTION}]}
+
+
+def stock(
+    name: str,
+    model: DiffusionModel,
+    settings: DecoderSettings | None = None,
+    *,
+    allowed: Sequence[str] | None = None,
+    max_model_len: int | None = None,
+    **engine: Any,
+) -> ServedModel:
+    """A model to serve, with an engine of its own."""
+    made = AsyncEngine(model, **engine)
+    return serve_model(name, model, made, settings, allowed=allowed, max_model_len=max_model_len)
+
+
+class Served:
+    """An application and a client of it, without a network; whole answers alone."""
+
+    def __init__(self, models: Sequence[ServedModel], settings: Settings | None = None):
+        self.models = list(models)
+        self.app = create_app(self.models, settings)
+        self.client = TestClient(
+            self.app, base_url="http://localhost", raise_server_exceptions=False
+        )
+
+    def __enter__(self) -> Served:
+        self.client.__enter__()
+        return self
+
+    def __exit__(self, *what: object) -> None:
+        self.client.__exit__(None, None, None)
+
+    def post(self, path: str, values: Any, **more: Any) -> httpx.Response:
+        """A request; its answer."""
+        return self.client.post(path, json=values, **more)
+
+    def ask(self, values: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+        """The answer to a request that succeeds."""
+        response = self.post(path, values)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chunks(self, values: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
+        """The chunks of a stream that succeeds."""
+        response = self.post(path, {**values, "stream": True})
+        assert response.status_code == 200, response.text
+        lines = sse(response.text)
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+
+def sse(text: str) -> list[str]:
+    """The data of server-sent events."""
+    return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+
+
+def pieces(chunks: Sequence[dict[str, Any]], index: int = 0) -> str:
+    """The text of one choice of a stream."""
+    parts = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
+    return "".join(one["text"] if "text" in one else one["delta"]["content"] for one in parts)
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """The address of a server of the application, in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Any) -> None:
+    """Return when it holds; the test fails where it never does."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.005)
+
+
+class Gate:
+    """Holds a model's forwards until it is opened."""
+
+    def __init__(self, model: DiffusionModel):
+        self._real = model.decode_rows
+        self._open = threading.Event()
+        self._passes = threading.Semaphore(0)
+        model.decode_rows = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, *arguments: Any) -> Any:
+        end = time.monotonic() + PATIENCE  # a test that fails comes to its end
+        while not self._open.is_set() and not self._passes.acquire(timeout=0.005):
+            if time.monotonic() > end:
+                break
+        return self._real(*arguments)
+
+    def let(self, forwards: int = 1) -> None:
+        """Let some through."""
+        for _ in range(forwards):
+            self._passes.release()
+
+    def open(self) -> None:
+        """Let all through from now on."""
+        self._open.set()

@@ -1,0 +1,210 @@
+"""A server's answers are those of `decode.generate`, whatever runs beside them, whole or in
+pieces."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+
+import pytest
+from every_decoder import KINDS, exact_model
+from serving import CHAT, QUESTION, Served, pieces, stock
+
+import decode
+from decode.commands.decoder_settings import DecoderSettings
+from decode.decoders import Decoder
+
+PROMPT = [9, 10, 11]
+COMMON = ("temperature", "top_p", "top_k", "seed")
+RAW = f"<|user|>{QUESTION}<|assistant|>"
+
+
+def asked(decoder: Decoder, model: str = "m") -> dict:
+    """The fields that ask for a decoder."""
+    values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+    values["max_tokens"] = values.pop("max_new_tokens")
+    del values["stop"]
+    given = {name: value for name, value in values.items() if value is not None}
+    return {"model": model, "prompt": PROMPT, "decoder": decoder.name, **given}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_decoder_in_one_batch_gives_what_it_gives_alone(kind):
+    """Greedy and sampled, half of them as streams, all at once."""
+    model, decoders = exact_model(kind), KINDS[kind][1]
+    alone = [decode.generate(model, PROMPT, one)[0] for one in decoders]
+    with Served([stock("m", model)]) as served:
+
+        def ask(place: int) -> tuple[str, dict]:
+            body = asked(decoders[place])
+            if place % 2:
+                chunks = served.chunks({**body, "stream_options": {"include_usage": True}})
+                return pieces(chunks), chunks[-1]["usage"]
+            answer = served.ask(body)
+            return answer["choices"][0]["text"], answer["usage"]
+
+        with ThreadPoolExecutor(len(decoders)) as threads:
+            found = list(threads.map(ask, range(len(decoders))))
+    for decoder, result, (text, usage) in zip(decoders, alone, found, strict=True):
+        assert text == result.text
+        assert usage["prompt_tokens"] == len(PROMPT)
+        assert usage["completion_tokens"] == len(result.tokens)
+        assert usage["total_tokens"] == len(PROMPT) + len(result.tokens)
+        cost = usage["d2f"]
+        assert (cost["decoder"], cost["forwards"]) == (decoder.name, result.forwards)
+        assert cost["rows"] == sum(fed for fed, _ in result.calls)
+        assert cost["tokens_per_forward"] == round(result.tokens_per_forward, 4)
+        assert cost["seed"] == (None if decoder.sampling.greedy else decoder.seed)
+
+
+def test_a_chat_is_what_generate_makes_of_its_messages(served, tiny_d2f):
+    (result,) = decode.generate(tiny_d2f, CHAT["messages"], decode.D2F(max_new_tokens=64))
+    answer = served.ask({**CHAT, "max_completion_tokens": 64}, "/v1/chat/completions")
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None}
+    assert (choice["finish_reason"], choice["index"]) == ("stop", 0)
+    assert answer["object"] == "chat.completion" and answer["model"] == "tiny-d2f"
+    chunks = served.chunks({**CHAT, "max_tokens": 64}, "/v1/chat/completions")
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert pieces(chunks) == result.text
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_text_in_parts_is_one_text(served):
+    parts = [{"type": "text", "text": QUESTION[:7]}, {"type": "text", "text": QUESTION[7:]}]
+    one, two = (
+        served.ask({**CHAT, "messages": [{"role": "user", "content": content}]},
+                   "/v1/chat/completions")["choices"]
+        for content in (QUESTION, parts)
+    )  # fmt: skip
+    assert one == two
+
+
+def test_prompts_of_both_kinds_and_several_samples_in_order(served, tiny_ar):
+    """The choice ``prompt * n + sample`` has the tokens and the seed of `decode.generate`."""
+    ids = tiny_ar.tokenizer(RAW)["input_ids"]
+    decoder = decode.Autoregressive(12, temperature=1.0, seed=11)
+    results = decode.generate(tiny_ar, [RAW, ids], decoder, n=2, raw=True)
+    body = {"model": "tiny-ar", "max_tokens": 12, "n": 2, "temperature": 1.0, "seed": 11}
+    answer = served.ask({**body, "prompt": [RAW, ids]})
+    assert [c["text"] for c in answer["choices"]] == [r.text for r in results]
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    assert len({result.seed for result in results}) == 4
+    assert answer["usage"]["prompt_tokens"] == 2 * len(ids)
+    assert answer["usage"]["completion_tokens"] == sum(len(r.tokens) for r in results)
+    assert answer["usage"]["d2f"]["seed"] == 11
+    chunks = served.chunks({**body, "prompt": [RAW, ids]})
+    assert [pieces(chunks, i) for i in range(4)] == [r.text for r in results]
+
+
+def test_a_seed_that_is_not_given_is_drawn_and_said(served):
+    body = {"model": "tiny-ar", "prompt": RAW, "temperature": 1.5, "max_tokens": 20}
+    one, two = served.ask(body), served.ask(body)
+    seeds = [answer["usage"]["d2f"]["seed"] for answer in (one, two)]
+    assert seeds[0] != seeds[1]
+    again = served.ask({**body, "seed": seeds[0]})
+    assert again["choices"] == one["choices"]
+
+
+def test_stop_strings_end_the_text_and_are_not_in_it(served, tiny_d2f):
+    (whole,) = decode.generate(tiny_d2f, RAW, decode.D2F(max_new_tokens=64), raw=True)
+    stop = whole.text[3:5]
+    for given in (stop, [stop, "zzz"]):
+        body = {"model": "tiny-d2f", "prompt": RAW, "stop": given}
+        (choice,) = served.ask(body)["choices"]
+        assert choice["text"] == whole.text[: whole.text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+        assert pieces(served.chunks(body)) == choice["text"]
+
+
+def test_ignore_eos_decodes_to_the_length(served):
+    body = {"model": "tiny-d2f", "prompt": RAW, "max_tokens": 24}
+    ended, whole = served.ask(body), served.ask({**body, "ignore_eos": True})
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["usage"]["completion_tokens"] < 24
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 24
+    chunks = served.chunks({**body, "ignore_eos": True})
+    assert pieces(chunks) == whole["choices"][0]["text"]
+
+
+def test_echo_begins_with_the_prompt(served, tiny_d2f):
+    ids = tiny_d2f.tokenizer(QUESTION)["input_ids"]
+    for prompt in (QUESTION, ids):
+        body = {"model": "tiny-d2f", "prompt": prompt, "max_tokens": 8}
+        plain = served.ask(body)["choices"][0]["text"]
+        assert served.ask({**body, "echo": True})["choices"][0]["text"] == QUESTION + plain
+        assert pieces(served.chunks({**body, "echo": True})) == QUESTION + plain
+
+
+def test_usage_comes_when_it_is_asked_for(served):
+    def usages(**options):
+        more = {"stream_options": options} if options else {}
+        return [c.get("usage", "none") for c in served.chunks({**body, **more})]
+
+    body = {"model": "tiny-ar", "prompt": RAW, "max_tokens": 20}
+    assert set(usages()) == {"none"}
+    *before, last = usages(include_usage=True)
+    assert before and set(map(str, before)) == {"None"}
+    whole = served.ask(body)["usage"]
+    assert last["completion_tokens"] == whole["completion_tokens"]
+    growing = usages(include_usage=True, continuous_usage_stats=True)
+    counts = [usage["completion_tokens"] for usage in growing]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == last["completion_tokens"]
+
+
+def test_every_forward_is_an_event_where_they_are_asked_for(served, tiny_d2f):
+    (result,) = decode.generate(tiny_d2f, RAW, decode.D2F(max_new_tokens=64), raw=True)
+    chunks = served.chunks({"model": "tiny-d2f", "prompt": RAW, "max_tokens": 64, "events": True})
+    events = [chunk["d2f"] for chunk in chunks]
+    assert [event["forward"] for event in events] == list(range(1, result.forwards + 1))
+    assert [(event["fed"], event["cached"]) for event in events] == result.calls
+    assert pieces(chunks) == result.text
+    first = events[0]["blocks"][0]
+    assert (first["start"], first["end"]) == (0, 4) and len(first["tokens"]) == 4
+    shown = [one for event in events for one in event["revealed"]]
+    decode_one = tiny_d2f.tokenizer.decode
+    assert all(one["text"] == decode_one([one["token"]]) for one in shown)
+    assert events[-1]["settled"] >= len(result.tokens)
+    assert all(event["revoked"] == [] for event in events)
+
+
+def test_what_was_taken_back_is_an_event():
+    """And no text of it was sent."""
+    model = exact_model("llada student")
+    decoder = decode.D2F(4, tau_conf=0.2, max_new_tokens=24, revoke="always", tau_revoke=0.6)
+    with Served([stock("m", model)]) as served:
+        chunks = served.chunks({**asked(decoder), "events": True})
+    assert any(chunk["d2f"]["revoked"] for chunk in chunks)
+    assert pieces(chunks) == decode.generate(model, PROMPT, decoder)[0].text
+
+
+def test_the_operators_options_hold_where_a_request_says_nothing(tiny_d2f, tiny_ar):
+    """Those that not every decoder has hold for the named one alone."""
+    settings = DecoderSettings("d2f", {"tau_conf": 0.5, "max_new_tokens": 10, "temperature": 0.0})
+    models = [stock("a", tiny_d2f, settings), stock("b", tiny_ar, settings)]
+    with Served(models) as served:
+        prompt = {"prompt": RAW, "ignore_eos": True}
+        own = served.ask({"model": "a", **prompt})
+        (alone,) = decode.generate(tiny_d2f, RAW, decode.D2F(tau_conf=0.5), raw=True)
+        assert own["usage"]["completion_tokens"] == 10
+        assert own["choices"][0]["text"].startswith(alone.text[:4])
+        other = served.ask({"model": "b", **prompt})["usage"]
+        assert other["completion_tokens"] == 10
+        assert other["d2f"]["decoder"] == "autoregressive"
+        changed = served.ask({"model": "a", **prompt, "max_tokens": 8, "tau_conf": 0.95})
+        assert changed["usage"]["completion_tokens"] == 8
+        found = {
+            option["name"]: option["default"]
+            for option in served.client.get("/v1/models/a").json()["d2f"]["decoders"][0]["options"]
+        }
+        assert (found["tau_conf"], found["max_new_tokens"]) == (0.5, 10)
+
+
+def test_a_length_that_nobody_said_fits_the_context(tiny_d2f):
+    with Served([stock("m", tiny_d2f, max_model_len=20)]) as served:
+        ids = tiny_d2f.tokenizer(RAW)["input_ids"]
+        answer = served.ask({"model": "m", "prompt": [RAW, [5]], "ignore_eos": True})
+        assert answer["usage"]["completion_tokens"] == 20 - len(ids) + 19
