@@ -32,6 +32,7 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list",
+    "list_type": "a list",
     "dict_type": "a mapping",
     "model_type": "a section of keys",
     "literal_error": "{expected}",

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d2f.validation import explain
+from decode.decoders.checks import MOST
 from decode.server.api_error import ApiError
 
 MOST_STOPS = 32
@@ -19,7 +20,7 @@ LONGEST_STOP = 256  # characters
 
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 # What asks for nothing, of fields that are not supported.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -15,8 +15,8 @@ class Settings:
     from its arrival until all of its answer must be decoded. send_seconds: until a client must have
     taken what it was sent. most_choices: answers to one request, prompts times n. api_keys: one of
     them must come with a request; none is needed where there are none. public: which of /health,
-    /ready and /metrics need none. allowed_hosts: what a Host header may say, without port; empty allows all.
-    cors_origins: of other pages that may ask. log_prompts: whether the log has them.
+    /ready and /metrics need none. allowed_hosts: what a Host header may say, without port; empty
+    allows all. cors_origins: of other pages that may ask. log_prompts: whether the log has them.
     """
 
     max_body: int = 4 * MEGABYTE

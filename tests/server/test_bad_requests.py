@@ -14,7 +14,7 @@ from tiny import fresh_model
 from decode.server.settings import Settings
 
 TEXT = {"model": "tiny-d2f", "prompt": "1+1", "max_tokens": 4}
-MASK = 2  # id of the bundled models' mask token
+MASK = 1  # id of the bundled models' mask token
 JSON = {"content-type": "application/json"}
 
 
@@ -57,14 +57,14 @@ FIELDS = [
     ("prompt", [5, 612], "ids must lie in [0, 612), got 612", 400),
     ("prompt", [-1], "ids must lie in [0, 612), got -1", 400),
     ("prompt", [2**70], "ids must lie in [0, 612)", 400),
-    ("prompt", [5, MASK], "contains the mask id 2 at position 1", 400),
-    ("prompt", "1<|mask|>", "contains the mask id 2 at position 1", 400),
+    ("prompt", [5, MASK], "contains the mask id 1 at position 1", 400),
+    ("prompt", "1<|mask|>", "contains the mask id 1 at position 1", 400),
     ("prompt", [5] * 510, "510 tokens and the response 4: the context", 400),
     ("prompt", [[5]] * 129, "at most 128 answers a request, prompts times n, got 129", 400),
     ("max_tokens", 0, "at least 1, got 0", 400),
     ("max_tokens", "4", "max_tokens: expected a whole number, got '4'", 400),
     ("max_tokens", 4.5, "max_tokens", 400),
-    ("max_tokens", 10**9, "the context of tiny-d2f is 512", 400),
+    ("max_tokens", 10**9, "max_tokens: expected at most 1048576", 400),
     ("n", 0, "n: expected at least 1, got 0", 400),
     ("n", 2, "greedy decoding gives the same answer", 400),
     ("n", 200, "at most 128 answers", 400),
@@ -78,7 +78,7 @@ FIELDS = [
     ("seed", 1.5, "seed", 400),
     ("stop", "", "stop", 400),
     ("stop", ["a", 1], "stop", 400),
-    ("stop", ["a"] * 33, "stop: expected at most 32", 400),
+    ("stop", ["a"] * 33, "at most 32 of them, got a list of 33", 400),
     ("stop", "a" * 257, "stop", 400),
     ("stream", "yes", "stream: expected true or false", 400),
     ("stream_options", {"include_usage": True}, "stream_options needs stream", 400),

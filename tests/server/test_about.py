@@ -1,0 +1,176 @@
+"""What a server says of itself: models, tokens, counts, examples."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import CHAT, Served, stock
+from test_bad_requests import refused
+from tiny import random_model
+
+import d2f
+from d2f.errors import InputError
+from d2f.tasks import TASKS, Problem, check
+from decode.commands.decoder_settings import DecoderSettings
+
+
+def samples(served: Served) -> dict[str, float]:
+    """The counts at /metrics, by name and labels."""
+    families = text_string_to_metric_families(served.client.get("/metrics").text)
+    return {
+        " ".join([one.name, *(one.labels[name] for name in sorted(one.labels))]): one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+def test_models_are_listed_with_the_decoders_that_fit(served):
+    both = served.client.get("/v1/models").json()
+    assert both["object"] == "list"
+    first, second = both["data"]
+    assert (first["id"], first["object"], first["max_model_len"]) == ("tiny-d2f", "model", 512)
+    about = first["d2f"]
+    assert (about["objective"], about["block_size"]) == ("d2f", 4)
+    assert about["default_decoder"] == "d2f"
+    names = [one["name"] for one in about["decoders"]]
+    assert names[0] == "d2f" and "wino" in names and "autoregressive" not in names
+    (tau,) = [one for one in about["decoders"][0]["options"] if one["name"] == "tau_conf"]
+    assert (tau["kind"], tau["default"]) == ("float", 0.9) and "confidence" in tau["help"]
+    (revoke,) = [one for one in about["decoders"][0]["options"] if one["name"] == "revoke"]
+    assert (revoke["kind"], revoke["default"], revoke["shown"]) == (
+        ["always", "commit"], None, "never",
+    )  # fmt: skip
+    assert second["d2f"]["default_decoder"] == "autoregressive"
+    assert served.client.get("/v1/models/tiny-ar").json() == second
+
+
+def test_every_decoder_that_is_listed_is_taken(served):
+    for model in served.client.get("/v1/models").json()["data"]:
+        for decoder in model["d2f"]["decoders"]:
+            options = {
+                one["name"]: one["default"]
+                for one in decoder["options"]
+                if one["name"] not in ("max_new_tokens", "seed")
+            }
+            body = {"model": model["id"], "prompt": [9], "max_tokens": 3}
+            usage = served.ask({**body, "decoder": decoder["name"], **options})["usage"]
+            assert usage["d2f"]["decoder"] == decoder["name"]
+
+
+def test_only_decoders_that_the_operator_allows_are_taken():
+    with Served([stock("m", random_model("llada"), allowed=["wino"])]) as served:
+        (model,) = served.client.get("/v1/models").json()["data"]
+        assert [one["name"] for one in model["d2f"]["decoders"]] == ["d2f", "wino"]
+        body = {"model": "m", "prompt": [9], "max_tokens": 3}
+        assert served.ask({**body, "decoder": "wino"})
+        response = served.post("/v1/completions", {**body, "decoder": "static"})
+        assert "one of d2f, wino" in refused(response, 400, "decoder", "decoder_not_found")
+
+
+def test_options_that_the_model_cannot_be_decoded_with_are_known_at_the_start():
+    with pytest.raises(InputError, match="tau_conf must lie in"):
+        stock("m", random_model("llada"), DecoderSettings("d2f", {"tau_conf": 2.0}))
+
+
+def test_tokens_of_text_and_chats_and_back(served, tiny_d2f):
+    def tokenize(**values):
+        response = served.post("/tokenize", values)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    ids = tiny_d2f.tokenizer("Use 3")["input_ids"]
+    found = tokenize(model="tiny-d2f", prompt="Use 3", add_special_tokens=False)
+    assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 512)
+    assert len(tokenize(prompt="Use 3", return_token_strs=True)["token_strs"]) == len(ids)
+    chat = tokenize(messages=CHAT["messages"])["tokens"]
+    text = tiny_d2f.tokenizer.apply_chat_template(
+        CHAT["messages"], tokenize=False, add_generation_prompt=True
+    )
+    assert served.post("/detokenize", {"tokens": chat}).json() == {"prompt": text}
+    about = served.client.get("/tokenizer_info").json()
+    tokenizer = tiny_d2f.tokenizer
+    for name in ("eos_token", "bos_token", "pad_token", "chat_template"):
+        assert about[name] == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
+        ("/tokenize", {"messages": [{"role": "system", "content": "a"}]}, "messages"),
+        ("/detokenize", {"tokens": [612]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ],
+)
+def test_what_has_no_tokens_is_refused(served, path, values, field):
+    refused(served.post(path, values), 400, field)
+    refused(served.post(path, {"model": "none", "prompt": "a", "tokens": [1]}), 400)
+
+
+def test_a_model_that_is_not_served_has_no_tokens(served):
+    refused(served.post("/tokenize", {"model": "none", "prompt": "a"}), 404, "model")
+
+
+def test_the_counts_are_those_of_the_answers():
+    with Served([stock("m", random_model("llada"))]) as served:
+        body = {"model": "m", "prompt": [9, 10], "max_tokens": 9, "ignore_eos": True}
+        one = served.ask(body)["usage"]
+        two = served.ask({**body, "decoder": "static"})["usage"]
+        served.post("/v1/completions", {**body, "n": 0})
+        found = samples(served)
+    for usage in (one, two):
+        name, cost = usage["d2f"]["decoder"], usage["d2f"]
+        assert found[f"d2f_requests_total {name} m finished"] == 1
+        assert found[f"d2f_tokens_total {name} m"] == usage["completion_tokens"] == 9
+        assert found[f"d2f_prompt_tokens_total {name} m"] == 2
+        assert found[f"d2f_request_forwards_total {name} m"] == cost["forwards"]
+        assert found[f"d2f_request_rows_total {name} m"] == cost["rows"]
+        assert found[f"d2f_time_to_first_token_seconds_count {name} m"] == 1
+        assert found[f"d2f_tokens_per_forward_sum {name} m"] == 9 / cost["forwards"]
+        assert 0 < found[f"d2f_inter_token_seconds_count {name} m"] < 9
+    assert found["d2f_engine_finished_total m"] == 2
+    assert found["d2f_engine_forwards_total m"] == sum(u["d2f"]["forwards"] for u in (one, two))
+    assert found["d2f_engine_rows_total m"] == sum(u["d2f"]["rows"] for u in (one, two))
+    assert found["d2f_engine_slots_used m"] == 0 < found["d2f_engine_slots m"]
+    assert found["d2f_http_responses_total /v1/completions 200"] == 2
+    assert found["d2f_http_responses_total /v1/completions 400"] == 1
+
+
+def test_unknown_paths_do_not_make_counters(served):
+    before = len(samples(served))
+    for path in ("/a", "/b", "/v1/c"):
+        served.client.get(path)
+    assert len(samples(served)) <= before + 2  # one route, its count and when it began
+
+
+def test_health_version_and_readiness():
+    with Served([stock("m", random_model("llada"))]) as served:
+        assert served.client.get("/health").json() == {"status": "ok"}
+        assert served.client.get("/version").json() == {"version": d2f.__version__}
+        assert served.client.get("/ready").status_code == 200
+        served.app.state.server.draining = True
+        refused(served.client.get("/ready"), 503, code="not_ready")
+        assert served.client.get("/health").status_code == 200
+        body = {"model": "m", "prompt": [9], "max_tokens": 3}
+        refused(served.post("/v1/completions", body), 503, code="stopping")
+        served.app.state.server.draining = False
+        served.models[0].engine._thread.close(finish=False)
+        refused(served.client.get("/ready"), 503, code="not_ready")
+        refused(served.post("/v1/completions", body), 503, code="stopping")
+
+
+def test_examples_are_problems_with_right_answers(served):
+    found = served.client.get("/examples").json()
+    assert {one["task"] for one in found} == set(TASKS)
+    for one in found:
+        problem = Problem(one["task"], one["question"], one["answer"], "")
+        assert one["task"] == "sudoku" or check(problem, one["answer"])
+
+
+def test_the_page_is_there(served):
+    response = served.client.get("/")
+    assert response.headers["content-type"].startswith("text/html") and response.text

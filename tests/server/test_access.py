@@ -1,0 +1,165 @@
+"""Who may ask: keys, names of the server, other sites; what the log says of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from serving import CHAT, Served, stock
+from test_bad_requests import refused
+from tiny import random_model
+
+from decode.server.logs import LOGGER, set_up_logs
+from decode.server.settings import Settings
+
+TEXT = {"model": "m", "prompt": [9, 10, 11], "max_tokens": 4}
+KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def locked():
+    settings = Settings(api_keys=KEYS, public=("/health",), allowed_hosts=("localhost", "[::1]"))
+    with Served([stock("m", random_model("llada"))], settings) as served:
+        yield served
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """The lines of the log, as a formatter of the given kind writes them."""
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    found = []
+
+    def start(form):
+        set_up_logs(form)
+        (handler,) = LOGGER.handlers
+        monkeypatch.setattr(handler, "emit", lambda record: found.append(handler.format(record)))
+        return found
+
+    yield start
+    for name in ("uvicorn", "sse_starlette"):
+        logging.getLogger(name).handlers = []
+
+
+def test_a_key_is_needed_where_there_are_some(locked):
+    for key in KEYS:
+        answer = locked.post("/v1/completions", TEXT, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+    for given in ("", "Bearer", "Bearer first", "Basic first-key", "Bearer first-key second-key",
+                  "first-key", "Bearer \xe9"):  # fmt: skip
+        for path in ("/v1/completions", "/tokenize", "/detokenize", "/v1/chat/completions"):
+            response = locked.client.post(
+                path, json=TEXT, headers=[(b"authorization", given.encode("latin-1"))]
+            )
+            message = refused(response, 401, code="invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert not any(key in message for key in KEYS)
+        for path in ("/v1/models", "/metrics", "/ready", "/version", "/tokenizer_info", "/nothing",
+                     "/openapi.json"):  # fmt: skip
+            assert locked.client.get(path).status_code == 401
+    for path in ("/", "/health", "/examples"):
+        assert locked.client.get(path).status_code == 200
+
+
+def test_a_body_is_not_read_without_a_key(locked):
+    response = locked.client.post("/v1/completions", content=b"{")
+    assert response.status_code == 401
+
+
+def test_a_server_is_asked_by_its_own_names(locked):
+    """Another site's name may be made to lead here."""
+    for host, status in (("localhost", 200), ("localhost:8000", 200), ("[::1]:80", 200),
+                         ("evil.example", 400), ("localhost.evil.example:80", 400), ("", 400)):  # fmt: skip
+        response = locked.client.get("/health", headers={"host": host})
+        assert response.status_code == status, host
+    refused(locked.client.get("/", headers={"host": "evil.example"}), 400, code="host_not_allowed")
+
+
+def test_other_sites_may_not_ask_unless_they_are_named(locked):
+    """Neither read, nor have a browser send JSON."""
+    asks = {
+        "origin": "https://other.example", "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type,authorization",
+    }  # fmt: skip
+    response = locked.client.options("/v1/completions", headers=asks)
+    assert "access-control-allow-origin" not in response.headers
+    assert response.status_code in (401, 405)
+    settings = Settings(cors_origins=("https://other.example",), api_keys=KEYS)
+    with Served([stock("m", random_model("llada"))], settings) as served:
+        response = served.client.options("/v1/completions", headers=asks)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://other.example"
+        other = served.client.options("/v1/completions", headers=asks | {"origin": "https://a.b"})
+        assert "access-control-allow-origin" not in other.headers
+        got = served.client.get("/health", headers={"origin": "https://other.example"})
+        assert got.headers["access-control-expose-headers"] == "x-request-id"
+
+
+def test_the_page_may_load_from_its_own_server_alone(locked):
+    for path in ("/", "/v1/models", "/page/none"):
+        found = locked.client.get(path).headers
+        assert found["content-security-policy"].startswith("default-src 'self'; ")
+        assert "unsafe" not in found["content-security-policy"]
+        assert found["x-content-type-options"] == "nosniff"
+
+
+def test_an_id_is_the_clients_own_where_it_is_short_and_printable(locked):
+    def id_of(given: bytes) -> str:
+        response = locked.client.get("/health", headers=[(b"x-request-id", given)])
+        return response.headers["x-request-id"]
+
+    assert id_of(b"my-id:7") == "my-id:7"
+    for given in (b"", b"a b", b"\xe9", b"a" * 129, b"\t\x01"):
+        assert id_of(given) != given.decode("latin-1") and len(id_of(given)) == 32
+    key = {"authorization": f"Bearer {KEYS[0]}", "x-request-id": "mine"}
+    assert locked.post("/v1/completions", TEXT, headers=key).json()["id"] == "cmpl-mine"
+
+
+def test_the_log_has_a_line_a_request_without_prompts_and_keys(locked, lines):
+    found = lines("json")
+    secret = {**TEXT, "prompt": "a secret"}
+    for values in (secret, {**secret, "model": "none"}, {**secret, "n": 0}):
+        key = {"authorization": f"Bearer {KEYS[0]}", "x-request-id": "mine"}
+        locked.post("/v1/completions", values, headers=key)
+    locked.post("/v1/completions", secret, headers={"authorization": "Bearer wrong-key"})
+    entries = [json.loads(line) for line in found]
+    assert [entry["status"] for entry in entries] == [200, 404, 400, 401]
+    first = entries[0]
+    assert (first["id"], first["path"], first["method"]) == ("mine", "/v1/completions", "POST")
+    assert (first["model"], first["decoder"], first["outcome"]) == ("m", "d2f", "finished")
+    assert first["tokens"] <= 4 and first["forwards"] >= 1 and first["seconds"] >= 0
+    assert first["prompt_tokens"] > 1 and first["level"] == "info" and first["time"].endswith("Z")
+    whole = "\n".join(found)
+    assert "secret" not in whole and "-key" not in whole
+
+
+def test_prompts_are_logged_where_that_is_asked_for(lines):
+    found = lines("text")
+    with Served([stock("m", random_model("llada"))], Settings(log_prompts=True)) as served:
+        served.ask({**TEXT, "prompt": "line\nbreak \x1b[31m"})
+        served.client.get("/health")
+    one, other = found
+    assert one.count("\n") == 0 and "prompts=" in one and "break" in one and "\x1b" not in one
+    assert "status=200" in one and "decoder=d2f" in one
+    assert "prompts" not in other and "path=/health" in other
+
+
+def test_an_error_of_the_server_is_logged_and_not_told(lines, monkeypatch):
+    found = lines("json")
+    with Served([stock("m", random_model("llada"))]) as served:
+
+        def broken(*arguments):
+            raise KeyError("a path of the machine")
+
+        monkeypatch.setattr("decode.server.decoding.choose_decoder", broken)
+        message = refused(served.post("/v1/completions", TEXT), 500)
+        assert "machine" not in message
+        monkeypatch.undo()
+        assert served.client.get("/health").status_code == 200
+    whole = json.loads(found[0])
+    assert whole["level"] == "error" and "a path of the machine" in whole["trace"]
+
+
+def test_the_chat_goes_through_the_same_door(locked):
+    assert locked.post("/v1/chat/completions", {**CHAT, "model": "m"}).status_code == 401
