@@ -69,10 +69,10 @@ def test_a_body_is_not_read_without_a_key(locked):
 
 def test_a_server_is_asked_by_its_own_names(locked):
     """Another site's name may be made to lead here."""
-    for host, status in (("localhost", 200), ("localhost:8000", 200), ("[::1]:80", 200),
-                         ("evil.example", 400), ("localhost.evil.example:80", 400), ("", 400)):  # fmt: skip
+    own = ("localhost", "localhost:8000", "[::1]:80")
+    for host in (*own, "evil.example", "localhost.evil.example:80", ""):
         response = locked.client.get("/health", headers={"host": host})
-        assert response.status_code == status, host
+        assert response.status_code == (200 if host in own else 400), host
     refused(locked.client.get("/", headers={"host": "evil.example"}), 400, code="host_not_allowed")
 
 
