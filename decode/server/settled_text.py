@@ -45,7 +45,8 @@ class SettledText:
     pieces together are `Result.text`. Of a stop string nothing is in any piece, not even a
     beginning that is completed later, nor of what is at or behind an end id.
 
-    stop, end_ids: those of the request. tokenizer: the model's; None, and all text is empty.
+    stop, end_ids: those of the request. tokenizer: the model's; None, and all text is empty. sent:
+    characters of the pieces so far.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class SettledText:
         stop: Sequence[str],
         end_ids: Iterable[int],
     ):
-        self._growing = _growing(tokenizer)
+        self._growing = growing_text(tokenizer)
         self._stop, self._end_ids = tuple(stop), frozenset(end_ids)
         self._taken = 0  # ids that were looked at
         self._ended = False
-        self._sent = 0  # characters
+        self.sent = 0
         self._unsent = ""  # final too, but a stop string may begin in it
 
     def add(self, settled: Sequence[int]) -> str:
@@ -75,12 +76,14 @@ class SettledText:
         text = self._unsent + self._growing.add(new)
         cut = min((_beginning(text, stop) for stop in self._stop), default=len(text))
         self._unsent = text[cut:]
-        self._sent += cut
+        self.sent += cut
         return text[:cut]
 
     def finish(self, result: Result) -> str:
         """What `Result.text` has beyond the pieces so far; of a request that failed, nothing."""
-        return (result.text or "")[self._sent :]
+        piece = (result.text or "")[self.sent :]
+        self.sent += len(piece)
+        return piece
 
 
 def _beginning(text: str, stop: str) -> int:
@@ -94,8 +97,10 @@ def _beginning(text: str, stop: str) -> int:
     return len(text)
 
 
-class _Growing(Protocol):
-    """Text of ids that come bit by bit."""
+class GrowingText(Protocol):
+    """Text of ids that come bit by bit. whole: whether all of it is final."""
+
+    whole: bool
 
     def add(self, new: list[int]) -> str:
         """What became final with these."""
@@ -106,6 +111,7 @@ class _Bytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
+        self.whole = True
         self._open: list[int] = []  # the last of them may have the beginning of a character
         self._given = 0  # characters of their text that were given out
 
@@ -117,7 +123,8 @@ class _Bytes:
         final = text.removesuffix("\ufffd")
         piece = final[self._given :]
         self._given = len(final)
-        if final == text:
+        self.whole = final == text
+        if self.whole:
             self._open, self._given = [], 0
         return piece
 
@@ -130,6 +137,7 @@ class _Whole:
         added = tokenizer.added_tokens_decoder.items()
         self._special = {token for token, what in added if what.special}
         self._cleaned = _CLEANED if _cleans(tokenizer) else 0
+        self.whole = True
         self._ids: list[int] = []
         self._given = 0  # characters
 
@@ -141,6 +149,7 @@ class _Whole:
         text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=True))
         final = text.removesuffix("\ufffd")
         final = final[: max(self._given, len(final) - self._cleaned)]
+        self.whole = end == len(self._ids) and final == text
         piece, self._given = final[self._given :], len(final)
         return piece
 
@@ -154,11 +163,14 @@ class _Whole:
 class _Held:
     """Of a tokenizer that nothing is known of, or of none."""
 
+    whole = False
+
     def add(self, new: list[int]) -> str:
         return ""
 
 
-def _growing(tokenizer: PreTrainedTokenizerBase | None) -> _Growing:
+def growing_text(tokenizer: PreTrainedTokenizerBase | None) -> GrowingText:
+    """By the kind of the tokenizer."""
     own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
     if tokenizer is None or decoder is None:
