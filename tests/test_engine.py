@@ -159,7 +159,13 @@ def test_static_forwards_give_queried_probabilities_and_scores():
     table = cuda_graphs.GraphForwards(model, model.new_cache(9)).start(rows, ids)()
     got = split(table, groups)[0]
     assert got.token.tolist() == want.token.tolist()
-    for name in ("confidence", "queried_probability", "entropy", "margin"):
+    for name in (
+        "confidence",
+        "queried_probability",
+        "queried_log_probability",
+        "entropy",
+        "margin",
+    ):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)
 
 
@@ -167,7 +173,7 @@ def test_scores_that_no_request_asked_for_are_not_computed():
     plain = PredictionRequest(Sampler(Sampling(), mask_id=None), 2)
     drawn = PredictionRequest(Sampler(Sampling(temperature=1.0), mask_id=None), 1)
     scored = PredictionRequest(plain.sampler, 2, uncertainty=True)
-    for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (5, 3))):
+    for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (6, 3))):
         assert table_of(torch.eye(3)[: shape[1]], groups).shape == shape
 
 

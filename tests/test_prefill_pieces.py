@@ -296,7 +296,7 @@ def test_queried_tokens_and_scores_come_joined_in_order(step, data):
         own = part.tokens[part.read] if len(part.read) else part.read
         assert part.uncertainty
         value = part.queried_tokens.astype(np.float32)
-        found = feeding.take(Predictions(own, value, value, value + 1, value + 2))
+        found = feeding.take(Predictions(own, value, value, value, value + 1, value + 2))
     assert found.token.tolist() == step.tokens[step.read].tolist()
     assert found.queried_probability.tolist() == queried.tolist()
     assert found.entropy.tolist() == (queried + 1).tolist()

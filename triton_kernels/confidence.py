@@ -7,6 +7,7 @@ With z the logits of a row and p = softmax(z) over the whole vocabulary:
     entropy      -sum_v p[v] log p[v], in nats
     margin       difference of the two largest p without the mask id
     named        p[named], of a token that the caller names
+    named_log    log p[named], also where p[named] is 0 in fp32
 
 `confidence_head` computes them from hidden states and the output head without a ``[N, V]`` in
 memory, `confidence_of_logits` from logits. Their truth is `confidence_reference`. Logits are
@@ -29,13 +30,15 @@ from triton_kernels.self_check import random_inputs, self_check
 
 @dataclass(frozen=True)
 class Confidence:
-    """Of each row ``[N]``: token int64, the others fp32; named None where no token was named."""
+    """Of each row ``[N]``: token int64, the others fp32; named and named_log None where no token
+    was named."""
 
     token: Tensor
     probability: Tensor
     entropy: Tensor
     margin: Tensor
     named: Tensor | None
+    named_log: Tensor | None
 
 
 def confidence_reference(
@@ -76,6 +79,7 @@ def confidence_reference(
         -torch.where(p > 0, p * log_p, 0.0).sum(-1),
         top[:, 0] - top[:, 1],
         None if named is None else p.gather(-1, named[:, None])[:, 0],
+        None if named is None else log_p.gather(-1, named[:, None])[:, 0],
     )
 
 
@@ -181,7 +185,7 @@ def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> Non
     )
     if not torch.equal(ours.token, plain.token):
         raise AssertionError("it chooses other tokens than the plain computation")
-    for name in ("probability", "entropy", "margin", "named"):
+    for name in ("probability", "entropy", "margin", "named", "named_log"):
         difference = (getattr(ours, name) - getattr(plain, name)).abs().max().item()
         if not difference < 1e-4:
             raise AssertionError(f"its {name} differs by {difference:.2g} from the plain one")

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# token, probability, entropy, margin and named: the fields of `confidence.Confidence`
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+# token, probability, entropy, margin, named, named_log: the fields of `confidence.Confidence`
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _FACTS = 7
 _COLUMNS = 1024  # of a tile of given logits
 
@@ -123,7 +123,7 @@ def _join_tiles(
     facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """One row: what its tiles left, together. out [4, rows]."""
+    """One row: what its tiles left, together. out [5, rows]."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     there = tile < tiles
@@ -154,7 +154,9 @@ def _join_tiles(
     tl.store(out + rows + row, tl.log(total) - mixed / total)
     tl.store(out + 2 * rows + row, tl.exp(top - log_sum) - tl.exp(second - log_sum))
     if HAS_NAMED:
-        tl.store(out + 3 * rows + row, tl.exp(tl.load(named_logit + row) - log_sum))
+        named_log = tl.load(named_logit + row) - log_sum
+        tl.store(out + 3 * rows + row, tl.exp(named_log))
+        tl.store(out + 4 * rows + row, named_log)
 
 
 def head_tile(rows: int, element_bytes: int) -> dict[str, int]:
@@ -204,13 +206,14 @@ class _Work:
 
     def join(self) -> Found:
         rows, device = self.rows, self.facts.device
-        out = torch.empty((4, rows), dtype=torch.float32, device=device)
+        out = torch.empty((5, rows), dtype=torch.float32, device=device)
         token = torch.empty(rows, dtype=torch.int64, device=device)
         _join_tiles[(rows,)](
             self.facts, self.tokens, self.named_logit, rows, self.tiles, out, token,
             HAS_NAMED=self.named is not None, TILES=triton.next_power_of_2(self.tiles),
         )  # fmt: skip
-        return token, out[0], out[1], out[2], None if self.named is None else out[3]
+        named = (None, None) if self.named is None else (out[3], out[4])
+        return token, out[0], out[1], out[2], *named
 
 
 def of_logits(

@@ -17,7 +17,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
 from decode.decoders.checks import is_number
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS, option, options_of
-from decode.engine.result import BlockView, Revealed
+from decode.engine.result import BlockView, Revealed, TokenLikelihood
 from decode.engine.sampling_options import Sampling, sample_seed
 from decode.engine.step import Ints, Predictions, Step
 
@@ -163,7 +163,8 @@ class Session(abc.ABC):
     """One request being decoded, over the sequence x of prompt and response.
 
     x: int64 ``[P + max_new_tokens]``, one slot a position. `revealed` holds what the last `accept`
-    decided. `counts` is what the decoder counts of itself, by name.
+    decided. `counts` is what the decoder counts of itself, by name. `likelihoods` are those of the
+    prompt, where that is what is asked for (`decode.engine.likelihood`).
     """
 
     def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
@@ -173,6 +174,7 @@ class Session(abc.ABC):
         self.contract = contract
         self.revealed: list[Revealed] = []
         self.counts: dict[str, int] = {}
+        self.likelihoods: list[TokenLikelihood] = []
 
     @property
     def slots(self) -> int:

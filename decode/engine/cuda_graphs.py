@@ -99,7 +99,7 @@ class GraphForward:
         # only overwritten. Pinned memory lets the copies run beside the host.
         self.host = torch.zeros(_QUERIED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
         self.inputs = torch.zeros_like(self.host, device=model.device)  # [_QUERIED + 1, size]
-        shape = (5 if scores else 2, size)
+        shape = (6 if scores else 2, size)
         # fp64 holds a token id and an fp32 probability exactly, so one table and one copy are
         # enough.
         self.table = torch.zeros(shape, dtype=torch.float64, device=model.device)

@@ -132,6 +132,7 @@ class Request:
             counts=dict(self.session.counts),
             seed=self.decoder.seed,
             reused_rows=self.reused_rows,
+            likelihoods=self.session.likelihoods,
         )
 
     def _decode(self, tokens: list[int]) -> str:

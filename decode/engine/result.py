@@ -32,6 +32,24 @@ class Revealed:
 
 
 @dataclass(frozen=True)
+class TokenLikelihood:
+    """A token of a prompt, given all before it (`decode.engine.likelihood`). logprob: natural
+    logarithm of its probability under the full softmax. top: the likeliest token in its place, the
+    mask id left out, and its top_logprob."""
+
+    position: int
+    token: int
+    logprob: float
+    top: int
+    top_logprob: float
+
+    @property
+    def greedy(self) -> bool:
+        """Whether greedy decoding would choose it."""
+        return self.token == self.top
+
+
+@dataclass(frozen=True)
 class Result:
     """One decoded request.
 
@@ -43,7 +61,8 @@ class Result:
     finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
     what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request
     failed, which leaves it without tokens; None where it did not. reused_rows: rows of its prompt
-    whose keys and values were copied from another request instead of fed (`Engine`).
+    whose keys and values were copied from another request instead of fed (`Engine`). likelihoods:
+    of the prompt's tokens, where they were asked for.
     """
 
     tokens: list[int]
@@ -58,6 +77,7 @@ class Result:
     seed: int = 0
     error: Exception | None = None
     reused_rows: int = 0
+    likelihoods: list[TokenLikelihood] = field(default_factory=list)
 
     @property
     def tokens_per_forward(self) -> float:

@@ -86,7 +86,7 @@ class PredictionRequest:
 
 
 def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
-    """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 5, N]`` of what
+    """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what
     `Predictions` has, in its order: so that it crosses from the device in one transfer."""
     mask_id, scores = groups[0].sampler.mask_id, any(group.scored for group in groups)
     queried = torch.from_numpy(queried_tokens(groups)).to(logits.device) if scores else None
@@ -99,12 +99,12 @@ def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
 
 
 def greedy_table(logits: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
-    """The table of greedy choices, ``[5, N]`` where tokens ``[N]`` are queried, else ``[2, N]``."""
+    """The table of greedy choices, ``[6, N]`` where tokens ``[N]`` are queried, else ``[2, N]``."""
     if use_kernel("confidence", logits):
         found = confidence_of_logits(logits, mask_id=mask_id, named=queried, kernel=True)
         columns = [found.token, found.probability]
-        if found.named is not None:
-            columns += [found.named, found.entropy, found.margin]
+        if found.named is not None and found.named_log is not None:
+            columns += [found.named, found.named_log, found.entropy, found.margin]
         return torch.stack([column.double() for column in columns])
     # [N, V]; in bf16 many confidences would be exactly 1, and thresholds would not tell them apart.
     wide = logits.float()
@@ -127,10 +127,11 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
         if not finite[part].all():
             results.append(None)
             continue
-        queried = None if group.queried_tokens is None else values[1, part]
+        wanted = group.queried_tokens is not None
+        queried = (values[1, part], values[2, part]) if wanted else (None, None)
         # What another group asked for is in the table, too, and not handed out.
-        scores = (values[2, part], values[3, part]) if group.uncertainty else (None, None)
-        results.append(Predictions(tokens[part], values[0, part], queried, *scores))
+        scores = (values[3, part], values[4, part]) if group.uncertainty else (None, None)
+        results.append(Predictions(tokens[part], values[0, part], *queried, *scores))
     return results
 
 
@@ -145,8 +146,8 @@ def _table(wide: Tensor, token: Tensor, mask_id: int | None, queried: Tensor | N
     columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
     if queried is not None:
         found = confidence_reference(wide, mask_id=mask_id, named=queried)
-        assert found.named is not None
-        columns += [found.named, found.entropy, found.margin]
+        assert found.named is not None and found.named_log is not None
+        columns += [found.named, found.named_log, found.entropy, found.margin]
     return torch.stack([column.double() for column in columns])
 
 

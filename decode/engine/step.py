@@ -53,13 +53,15 @@ class Predictions:
 
     token: int64 ``[N]``, the chosen one, never the mask id. The others are fp32 ``[N]``, under the
     full softmax. confidence: probability of that token. queried_probability: that of the token that
-    the step queried. entropy: in nats. margin: difference of the two largest probabilities, the
+    the step queried; queried_log_probability: its natural logarithm, also where the probability
+    rounds to 0. entropy: in nats. margin: difference of the two largest probabilities, the
     mask id's left out. None where the step did not ask.
     """
 
     token: Ints
     confidence: Floats
     queried_probability: Floats | None = None
+    queried_log_probability: Floats | None = None
     entropy: Floats | None = None
     margin: Floats | None = None
 

@@ -16,7 +16,7 @@ from triton_kernels.confidence import (
 )
 from triton_kernels.philox import uniform
 
-NAMES = ("token", "probability", "entropy", "margin", "named")
+NAMES = ("token", "probability", "entropy", "margin", "named", "named_log")
 
 
 def same(got, want, *, tokens=True, rtol=1e-5, atol=2e-6):
