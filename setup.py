@@ -44,6 +44,7 @@ setup(
     package_data={
         "": ["py.typed"],
         "d2f.configs": ["*/*.yaml"],
+        "decode.server": ["page/*"],
         "d2f": [
             "models/**/*.json",
             "models/**/*.safetensors",
@@ -94,6 +95,7 @@ setup(
             "openai>=2.0",
             "prometheus-client>=0.23",
             "playwright>=1.55",  # drives a chromium that is there already
+            "pillow>=11.0",  # benchmarks/record_page.py
             "pytest>=9.0",
             "pytest-xdist>=3.8",
             "hypothesis>=6.150",

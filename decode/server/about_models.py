@@ -37,6 +37,7 @@ def describe(served: ServedModel) -> dict[str, Any]:
             "family": contract.family,
             "objective": contract.objective,
             "block_size": contract.block_size,
+            "end_ids": list(served.model.end_ids),
             "context_length": served.context_length,
             "default_decoder": next(
                 name for name, kind in served.decoders.items() if kind is served.default

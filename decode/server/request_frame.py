@@ -29,6 +29,7 @@ _HEADERS = {
     "frame-ancestors 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # after an upgrade no file of the page is older than the others
 }
 
 
