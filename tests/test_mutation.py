@@ -97,20 +97,27 @@ def test_a_fault_that_a_test_notices_is_killed_and_another_named(measured):
 
 
 def test_the_tests_that_run_are_those_that_reach_the_line(measured):
-    """Also through a fixture of the module or in another process, and first, as there is a limit
-    of time, those whose file names the module; then what may not have been measured: the others of
-    that file, and for what runs at the import all."""
+    """Also through a fixture of the module or in another process; then what may not have been
+    measured: the others of the file that names the module, and for what runs at the import all."""
+    reaching = {row["line"]: row["reaching"] for row in measured[0]}
+    assert reaching == {1: 6, 7: 6, 11: 5, 15: 5, 19: 5}
+
+
+def test_tests_of_each_kind_come_in_turns(measured):
+    """There is a limit of time, and tests of other modules may be many and quick, or slow."""
     _, root = measured
     (kept,) = (root / "runs").iterdir()
     reach = Reach(kept, root)
-    faults = {fault.line: fault for fault in sample(root, ["made_up"], 0)}
-    code = {f"tests/test_code.py::test_{name}" for name in ("first", "scaled", "in_a_process")}
-    quick, missed = "tests/test_quick.py::test_quick", "test_in_a_process_that_is_not_measured"
-    tests = reach.tests_of(faults[7])
-    assert set(tests[:3]) == code and tests[3] == quick and len(tests) == 6
-    assert [len(reach.tests_of(faults[line])) for line in (1, 11, 15, 19)] == [6, 5, 5, 5]
-    assert reach.tests_of(faults[11])[0] == "tests/test_code.py::test_biggest"
-    assert f"tests/test_code.py::{missed}" in reach.tests_of(faults[19])
+    fault = next(fault for fault in sample(root, ["made_up"], 0) if fault.line == 7)
+    times = {"first": 1.0, "scaled": 1.1, "in_a_process": 3.0, "quick": 2.0, "biggest": 1.5}
+    times["in_a_process_that_is_not_measured"] = 2.5
+    for test, about in reach.tests.items():
+        about["seconds"] = times[test.partition("::test_")[2]]
+    found = [test.partition("::test_")[2] for test in reach.tests_of(fault)]
+    # 1, 2.1 and 5.1 s of those that reach it and name its module, 2 of one that does not name it,
+    # 1.5 and 4 of those that only name it.
+    assert found == ["first", "biggest", "quick", "scaled",
+                     "in_a_process_that_is_not_measured", "in_a_process"]  # fmt: skip
 
 
 def test_how_json_is_laid_out_and_what_only_a_gpu_runs_have_no_faults(tmp_path):

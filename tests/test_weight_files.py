@@ -14,7 +14,7 @@ from d2f.adapters import attach
 from d2f.errors import CheckpointError, InputError
 from d2f.json_file import read_object
 from d2f.load_checkpoint import load
-from d2f.weight_files import WHOLE, weight_files
+from d2f.weight_files import WHOLE, stored, weight_files
 from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner
 
@@ -239,3 +239,13 @@ def test_json_that_cannot_be_read(tmp_path):
     (tmp_path / "a.json").write_bytes(b"\xff{}")
     with pytest.raises(InputError, match="is not JSON"):
         read_object(tmp_path / "a.json")
+
+
+def test_a_tensor_that_is_in_two_files(tmp_path):
+    for name in ("a", "b"):
+        save_file({"w": torch.zeros(1), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    with pytest.raises(
+        CheckpointError, match=r"b\.safetensors: w is in another weight file as well"
+    ):
+        stored(files)

@@ -133,6 +133,11 @@ def test_a_file_that_is_too_long_is_never_read_in_part(tmp_path, text):
     assert len(read_mapping(path)["a"]) == MOST_BYTES - 3
 
 
+def test_text_that_comes_from_no_file_has_the_same_limit():
+    with pytest.raises(InputError, match=f"--key: expected at most {MOST_BYTES} bytes"):
+        load("x" * (MOST_BYTES + 1), "--key")
+
+
 def test_merged_mappings_share_nothing():
     """An override of one does not change the other."""
     values = load("a: &x {k: {n: 1}, l: 1}\nb: {<<: *x, l: 2}\nc: *x", "x")

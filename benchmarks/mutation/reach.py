@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,9 @@ class Reach:
 
         They reach a line of its statement, or their file names its module: compiled functions are
         not seen, nor a process that was killed or that several tests share. What runs when a module
-        is imported may be seen by any test. Those that reach the line and name the module come
-        first, of each group the quickest.
+        is imported may be seen by any test. There is a limit of time: those that reach the line and
+        name the module, the others that reach it, and the rest come in turns, of each the quickest
+        first.
         """
         names = _naming(mutant.path)
         contexts: set[str] = set()
@@ -56,8 +58,12 @@ class Reach:
         naming = {file for file in files if self._contains(file, names)}
         named = {test for test in self.tests if test.split("::")[0] in naming}
         others = set() if mutant.reached_at else set(self.tests) - reaching - named
-        groups = (reaching & named, reaching - named, named - reaching, others)
-        return [test for group in groups for test in self._quickest_first(group)]
+        ends: dict[str, float] = {}  # of each in its group, in seconds
+        for group in (reaching & named, reaching - named, named - reaching, others):
+            tests = self._quickest_first(group)
+            seconds = [self.tests[test]["seconds"] for test in tests]
+            ends |= zip(tests, itertools.accumulate(seconds), strict=True)
+        return sorted(ends, key=lambda test: (ends[test], test))
 
     def _contains(self, path: str, names: re.Pattern[str]) -> bool:
         return bool(names.search((self._root / path).read_text(encoding="utf-8")))
