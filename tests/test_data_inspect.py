@@ -75,6 +75,15 @@ def test_blocks_begin_where_what_is_seen_grows(d2f_config, size):
     assert starts == list(range(0, len(sample.response), size)) and len(sample.response) > 4
 
 
+def test_a_causal_sample_is_one_block(d2f_config):
+    config = read_config(d2f_config / "c.yaml")
+    model = random_model("llada")
+    sample = make_stream(config, model, tail=True).sample(0)
+    causal = OBJECTIVES["d2f"](model, config)
+    causal.is_causal = lambda sample: True
+    assert block_starts(sample, causal) == [0]
+
+
 def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():
     found = Plan(4, 2.5, 30.25, 12.75, 40, 90, 36.25, is_exact=False)
     step = "a step: 2.5 samples, 30 tokens in 40 places (76%), 13 of them in responses"

@@ -86,6 +86,7 @@ BAD_FILES = {
     nested_aliases("{<<: [%s]}"): "aliases counted each time",
     "a: !!python/object/apply:os.system [ls]": "the tag .*os.system is not supported",
     "a: !!set {b}": "the tag .*set is not supported",
+    "a: !mine text": "the tag !mine is not supported",
     "a: !!int x": "'x' cannot be read as int",
     "a: " + "1" * 5000: "cannot be read as int",
     "a: '" + "x" * MOST_BYTES + "'": f"expected at most {MOST_BYTES} bytes",
