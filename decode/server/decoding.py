@@ -30,7 +30,9 @@ async def completions(request: Request) -> Response:
     asked = read_fields(CompletionFields, await read_json(request))
     generation = await _begin(request, asked, asked.prompts, "prompt", asked.max_tokens)
     echo = asked.prompts if asked.echo else None
-    return await _answer(request, generation, CompletionAnswers(generation, echo), asked)
+    return await _answer(
+        request, generation, CompletionAnswers(generation, asked.wanted, echo), asked
+    )
 
 
 @router.post("/v1/chat/completions")
@@ -46,11 +48,15 @@ async def chat_completions(request: Request) -> Response:
         )
     messages = [message.plain() for message in asked.messages]
     generation = await _begin(request, asked, [messages], "messages", most or asked.max_tokens)
-    return await _answer(request, generation, ChatAnswers(generation), asked)
+    return await _answer(request, generation, ChatAnswers(generation, asked.wanted), asked)
 
 
 async def _begin(
-    request: Request, asked: Asked, prompts: Sequence[Prompt], field: str, most: int | None
+    request: Request,
+    asked: CompletionFields | ChatFields,
+    prompts: Sequence[Prompt],
+    field: str,
+    most: int | None,
 ) -> Generation:
     """Check everything, then queue it. field: the one that the prompts came in."""
     state, record = state_of(request), Record.of(request)
@@ -82,6 +88,7 @@ async def _begin(
         jobs,
         asked.n,
         ignore_eos=asked.ignore_eos,
+        logprobs=asked.wanted is not None,
         began=record.began,
         seconds=settings.request_seconds,
     )

@@ -7,6 +7,7 @@ the value that asks for nothing, and so is one that nobody knows: none is ignore
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "length_penalty": (1,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -49,7 +49,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
 
@@ -63,6 +62,26 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Log-probabilities that an answer is to have. top: whether the likeliest token is listed,
+    too."""
+
+    top: bool
+
+    @staticmethod
+    def of(field: str, tops: int) -> Wanted:
+        """Those of so many tokens a position. Raises ApiError (400)."""
+        if tops > 1:
+            raise ApiError(
+                400,
+                f"{field} must be at most 1, got {tops}: a decoder that decides many positions at "
+                "once keeps the likeliest token of each",
+                param=field,
+            )
+        return Wanted(tops == 1)
 
 
 class Asked(Fields):
@@ -96,6 +115,16 @@ class Asked(Fields):
 class CompletionFields(Asked):
     prompt: str | list[int] | list[str | list[int]]
     echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """The log-probabilities that are asked for. Raises ApiError."""
+        if self.logprobs is None:
+            return None
+        if self.echo:
+            raise ApiError(400, "logprobs with echo is not supported", param="logprobs")
+        return Wanted.of("logprobs", self.logprobs)
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -127,6 +156,15 @@ class Message(Fields):
 class ChatFields(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """The log-probabilities that are asked for. Raises ApiError."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        return Wanted.of("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
 
 
 Kind = TypeVar("Kind", bound=Fields)

@@ -13,6 +13,7 @@ from decode.decoders import Decoder
 from decode.engine.async_engine import EventStream
 from decode.engine.result import Event, Result
 from decode.server.api_error import ApiError, as_api_error
+from decode.server.logprobs import ResponseLogprobs, TokenLogprob
 from decode.server.request_prompts import Job
 from decode.server.served_model import ServedModel
 from decode.server.settled_text import SettledText
@@ -28,6 +29,7 @@ class Choice:
     prompt: list[int]
     decoder: Decoder
     text: SettledText
+    logprobs: ResponseLogprobs | None  # None where they were not asked for
     calls: list[tuple[int, int]] = field(default_factory=list)
     settled: int = 0  # tokens that are final, up to an end
     grew: list[float] = field(default_factory=list)  # when they became more
@@ -42,6 +44,8 @@ class Choice:
         """Count an event."""
         self.calls.append(event.call)
         self.result = event.result
+        if self.logprobs is not None and event.error is None:
+            self.logprobs.take(event)
         settled = len(event.settled)
         for place in range(self.settled, settled):
             if event.settled[place] in end_ids:
@@ -50,6 +54,18 @@ class Choice:
         if settled > self.settled:
             self.settled = settled
             self.grew.append(time.perf_counter())
+
+    def piece(self, event: Event) -> str:
+        """The text that may be sent after an event, and was not."""
+        result = event.result
+        return self.text.add(event.settled) if result is None else self.text.finish(result)
+
+    def new_logprobs(self) -> list[TokenLogprob]:
+        """Those of the text that was sent, or of all of it at the end, which were not given yet."""
+        assert self.logprobs is not None
+        if self.result is None:
+            return self.logprobs.within(self.text.sent)
+        return self.logprobs.finish(self.result)
 
 
 class Generation:
@@ -69,6 +85,7 @@ class Generation:
         n: int,
         *,
         ignore_eos: bool,
+        logprobs: bool,
         began: float,
         seconds: float,
     ):
@@ -89,8 +106,10 @@ class Generation:
         self.choices = []
         for p, (ids, fitted) in enumerate(jobs):
             for k in range(n):
-                text = SettledText(served.model.tokenizer, decoder.stop, self.end_ids)
-                self.choices.append(Choice(p * n + k, ids, fitted.sampled(p, k), text))
+                own, tokenizer = fitted.sampled(p, k), served.model.tokenizer
+                text = SettledText(tokenizer, decoder.stop, self.end_ids)
+                noted = ResponseLogprobs(tokenizer, self.end_ids) if logprobs else None
+                self.choices.append(Choice(p * n + k, ids, own, text, noted))
 
     async def start(self) -> None:
         """Queue all choices, or none. Raises ApiError."""

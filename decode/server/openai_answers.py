@@ -10,9 +10,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.completion_choice import Logprobs
 
 from decode.engine.result import Result
+from decode.server.fields import Wanted
 from decode.server.generation import Choice, Generation
+from decode.server.logprobs import chat_logprobs, completion_logprobs
 
 Finish = Literal["stop", "length"]
 
@@ -51,9 +54,16 @@ class CompletionAnswers:
 
     prefix = "cmpl"
 
-    def __init__(self, generation: Generation, echo: Sequence[str | list[int]] | None = None):
-        """echo: the prompts, where each answer is to begin with its own."""
+    def __init__(
+        self,
+        generation: Generation,
+        wanted: Wanted | None,
+        echo: Sequence[str | list[int]] | None = None,
+    ):
+        """wanted: the log-probabilities that were asked for. echo: the prompts, where each answer
+        is to begin with its own."""
         self._generation = generation
+        self._wanted = wanted
         self._opening: dict[int, str] = {}
         if echo is not None:
             texts = [self._text(prompt) for prompt in echo]
@@ -90,8 +100,16 @@ class CompletionAnswers:
 
     def _choice(self, choice: Choice, text: str, finish: Finish | None) -> CompletionChoice:
         return CompletionChoice.model_construct(
-            index=choice.index, text=text, logprobs=None, finish_reason=finish
+            index=choice.index, text=text, logprobs=self._logprobs(choice), finish_reason=finish
         )
+
+    def _logprobs(self, choice: Choice) -> Logprobs | None:
+        tokenizer = self._generation.served.model.tokenizer
+        if self._wanted is None or tokenizer is None:
+            return None
+        shift = len(self._opening.get(choice.index, ""))
+        found = choice.new_logprobs()
+        return completion_logprobs(found, tokenizer, top=self._wanted.top, shift=shift)
 
     def _answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
         return Completion.model_construct(
@@ -109,8 +127,10 @@ class ChatAnswers:
 
     prefix = "chatcmpl"
 
-    def __init__(self, generation: Generation):
+    def __init__(self, generation: Generation, wanted: Wanted | None):
+        """wanted: the log-probabilities that were asked for."""
         self._generation = generation
+        self._wanted = wanted
 
     def whole(self) -> ChatCompletion:
         """The answer to a request that does not stream."""
@@ -124,7 +144,7 @@ class ChatAnswers:
                 ChatChoice(
                     index=choice.index,
                     message=message,
-                    logprobs=None,
+                    logprobs=self._logprobs(choice),
                     finish_reason=finish_reason(choice.result),
                 )
             )
@@ -149,8 +169,17 @@ class ChatAnswers:
     def _chunk(
         self, choice: Choice, delta: ChoiceDelta, finish: Finish | None
     ) -> ChatCompletionChunk:
-        one = ChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=finish)
+        found = self._logprobs(choice) if delta.role is None else None
+        one = ChunkChoice(index=choice.index, delta=delta, logprobs=found, finish_reason=finish)
         return self._answer([one])
+
+    def _logprobs(self, choice: Choice) -> Any:
+        """As an object of JSON: an answer and a chunk have a type of their own for it."""
+        tokenizer = self._generation.served.model.tokenizer
+        if self._wanted is None or tokenizer is None:
+            return None
+        found = chat_logprobs(choice.new_logprobs(), tokenizer, top=self._wanted.top)
+        return {"content": [one.model_dump() for one in found], "refusal": None}
 
     def _answer(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
         return ChatCompletionChunk(

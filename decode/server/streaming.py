@@ -52,11 +52,10 @@ async def _lines(
                     first = answers.first(choice)
                     if first is not None:
                         yield line(first)
-                done = event.result
-                text = choice.text.finish(done) if done else choice.text.add(event.settled)
+                text = choice.piece(event)
                 if forwards is not None:
                     yield line(answers.chunk(choice, text), d2f=forwards.describe(choice, event))
-                elif text or done:
+                elif text or event.result is not None:
                     yield line(answers.chunk(choice, text))
     except ApiError as error:
         yield ServerSentEvent(json.dumps(error.content), sep="\n")

@@ -22,7 +22,7 @@ from decode.server.app import create_app
 from decode.server.served_model import ServedModel, serve_model
 from decode.server.settings import Settings
 
-PATIENCE = 60.0  # seconds after which a test has failed
+PATIENCE = 30.0  # seconds after which a test has failed
 QUESTION = "Use 3 and 4 to make 12."
 CHAT = {"model": "tiny-d2f", "messages": [{"role": "user", "content": QUESTION}]}
 

@@ -208,3 +208,37 @@ def test_a_length_that_nobody_said_fits_the_context(tiny_d2f):
         ids = tiny_d2f.tokenizer(RAW)["input_ids"]
         answer = served.ask({"model": "m", "prompt": [RAW, [5]], "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == 20 - len(ids) + 19
+
+
+def test_log_probabilities_go_with_the_text_that_they_are_of(served, tiny_d2f):
+    """Whole and in pieces the same, of each token of the answer, and none of a stop string."""
+    body = {"model": "tiny-d2f", "prompt": RAW, "stop": "=", "max_tokens": 64}
+    (result,) = decode.generate(tiny_d2f, RAW, decode.D2F(stop="=", max_new_tokens=64), raw=True)
+    (choice,) = served.ask({**body, "logprobs": 1})["choices"]
+    found = choice["logprobs"]
+    names = [tiny_d2f.tokenizer.decode([token]) for token in result.tokens]
+    assert found["tokens"] == names and "".join(names) == choice["text"] == result.text
+    assert all(-3 < one <= 0 for one in found["token_logprobs"])
+    tops = zip(names, found["token_logprobs"], strict=True)
+    assert found["top_logprobs"] == [{name: logprob} for name, logprob in tops]
+    chunks = served.chunks({**body, "logprobs": 1})
+    for key, values in found.items():
+        parts = [chunk["choices"][0]["logprobs"][key] for chunk in chunks]
+        assert [one for part in parts for one in part] == values
+    assert served.ask({**body, "logprobs": 0})["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_log_probabilities_of_a_chat(served):
+    body = {**CHAT, "max_tokens": 64, "logprobs": True}
+    (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
+    content = choice["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == choice["message"]["content"]
+    assert all(one["top_logprobs"] == [] and one["logprob"] <= 0 for one in content)
+    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
+    chunks = served.chunks(body, "/v1/chat/completions")
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:]]
+    assert [one for part in parts for one in part["content"]] == content
+    body["top_logprobs"] = 1
+    (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
+    for one in choice["logprobs"]["content"]:
+        assert [top["logprob"] for top in one["top_logprobs"]] == [one["logprob"]]

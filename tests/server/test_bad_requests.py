@@ -104,6 +104,10 @@ FIELDS = [
     ("best_of", 2, "best_of is not supported", 400),
     ("frequency_penalty", 0.5, "frequency_penalty is not supported", 400),
     ("suffix", "a", "suffix is not supported", 400),
+    ("logprobs", 2, "logprobs must be at most 1, got 2: a decoder that decides many", 400),
+    ("logprobs", -1, "logprobs: expected at least 0", 400),
+    ("logprobs", True, "logprobs: expected a whole number", 400),
+    ("top_logprobs", 1, "there is no field top_logprobs", 400),
     ("repetition_penalty", True, "repetition_penalty is not supported", 400),
 ]
 
@@ -132,6 +136,8 @@ CHATS = [
     ("prompt", "a", "there is no field prompt"),
     ("echo", True, "there is no field echo"),
     ("max_completion_tokens", 0, "at least 1"),
+    ("top_logprobs", 1, "top_logprobs needs logprobs"),
+    ("logprobs", 1, "logprobs: expected true or false"),
     ("functions", [{}], "functions is not supported"),
 ]
 
@@ -190,7 +196,8 @@ def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
     neutral = {
         "frequency_penalty": 0, "presence_penalty": 0.0, "best_of": 1, "logit_bias": {},
         "suffix": None, "store": False, "tools": [], "response_format": {"type": "text"},
-        "logprobs": None, "echo": False, "top_k": -1, "n": 1, "user": "me", "seed": 3,
+        "logprobs": None, "prompt_logprobs": None, "echo": False, "top_k": -1, "n": 1,
+        "user": "me", "seed": 3,
     }  # fmt: skip
     assert served.ask({**TEXT, **neutral})["choices"] == served.ask(TEXT)["choices"]
 
