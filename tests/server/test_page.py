@@ -161,6 +161,7 @@ def test_what_is_taken_back_is_marked(tab, models):
         before, seen = now, seen + len(gone)
         cells = tab.cells(LEFT)
         assert [p for p, (_, marks) in enumerate(cells) if "revoked" in marks] == gone
+        assert sum("settled" in marks for _, marks in cells) == len(event.settled)
         assert all(cells[p][0] for p in gone)  # the text that it had
     assert seen
 
@@ -336,6 +337,17 @@ def test_what_goes_wrong_is_said_as_text(browser, url, answer, said):
         driver.page.unroute("**/v1/chat/completions")
         driver.run(STORY)
         expect(error).to_be_hidden()
+
+
+def test_a_server_that_gives_no_models_is_quoted(browser, url):
+    with opened(browser, url) as driver:
+        driver.page.route(
+            "**/v1/models", lambda route: route.fulfill(status=503, body="<h1>no</h1>")
+        )
+        driver.page.reload()
+        expect(driver.page.locator("#error")).to_have_text("<h1>no</h1> [503]")
+        assert driver.page.locator("#error *").count() == 0
+        assert driver.page.locator("#run").is_disabled()
 
 
 def test_a_prompt_that_does_not_fit_is_refused_in_the_servers_words(browser, url):
