@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+PATIENCE = 30_000  # milliseconds after which a test has failed
+expect.set_options(timeout=PATIENCE)
 DONE = re.compile(r"tokens in \d+ forwards")
 
 
@@ -73,7 +75,7 @@ def opened(browser: Browser, url: str, **context: object) -> Iterator[Driver]:
     """The page in a tab of its own. By default nothing moves by itself."""
     settings = {"reduced_motion": "reduce", **context}
     with browser.new_context(**settings) as tabs:  # type: ignore[arg-type]
-        tabs.set_default_timeout(10_000)
+        tabs.set_default_timeout(PATIENCE)
         page = tabs.new_page()
         driver = Driver(page)
         page.on("console", lambda said: driver.complaints.append(said.text))
