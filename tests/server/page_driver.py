@@ -1,4 +1,4 @@
-"""The page in a browser, as a person works it: for tests/server/test_page*.py."""
+"""The page in a browser, as a person works it: for test_page*.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from d2f.tasks import make_problems
+
+STORY = make_problems("story", "heldout", 2, 0)[1].question
+LEFT, RIGHT = 0, 1  # panes
 PATIENCE = 30_000  # milliseconds after which a test has failed
 expect.set_options(timeout=PATIENCE)
 DONE = re.compile(r"tokens in \d+ forwards")

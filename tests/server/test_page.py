@@ -3,65 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-
-pytest.importorskip("playwright")
-pytest.importorskip("fastapi")
-
-from page_driver import Driver, opened
-from playwright.sync_api import Browser, expect
+from page_driver import LEFT, RIGHT, STORY, opened
+from playwright.sync_api import expect
 from serving import Gate, listening, stock
 from tiny import fresh_model
 
 import d2f
 import decode
-from benchmarks.browser import chromium, find_chromium
-from d2f.tasks import make_problems
 from decode.server.app import create_app
-from decode.server.settings import Settings
 
-CHROMIUM = find_chromium()
-REQUIRED = os.environ.get("D2F_TEST_CHROMIUM") == "required"
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not REQUIRED, reason="needs chromium (Debian: apt-get install chromium)"
-)
-
-STORY = make_problems("story", "heldout", 2, 0)[1].question
 MOST = 64  # max tokens, as the page has it
-LEFT, RIGHT = 0, 1
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None, "D2F_TEST_CHROMIUM=required, and there is no chromium"
-    with chromium(CHROMIUM) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def models(tiny_d2f, tiny_ar) -> dict[str, d2f.DiffusionModel]:
-    return {"tiny-d2f": tiny_d2f, "tiny-ar": tiny_ar}
-
-
-@pytest.fixture(scope="module")
-def url(models) -> Iterator[str]:
-    """A server of both models."""
-    with listening(create_app([stock(name, model) for name, model in models.items()])) as address:
-        yield address
-
-
-@pytest.fixture
-def tab(browser, url) -> Iterator[Driver]:
-    """The page, which complains of nothing and asks nothing of another host."""
-    with opened(browser, url) as driver:
-        expect(driver.page.locator("#run")).to_be_enabled()  # all is there
-        yield driver
-        assert (driver.complaints, driver.elsewhere) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +146,8 @@ def test_play_and_pause(tab):
     assert re.fullmatch(r"Forward (\d+) of \1", place)
 
 
-def test_a_run_is_replayed_for_who_has_nothing_against_motion(browser, url):
-    with opened(browser, url, reduced_motion="no-preference") as driver:
+def test_a_run_is_replayed_for_who_has_nothing_against_motion(browser, page_url):
+    with opened(browser, page_url, reduced_motion="no-preference") as driver:
         driver.run(STORY)
         expect(driver.page.locator("#play")).to_have_text("Pause")
         driver.page.click("#play")
@@ -231,7 +186,7 @@ def test_the_keyboard_alone_does_it_all(tab, events):
     tab.at(count)
 
 
-def test_a_trace_is_saved_and_loaded(tab, browser, url, tmp_path):
+def test_a_trace_is_saved_and_loaded(tab, browser, page_url, tmp_path):
     tab.run(STORY)
     tab.go(4)
     shown = [tab.cells(pane) for pane in (LEFT, RIGHT)]
@@ -239,7 +194,7 @@ def test_a_trace_is_saved_and_loaded(tab, browser, url, tmp_path):
         tab.page.click("#save")
     path = tmp_path / "trace.json"
     download.value.save_as(path)
-    with opened(browser, url) as other:
+    with opened(browser, page_url) as other:
         expect(other.page.locator("#load")).to_be_enabled()
         other.page.set_input_files("#file", path)
         expect(other.page.locator("#status")).to_contain_text("Loaded trace.json")
@@ -292,148 +247,6 @@ def test_a_model_with_one_decoder_has_one_pane(browser):
         driver.run("x")
         assert driver.page.locator(".pane").count() == 1
         assert driver.page.locator("#order").is_hidden()
-
-
-REFUSED = {"message": "the <b>queue</b> is full", "type": "x", "param": None, "code": None}
-CHUNK = {"choices": [{"index": 0, "delta": {"content": "<i>4"}, "finish_reason": None}]}
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (
-            {"status": 429, "json": {"error": REFUSED}, "headers": {"retry-after": "7"}},
-            "the <b>queue</b> is full [429] (try again in 7 s)",
-        ),
-        ({"status": 503, "body": "<h1>no</h1>"}, "<h1>no</h1> [503]"),
-        (
-            {"body": f"data: {json.dumps(CHUNK)}\n\n", "content_type": "text/event-stream"},
-            "The connection ended before the answer did.",
-        ),
-        (
-            {
-                "body": f"data: {json.dumps({'error': REFUSED})}\n\n",
-                "content_type": "text/event-stream",
-            },
-            "the <b>queue</b> is full",
-        ),
-        (None, "The server cannot be reached."),
-    ],
-    ids=["429", "503", "cut", "in the stream", "gone"],
-)
-def test_what_goes_wrong_is_said_as_text(browser, url, answer, said):
-    """In the server's own words, which are never taken for HTML; then it can be run again."""
-    with opened(browser, url) as driver:
-
-        def respond(route):
-            route.abort() if answer is None else route.fulfill(**answer)
-
-        driver.page.route("**/v1/chat/completions", respond)
-        driver.run(STORY)
-        error = driver.pane(LEFT).locator(".error")
-        expect(error).to_have_text(said)
-        assert driver.page.locator(".error *, .text *").count() == 0
-        expect(driver.pane(LEFT).locator(".badge")).to_have_text("failed")
-        driver.page.unroute("**/v1/chat/completions")
-        driver.run(STORY)
-        expect(error).to_be_hidden()
-
-
-def test_a_server_that_gives_no_models_is_quoted(browser, url):
-    with opened(browser, url) as driver:
-        driver.page.route(
-            "**/v1/models", lambda route: route.fulfill(status=503, body="<h1>no</h1>")
-        )
-        driver.page.reload()
-        expect(driver.page.locator("#error")).to_have_text("<h1>no</h1> [503]")
-        assert driver.page.locator("#error *").count() == 0
-        assert driver.page.locator("#run").is_disabled()
-
-
-def test_a_prompt_that_does_not_fit_is_refused_in_the_servers_words(browser, url):
-    with opened(browser, url) as driver:
-        driver.run("12 " * 2000)
-        expect(driver.pane(LEFT).locator(".error")).to_contain_text("[400]")
-
-
-def test_a_401_asks_for_the_key(browser, models):
-    """It is sent from then on, and kept by this tab alone."""
-    app = create_app([stock(*model) for model in models.items()], Settings(api_keys=("right",)))
-    with listening(app) as url, opened(browser, url) as driver:
-        page = driver.page
-        for key in ("wrong", "right"):
-            expect(page.locator("#error")).to_be_visible()
-            expect(page.locator("#error")).to_contain_text("with a key of this server [401]")
-            expect(page.locator("#key")).to_be_focused()
-            page.keyboard.type(key)
-            page.keyboard.press("Enter")
-        expect(page.locator("#prompt")).to_be_focused()
-        expect(page.locator("#key-form")).to_be_hidden()
-        driver.run(STORY)
-        assert driver.text(LEFT) == driver.text(RIGHT) != ""
-        stored = page.evaluate("[{...sessionStorage}, {...localStorage}, document.cookie]")
-        assert stored == [{"d2f-api-key": "right"}, {}, ""]
-
-
-def test_a_phone_shows_it_without_scrolling_sideways(browser, url):
-    with opened(browser, url, viewport={"width": 360, "height": 740}) as driver:
-        driver.run(STORY)
-        driver.go(4)
-        for summary in driver.page.locator("summary").all():
-            summary.click()
-        assert driver.overflow() <= 0
-        driver.page.fill("#prompt", "x" * 400)
-        driver.page.keyboard.press("Control+Enter")
-        driver.done()
-        assert driver.overflow() <= 0
-
-
-CONTRAST = """
-() => {
-  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (rgb) => {
-    const [r, g, b] = rgb.slice(0, 3).map((part) => part / 255)
-      .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (one) => {
-    for (let at = one; at; at = at.parentElement) {
-      const colour = parts(getComputedStyle(at).backgroundColor);
-      if (colour.length === 3 || colour[3] === 1) return colour;
-    }
-  };
-  const found = [];
-  for (const one of document.querySelectorAll("body *:not(option):not(optgroup)")) {
-    const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
-    if (!own || !one.checkVisibility() || one.closest(":disabled")) continue;
-    const pair = [parts(getComputedStyle(one).color), behind(one)].map(light).sort();
-    const ratio = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-    found.push([`${one.tagName} ${one.className} ${one.textContent.slice(0, 20)}`, ratio]);
-  }
-  return found;
-}
-"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_can_be_read(browser, url, scheme):
-    """WCAG AA: a contrast of 4.5 between each text and what is behind it."""
-    with opened(browser, url, color_scheme=scheme) as driver:
-        driver.run(STORY)
-        driver.go(3)
-        for summary in driver.page.locator("summary").all():
-            summary.click()
-        found = dict(driver.page.evaluate(CONTRAST))
-        assert len(found) > 80
-        assert {name: ratio for name, ratio in found.items() if ratio < 4.5} == {}
-
-
-def test_the_page_is_refused_what_it_does_not_need(tab):
-    """The policy that the page comes with forbids what is inline and what is elsewhere."""
-    policy = tab.page.request.get(tab.page.url).headers["content-security-policy"]
-    assert "default-src 'self'" in policy and "unsafe" not in policy
-    assert tab.page.request.get(f"{tab.page.url}page/no.js").status == 404
-    assert tab.page.request.get(f"{tab.page.url}page/..%2Fapp.py").status == 404
 
 
 def test_examples_fill_the_prompt(tab):
