@@ -72,12 +72,15 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
     """The models of the command line, each with an engine. Raises InputError."""
     from decode.commands.load_model import load
     from decode.engine.async_engine import AsyncEngine
-    from decode.server.served_model import serve_model
+    from decode.server.served_model import check_settings, serve_model
 
-    models = []
+    loaded = {}
     for alias, name in options.model.items():
         say(f"loading {name}")
-        model, _ = load(_of_model(options, name))
+        loaded[alias], _ = load(_of_model(options, name))
+    check_settings([*loaded.values()], settings)
+    models = []
+    for alias, model in loaded.items():
         engine = AsyncEngine(
             model,
             batch_size=options.max_batch,

@@ -24,8 +24,8 @@ streams of settled text alone, and a page at / that shows the pipeline. A reques
 decoder and that decoder's options. docs/serving.md says more.
 """
 _EPILOG = """\
-SIGTERM or Ctrl-C: no new requests, those that run finish within --drain-seconds; a second one ends
-at once. exit status: 0 ended so; 2 bad input, found before a model is loaded where it can be.
+SIGTERM or Ctrl-C: no new requests, those that run finish within --drain-seconds; a second one
+cancels them. exit status: 0 ended so; 2 bad input, found before a model is loaded where it can be.
 """
 
 

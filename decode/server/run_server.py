@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from types import FrameType
 
 import uvicorn
@@ -19,12 +20,13 @@ SECONDS_TO_CLOSE = 5  # for the last answers to be read
 
 class Server(uvicorn.Server):
     """Says when it serves. The first signal refuses new requests, lets those that run finish within
-    `drain_seconds`, then cancels them; the second one ends it at once."""
+    `drain_seconds`, then cancels them; a second one cancels them now, a third waits for nothing."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float):
         super().__init__(config)
         self._state = state
         self._seconds = drain_seconds
+        self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -36,22 +38,22 @@ class Server(uvicorn.Server):
             say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._loop is None or self._state.draining:
+        self._signals += 1
+        if self._loop is None or self._signals > 2:
             self.should_exit = self.force_exit = True
-            return
-        self._state.draining = True
-        say(f"stopping: requests that run have {self._seconds:g} s to finish")
-        self._loop.call_soon_threadsafe(self._start_draining)
+        elif self._signals == 1:
+            self._state.draining = True
+            say(f"stopping: requests that run have {self._seconds:g} s to finish")
+            self._loop.call_soon_threadsafe(self._start_draining)
 
     def _start_draining(self) -> None:
         self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        try:
-            async with asyncio.timeout(self._seconds):
-                while self._state.in_flight:
-                    await asyncio.sleep(0.02)
-        except TimeoutError:
+        end = time.monotonic() + self._seconds
+        while self._state.in_flight and time.monotonic() < end and self._signals == 1:
+            await asyncio.sleep(0.02)
+        if self._state.in_flight:
             say(f"cancelling {self._state.in_flight} requests")
             for served in self._state.models.values():
                 await served.engine.close(finish=False)  # their streams end with an error

@@ -70,6 +70,19 @@ def fitting(contract: Contract, default: Kind, allowed: Sequence[str] | None) ->
     return {spelled(default): default, **found}
 
 
+def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) -> None:
+    """Raise InputError where no model would be decoded with what the operator says."""
+    kinds = [choose_default(model.contract, settings) for model in models]
+    if settings.name is not None and find_decoder(settings.name) not in kinds:
+        raise InputError(f"the decoder {settings.name} fits none of the models")
+    own = [name for name in settings.given if name not in SHARED]
+    if own and not any(set(own) <= set(option_names(kind)) for kind in kinds):
+        raise InputError(
+            f"none of the models is decoded by default with the options {', '.join(own)}: expected "
+            "some of one decoder, named by --decoder"
+        )
+
+
 def serve_model(
     name: str,
     model: DiffusionModel,
