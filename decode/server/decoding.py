@@ -15,7 +15,7 @@ from decode.server.fields import Asked, ChatFields, CompletionFields, read_field
 from decode.server.generation import Generation
 from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers
 from decode.server.request_body import read_json
-from decode.server.request_decoder import choose_decoder
+from decode.server.request_decoder import choose_decoder, likelihood_of
 from decode.server.request_frame import Record
 from decode.server.request_prompts import make_jobs
 from decode.server.server_state import state_of
@@ -68,6 +68,9 @@ async def _begin(
         raise ApiError(400, "stream_options needs stream", param="stream_options")
     if asked.events and not asked.stream:
         raise ApiError(400, "events needs stream", param="events")
+    wanted = asked.wanted
+    scored = isinstance(asked, CompletionFields) and asked.scored
+    kind = likelihood_of(served) if scored else None
     choices = len(prompts) * asked.n
     if choices > settings.most_choices:
         raise ApiError(
@@ -76,11 +79,14 @@ async def _begin(
             f"{choices}",
             param="n" if asked.n > 1 else field,
         )
-    decoder = choose_decoder(served, asked, most)
+    decoder = choose_decoder(served, asked, most or None)
+    if most == 0 and kind is not None:
+        decoder, kind = kind, None  # there is nothing else to decode
     # A template may take long, and so may a long text: beside the event loop.
     jobs = await asyncio.to_thread(
         make_jobs, served, prompts, decoder, field, fixed=most is not None
     )
+    ids = [ids for ids, _ in jobs]
     generation = Generation(
         record.id,
         served,
@@ -88,7 +94,8 @@ async def _begin(
         jobs,
         asked.n,
         ignore_eos=asked.ignore_eos,
-        logprobs=asked.wanted is not None,
+        logprobs=wanted is not None,
+        scored=make_jobs(served, ids, kind, field, fixed=True) if kind is not None else (),
         began=record.began,
         seconds=settings.request_seconds,
     )

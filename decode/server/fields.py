@@ -116,15 +116,26 @@ class CompletionFields(Asked):
     prompt: str | list[int] | list[str | list[int]]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None  # 0: with echo and logprobs
 
     @property
     def wanted(self) -> Wanted | None:
         """The log-probabilities that are asked for. Raises ApiError."""
+        if self.max_tokens == 0 and (not self.scored or self.stream):
+            raise ApiError(
+                400,
+                "max_tokens: expected at least 1, got 0, which asks for the prompt's likelihoods "
+                "alone: with echo and logprobs, and no stream",
+                param="max_tokens",
+            )
         if self.logprobs is None:
             return None
-        if self.echo:
-            raise ApiError(400, "logprobs with echo is not supported", param="logprobs")
         return Wanted.of("logprobs", self.logprobs)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the likelihoods of the prompts are asked for."""
+        return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -11,7 +11,7 @@ from typing import Literal
 from d2f.errors import EngineClosedError
 from decode.decoders import Decoder
 from decode.engine.async_engine import EventStream
-from decode.engine.result import Event, Result
+from decode.engine.result import Event, Result, TokenLikelihood
 from decode.server.api_error import ApiError, as_api_error
 from decode.server.logprobs import ResponseLogprobs, TokenLogprob
 from decode.server.request_prompts import Job
@@ -72,8 +72,9 @@ class Generation:
     """The choices of a request from their entry into the engine to their end.
 
     id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
-    its length. n: choices a prompt, each with a seed of its own. began: when the request came, by
-    `time.perf_counter`. seconds: from then until it must be done.
+    its length. n: choices a prompt, each with a seed of its own. scored: the prompts whose
+    likelihoods are wanted besides; they are known before the first event. began: when the request
+    came, by `time.perf_counter`. seconds: from then until it must be done.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Generation:
         *,
         ignore_eos: bool,
         logprobs: bool,
+        scored: Sequence[Job] = (),
         began: float,
         seconds: float,
     ):
@@ -111,9 +113,14 @@ class Generation:
                 noted = ResponseLogprobs(tokenizer, self.end_ids) if logprobs else None
                 self.choices.append(Choice(p * n + k, ids, own, text, noted))
 
+        self._scores = [
+            Choice(p, ids, kind, SettledText(None, (), ()), None)
+            for p, (ids, kind) in enumerate(scored)
+        ]
+
     async def start(self) -> None:
         """Queue all choices, or none. Raises ApiError."""
-        asked = [(choice.prompt, choice.decoder) for choice in self.choices]
+        asked = [(choice.prompt, choice.decoder) for choice in self._all]
         try:
             self._streams = await self.served.engine.submit_all(asked, ignore_eos=self.ignore_eos)
         except Exception as error:
@@ -125,8 +132,9 @@ class Generation:
         arrived: asyncio.Queue[tuple[Choice, Event | Exception]] = asyncio.Queue()
         readers = [
             asyncio.create_task(_read(choice, stream, arrived))
-            for choice, stream in zip(self.choices, self._streams, strict=True)
+            for choice, stream in zip(self._all, self._streams, strict=True)
         ]
+        held: list[tuple[Choice, Event]] = []  # until the likelihoods are known
         try:
             left = len(readers)
             while left:
@@ -134,13 +142,21 @@ class Generation:
                     choice, event = await arrived.get()
                 if isinstance(event, Exception):
                     raise event
-                choice.take(event, self.end_ids)
                 if event.error is not None:
+                    choice.take(event, self.end_ids)
                     raise event.error
                 left -= event.result is not None
                 if not left:
                     self.outcome = "finished"
-                yield choice, event
+                if choice in self._scores:
+                    choice.take(event, self.end_ids)
+                else:
+                    held.append((choice, event))
+                if all(score.result for score in self._scores):
+                    for choice, event in held:
+                        choice.take(event, self.end_ids)
+                        yield choice, event
+                    held.clear()
         except TimeoutError as error:
             raise self._failed(error, "timeout") from error
         except EngineClosedError as error:
@@ -163,6 +179,16 @@ class Generation:
         async for _ in self.events():
             pass
 
+    def likelihoods(self, choice: Choice) -> list[TokenLikelihood]:
+        """Those of the prompt of a choice: of the choice itself, where it has nothing else."""
+        known = self._scores[choice.index // self.n] if self._scores else choice
+        assert known.result is not None
+        return known.result.likelihoods
+
+    @property
+    def _all(self) -> list[Choice]:
+        return [*self.choices, *self._scores]
+
     @property
     def seconds(self) -> float:
         """Since the request came."""
@@ -175,8 +201,8 @@ class Generation:
 
     @property
     def calls(self) -> list[tuple[int, int]]:
-        """(rows fed, rows cached) of the forwards of all choices."""
-        return [call for choice in self.choices for call in choice.calls]
+        """(rows fed, rows cached) of the forwards of all choices, and of likelihoods."""
+        return [call for choice in self._all for call in choice.calls]
 
 
 async def _read(

@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerBase
 
-from decode.engine.result import Event, Result
+from decode.engine.result import Event, Result, TokenLikelihood
 from decode.server.settled_text import growing_text
 
 LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
@@ -81,15 +81,33 @@ def log(probability: float) -> float:
     return math.log(probability) if probability > 0 else LEAST
 
 
+def prompt_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: Sequence[int],
+    likelihoods: Iterable[TokenLikelihood],
+) -> list[TokenLogprob]:
+    """All tokens of a prompt. Offsets are in its text with special tokens."""
+    known = {one.position: one for one in likelihoods}
+    growing, offset, found = growing_text(tokenizer, special=True), 0, []
+    for position, token in enumerate(ids):
+        one = known.get(position)
+        if one is None:
+            found.append(TokenLogprob(token, None, offset))
+        else:
+            top = one.top, max(one.top_logprob, LEAST)
+            found.append(TokenLogprob(token, max(one.logprob, LEAST), offset, top))
+        offset += len(growing.add([token]))
+    return found
+
+
 def completion_logprobs(
     found: Sequence[TokenLogprob],
     tokenizer: PreTrainedTokenizerBase,
     *,
     top: bool,
-    shift: int = 0,
 ) -> Logprobs:
     """Those of /v1/completions. top: whether the likeliest token is listed too; where it is not
-    known, the one that was chosen. shift: characters of the answer before the text."""
+    known, the one that was chosen."""
     names = [token_name(tokenizer, one.token) for one in found]
     tops = None
     if top:
@@ -99,7 +117,7 @@ def completion_logprobs(
         tokens=names,
         token_logprobs=[one.logprob for one in found],
         top_logprobs=tops,
-        text_offset=[shift + one.offset for one in found],
+        text_offset=[one.offset for one in found],
     )
 
 

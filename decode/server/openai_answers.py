@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -10,12 +11,16 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.completion_choice import Logprobs
 
 from decode.engine.result import Result
 from decode.server.fields import Wanted
 from decode.server.generation import Choice, Generation
-from decode.server.logprobs import chat_logprobs, completion_logprobs
+from decode.server.logprobs import (
+    TokenLogprob,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
 
 Finish = Literal["stop", "length"]
 
@@ -75,18 +80,21 @@ class CompletionAnswers:
         for choice in self._generation.choices:
             assert choice.result is not None
             text = self._opening.get(choice.index, "") + (choice.result.text or "")
-            choices.append(self._choice(choice, text, finish_reason(choice.result)))
+            found = self._of_prompt(choice) + self._of_response(choice)
+            choices.append(self._choice(choice, text, finish_reason(choice.result), found))
         return self._answer(choices, usage=usage(self._generation))
 
     def first(self, choice: Choice) -> Completion | None:
         """The chunk before the first text of a choice."""
         opening = self._opening.get(choice.index)
-        return None if opening is None else self._answer([self._choice(choice, opening, None)])
+        if opening is None:
+            return None
+        return self._answer([self._choice(choice, opening, None, self._of_prompt(choice))])
 
     def chunk(self, choice: Choice, text: str) -> Completion:
         """The next text of a choice."""
         end = None if choice.result is None else finish_reason(choice.result)
-        return self._answer([self._choice(choice, text, end)])
+        return self._answer([self._choice(choice, text, end, self._of_response(choice))])
 
     def last(self) -> Completion:
         """The chunk of the usage alone."""
@@ -98,18 +106,27 @@ class CompletionAnswers:
             return prompt if isinstance(prompt, str) else ""
         return str(tokenizer.decode(prompt))
 
-    def _choice(self, choice: Choice, text: str, finish: Finish | None) -> CompletionChoice:
+    def _choice(
+        self, choice: Choice, text: str, finish: Finish | None, found: list[TokenLogprob]
+    ) -> CompletionChoice:
+        tokenizer, logprobs = self._generation.served.model.tokenizer, None
+        if self._wanted is not None and tokenizer is not None:
+            logprobs = completion_logprobs(found, tokenizer, top=self._wanted.top)
         return CompletionChoice.model_construct(
-            index=choice.index, text=text, logprobs=self._logprobs(choice), finish_reason=finish
+            index=choice.index, text=text, logprobs=logprobs, finish_reason=finish
         )
 
-    def _logprobs(self, choice: Choice) -> Logprobs | None:
+    def _of_prompt(self, choice: Choice) -> list[TokenLogprob]:
+        if self._wanted is None or choice.index not in self._opening:
+            return []
         tokenizer = self._generation.served.model.tokenizer
-        if self._wanted is None or tokenizer is None:
-            return None
+        return prompt_logprobs(tokenizer, choice.prompt, self._generation.likelihoods(choice))
+
+    def _of_response(self, choice: Choice) -> list[TokenLogprob]:
+        if self._wanted is None:
+            return []
         shift = len(self._opening.get(choice.index, ""))
-        found = choice.new_logprobs()
-        return completion_logprobs(found, tokenizer, top=self._wanted.top, shift=shift)
+        return [replace(one, offset=shift + one.offset) for one in choice.new_logprobs()]
 
     def _answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
         return Completion.model_construct(

@@ -10,6 +10,7 @@ from d2f.errors import InputError, repr_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options
 from decode.decoders.options import options_of
+from decode.engine.likelihood import Likelihood
 from decode.server.api_error import ApiError
 from decode.server.fields import Asked
 from decode.server.served_model import Kind, ServedModel
@@ -53,6 +54,14 @@ def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decod
                 param="n",
             )
     return decoder
+
+
+def likelihood_of(served: ServedModel) -> Likelihood:
+    """What reads the likelihoods of prompts. Raises ApiError (400) for a bidirectional model."""
+    try:
+        return Likelihood.of(served.model.contract)
+    except InputError as error:
+        raise ApiError(400, f"echo with logprobs: {error}", param="echo") from error
 
 
 def _kind(served: ServedModel, asked: Asked) -> Kind:

@@ -8,7 +8,6 @@ from typing import Any
 
 from d2f.errors import InputError
 from decode.decoders import Decoder
-from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import Prompt, check, encode
 from decode.server.api_error import ApiError
 from decode.server.served_model import ServedModel
@@ -42,7 +41,7 @@ def _fitted(
 ) -> Decoder:
     """The decoder with a length that fits behind the prompt. Raises ApiError."""
     room = served.context_length - len(ids) - decoder.overhang
-    length = decoder.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+    length = decoder.length
     if not fixed:
         length = min(length, max(room, 1))
     if length > room:

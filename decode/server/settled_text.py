@@ -109,15 +109,15 @@ class GrowingText(Protocol):
 class _Bytes:
     """Of a byte-level tokenizer. Ids before the last complete character are done with."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
+        self._tokenizer, self._skip = tokenizer, skip
         self.whole = True
         self._open: list[int] = []  # the last of them may have the beginning of a character
         self._given = 0  # characters of their text that were given out
 
     def add(self, new: list[int]) -> str:
         self._open += new
-        text = str(self._tokenizer.decode(self._open, skip_special_tokens=True))
+        text = str(self._tokenizer.decode(self._open, skip_special_tokens=self._skip))
         # An incomplete character is one U+FFFD, however many of its bytes are there; any before it
         # are of bytes that nothing can mend.
         final = text.removesuffix("\ufffd")
@@ -132,8 +132,8 @@ class _Bytes:
 class _Whole:
     """Of a SentencePiece tokenizer, or one that cleans its text up."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
+        self._tokenizer, self._skip = tokenizer, skip
         added = tokenizer.added_tokens_decoder.items()
         self._special = {token for token, what in added if what.special}
         self._cleaned = _CLEANED if _cleans(tokenizer) else 0
@@ -146,7 +146,7 @@ class _Whole:
         end = len(self._ids)
         while end and self._continues(self._ids[end - 1]):
             end -= 1
-        text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=True))
+        text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip))
         final = text.removesuffix("\ufffd")
         final = final[: max(self._given, len(final) - self._cleaned)]
         self.whole = end == len(self._ids) and final == text
@@ -169,8 +169,10 @@ class _Held:
         return ""
 
 
-def growing_text(tokenizer: PreTrainedTokenizerBase | None) -> GrowingText:
-    """By the kind of the tokenizer."""
+def growing_text(
+    tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False
+) -> GrowingText:
+    """By the kind of the tokenizer. special: whether special tokens are written out."""
     own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
     if tokenizer is None or decoder is None:
@@ -178,8 +180,9 @@ def growing_text(tokenizer: PreTrainedTokenizerBase | None) -> GrowingText:
     state = json.loads(decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     if [part["type"] for part in parts] == ["ByteLevel"]:
-        return _Whole(tokenizer) if _cleans(tokenizer) else _Bytes(tokenizer)
-    return _Whole(tokenizer) if all(map(_is_local, parts)) else _Held()
+        kind = _Whole if _cleans(tokenizer) else _Bytes
+        return kind(tokenizer, not special)
+    return _Whole(tokenizer, not special) if all(map(_is_local, parts)) else _Held()
 
 
 def _is_local(part: dict[str, Any]) -> bool:

@@ -102,11 +102,11 @@ def test_the_formats_of_both_endpoints():
         TokenLogprob(a, -2.0, 2, top=(b, -0.25)),
         TokenLogprob(b, -0.25, 3, top=(b, -0.25)),
     ]
-    assert completion_logprobs(found, kind, top=True, shift=7).model_dump() == {
+    assert completion_logprobs(found, kind, top=True).model_dump() == {
         "tokens": ["a", "b", "a", "b"],
         "token_logprobs": [None, -0.5, -2.0, -0.25],
         "top_logprobs": [None, {"b": -0.5}, {"a": -2.0, "b": -0.25}, {"b": -0.25}],
-        "text_offset": [7, 8, 9, 10],
+        "text_offset": [0, 1, 2, 3],
     }
     assert completion_logprobs(found, kind, top=False).top_logprobs is None
     one = {"token": "b", "bytes": [98], "logprob": -0.5}

@@ -9,9 +9,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from serving import PATIENCE, QUESTION, Gate, listening, stock, wait_until
-from tiny import fresh_model
+from tiny import fresh_model, random_model
 
 import decode
+from decode.engine.likelihood import Likelihood
 from decode.server.app import create_app
 from decode.server.settings import Settings
 
@@ -141,6 +142,50 @@ def test_logprobs_of_a_response(client, tiny_d2f):
         parts = [c.choices[0].logprobs for c in answer] if stream else [answer.choices[0].logprobs]
         assert [one for part in parts for one in part.token_logprobs] == want
         assert "".join(token for part in parts for token in part.tokens) == event.result.text
+
+
+@pytest.mark.parametrize("name", ["tiny-ar", "tiny-d2f"])
+def test_echo_with_logprobs_is_the_likelihood_of_the_prompt(client, request, name):
+    """As lm-eval's local-completions asks for it: batches of ids, a token more; and without."""
+    model = request.getfixturevalue(name.replace("-", "_"))
+    prompts = [model.tokenizer(text)["input_ids"] for text in (RAW, "Use 5 <|user|> é")]
+    kind = Likelihood.of(model.contract)
+    known = [decode.generate(model, [ids], [kind])[0].likelihoods for ids in prompts]
+    asked = {"model": name, "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0}
+    for more in (0, 1):
+        answer = client.completions.create(**asked, max_tokens=more, seed=1)
+        for choice, ids, likelihoods in zip(answer.choices, prompts, known, strict=True):
+            found = choice.logprobs
+            first = len(ids) - len(likelihoods)  # 1 where nothing predicts the first token
+            assert found.token_logprobs[:first] == found.top_logprobs[:first] == [None] * first
+            assert found.token_logprobs[first : len(ids)] == [one.logprob for one in likelihoods]
+            greedy = [max(top.values()) for top in found.top_logprobs[first : len(ids)]]
+            assert greedy == [one.top_logprob for one in likelihoods]
+            assert len(found.tokens) - len(ids) <= more
+            assert choice.text.startswith(model.tokenizer.decode(ids))
+            for token, start in zip(found.tokens, found.text_offset, strict=True):
+                assert token.startswith("bytes:") or choice.text[start:].startswith(token)
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    chunks = list(client.completions.create(**asked, max_tokens=9, stream=True))
+    whole = client.completions.create(**asked, max_tokens=9)
+    for choice in whole.choices:
+        assert text_of(chunks, choice.index) == choice.text
+        parts = [c.choices[0].logprobs for c in chunks if c.choices[0].index == choice.index]
+        for key, values in choice.logprobs.model_dump().items():
+            assert [value for part in parts for value in getattr(part, key)] == values
+
+
+def test_likelihoods_of_a_bidirectional_model_are_refused():
+    asked = {"model": "m", "prompt": [9, 10, 11], "echo": True, "logprobs": 1, "max_tokens": 1}
+    with listening(create_app([stock("m", random_model("llada"))])) as address:
+        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match="llada is bidirectional") as found:
+                client.completions.create(**asked)
+            assert found.value.param == "echo"
+            for less in ("echo", "logprobs"):
+                with pytest.raises(openai.BadRequestError, match="at least 1, got 0") as found:
+                    client.completions.create(**asked | {"max_tokens": 0, less: None})
+                assert found.value.param == "max_tokens"
 
 
 BAD = {
