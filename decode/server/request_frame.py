@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode.server.api_error import ApiError
@@ -77,6 +78,8 @@ class RequestFrame:
         try:
             refusal = refusal_of(scope, headers, self._state)
             await (self._app if refusal is None else refusal.response())(scope, receive, noted)
+        except ClientDisconnect:
+            record.error = "the client left before its request was whole"
         except SendTimeoutError:
             record.error = "the client did not read"
         except Exception as error:
