@@ -1,4 +1,4 @@
-"""A vLLM server for one entry: started, waited for, stopped, its log kept."""
+"""A server as a process: started, waited for, stopped, its log kept; and vLLM's for one entry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Self
 
 import httpx
 
@@ -30,27 +33,30 @@ class ServerError(InputError):
     """A server that died or never became healthy; quotes the end of its log."""
 
 
-class VllmServer:
-    """`vllm serve MODEL` as a context: healthy inside, stopped afterwards, also on an interrupt.
+class Server:
+    """A command that serves on `port`, as a context: healthy inside, stopped afterwards, also on an
+    interrupt.
 
-    command: what is run. It is the module that `vllm serve` runs, because that command itself
-    asks for the metadata of a package named vllm, which vLLM's CPU package has not.
+    name: what errors call it. env: more of its environment. patience: seconds that it may take
+    until GET /health is answered with 200.
     """
 
-    def __init__(self, entry: Vllm, python: str, log: Path):
-        self.entry = entry
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        port: int,
+        log: Path,
+        *,
+        env: Mapping[str, str] = MappingProxyType({}),
+        patience: float = 120.0,
+    ):
+        self.name = name
+        self.command = command
+        self.port = port
         self.log = log
-        self.port = _free_port()
-        self.command = [
-            str(Path(python).absolute()),
-            *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", _absolute(resolve(entry.model))),
-            *("--served-model-name", entry.name),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", entry.dtype),
-            "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
-            *entry.args,
-        ]
+        self.env = dict(env)
+        self.patience = patience
         self.startup_seconds = 0.0
         self.pid = 0  # of its first process, once it is started
         self._guard: subprocess.Popen[bytes] | None = None
@@ -60,7 +66,7 @@ class VllmServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def __enter__(self) -> VllmServer:
+    def __enter__(self) -> Self:
         began = time.monotonic()
         with new_file(self.log) as out:
             self._guard = subprocess.Popen(
@@ -70,14 +76,14 @@ class VllmServer:
                 stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py
                 stdout=subprocess.PIPE,
                 stderr=out,
-                env=os.environ | self.entry.env,
+                env=os.environ | self.env,
                 start_new_session=True,  # an interrupt in the terminal is for the command alone
             )
         try:
             assert self._guard.stdout is not None
             # The guard's first line; an empty one where it has ended before it could write it.
             self.pid = int(self._guard.stdout.readline() or 0)
-            self._wait(began + self.entry.startup_seconds)
+            self._wait(began + self.patience)
         except BaseException:
             # Also on an interrupt: `__exit__` is not called for a context that was not entered.
             self.stop()
@@ -96,16 +102,8 @@ class VllmServer:
         except subprocess.TimeoutExpired:
             return
         raise ServerError(
-            f"entry {self.entry.name}: the server ended with status {self._status()}; "
-            f"{self._quote()}"
+            f"{self.name}: the server ended with status {self._status()}; {self._quote()}"
         )
-
-    def version(self) -> str | None:
-        """vLLM's version as the server tells it."""
-        with contextlib.suppress(*_NO_ANSWER, ValueError, KeyError, TypeError):
-            _, answer = fetch(f"{self.url[:-3]}/version", 10)
-            return str(json.loads(answer)["version"])
-        return None
 
     def stop(self) -> None:
         """End every process of the server: asked first, killed after a while."""
@@ -137,8 +135,8 @@ class VllmServer:
                     return
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"entry {self.entry.name}: the server was not healthy after "
-                    f"{self.entry.startup_seconds:g} s; {self._quote()}"
+                    f"{self.name}: the server was not healthy after "
+                    f"{self.patience:g} s; {self._quote()}"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -146,6 +144,37 @@ class VllmServer:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         shown = "\n".join("    " + line for line in lines[-LOG_LINES_QUOTED:])
         return f"the end of its log, {self.log}:\n{shown or '    (empty)'}"
+
+
+class VllmServer(Server):
+    """`vllm serve MODEL`.
+
+    command: what is run. It is the module that `vllm serve` runs, because that command itself
+    asks for the metadata of a package named vllm, which vLLM's CPU package has not.
+    """
+
+    def __init__(self, entry: Vllm, python: str, log: Path):
+        self.entry = entry
+        port = free_port()
+        command = [
+            str(Path(python).absolute()),
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", _absolute(resolve(entry.model))),
+            *("--served-model-name", entry.name),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", entry.dtype),
+            "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
+            *entry.args,
+        ]
+        name, patience = f"entry {entry.name}", entry.startup_seconds
+        super().__init__(name, command, port, log, env=entry.env, patience=patience)
+
+    def version(self) -> str | None:
+        """vLLM's version as the server tells it."""
+        with contextlib.suppress(*_NO_ANSWER, ValueError, KeyError, TypeError):
+            _, answer = fetch(f"{self.url[:-3]}/version", 10)
+            return str(json.loads(answer)["version"])
+        return None
 
 
 def check_python(entry: Vllm, python: str) -> None:
@@ -162,7 +191,8 @@ def check_python(entry: Vllm, python: str) -> None:
         raise InputError(f"entry {entry.name}: {python} has no vLLM {done.stderr.strip()}".rstrip())
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as s:
         # Port 0 lets the kernel choose. Another process may take the port before the server does,
         # which then ends and is reported with its log.
