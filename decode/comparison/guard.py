@@ -40,8 +40,9 @@ def main() -> None:
 def end_with_input(server: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait until this process's input is closed, then end the server: asked first, killed after so
     many seconds. Runs in a thread."""
-    # Nothing is ever written to it: this returns when the other end is closed.
-    sys.stdin.buffer.read()
+    # Nothing is ever written to it: this returns when the other end is closed. Not through
+    # sys.stdin, whose lock would be held when the interpreter ends before: a fatal error.
+    os.read(sys.stdin.fileno(), 1)
     # The group has the server's own id, as it was started in a new session.
     signal_group(server.pid, signal.SIGTERM)
     try:
