@@ -81,6 +81,7 @@ def test_one_that_dies_is_an_error_that_quotes_its_log(fake_python, tmp_path):
             raise AssertionError("it never was healthy")
     assert str(log) in str(caught.value)
     assert gone(log)
+    assert "Fatal Python error" not in log.read_text(), "the guard's own end"
 
 
 def test_one_that_never_becomes_healthy(fake_python, tmp_path):
