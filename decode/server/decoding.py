@@ -13,7 +13,7 @@ from decode.server.api_error import ApiError
 from decode.server.disconnects import unless_gone
 from decode.server.fields import Asked, ChatFields, CompletionFields, read_fields
 from decode.server.generation import Generation
-from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers
+from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers, as_json
 from decode.server.request_body import read_json
 from decode.server.request_decoder import choose_decoder, likelihood_of
 from decode.server.request_frame import Record
@@ -111,4 +111,4 @@ async def _answer(
         seconds = state_of(request).settings.send_seconds
         return stream_answer(generation, answers, asked, seconds)
     await unless_gone(request, generation.finish())
-    return JSONResponse(answers.whole().model_dump(mode="json", exclude_unset=True))
+    return JSONResponse(as_json(answers.whole()))

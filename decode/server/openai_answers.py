@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from pydantic import BaseModel
 
 from decode.engine.result import Result
 from decode.server.fields import Wanted
@@ -54,6 +55,11 @@ def usage(generation: Generation) -> CompletionUsage:
     )
 
 
+def as_json(answer: BaseModel) -> dict[str, Any]:
+    """What JSON is to have of it."""
+    return answer.model_dump(mode="json", exclude_unset=True)
+
+
 class CompletionAnswers:
     """/v1/completions."""
 
@@ -69,6 +75,7 @@ class CompletionAnswers:
         is to begin with its own."""
         self._generation = generation
         self._wanted = wanted
+        self._frames: dict[int, dict[str, Any]] = {}  # by choice, chunks without their text
         self._opening: dict[int, str] = {}
         if echo is not None:
             texts = [self._text(prompt) for prompt in echo]
@@ -84,21 +91,29 @@ class CompletionAnswers:
             choices.append(self._choice(choice, text, finish_reason(choice.result), found))
         return self._answer(choices, usage=usage(self._generation))
 
-    def first(self, choice: Choice) -> Completion | None:
-        """The chunk before the first text of a choice."""
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk before the first text of a choice, as JSON has it."""
         opening = self._opening.get(choice.index)
         if opening is None:
             return None
-        return self._answer([self._choice(choice, opening, None, self._of_prompt(choice))])
+        return as_json(self._answer([self._choice(choice, opening, None, self._of_prompt(choice))]))
 
-    def chunk(self, choice: Choice, text: str) -> Completion:
+    def chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         """The next text of a choice."""
-        end = None if choice.result is None else finish_reason(choice.result)
-        return self._answer([self._choice(choice, text, end, self._of_response(choice))])
+        if choice.result is not None or self._wanted is not None:
+            end = None if choice.result is None else finish_reason(choice.result)
+            return as_json(
+                self._answer([self._choice(choice, text, end, self._of_response(choice))])
+            )
+        # Most chunks differ in their text alone, and types are slow to make and to write.
+        if choice.index not in self._frames:
+            self._frames[choice.index] = as_json(self._answer([self._choice(choice, "", None, [])]))
+        frame = self._frames[choice.index]
+        return frame | {"choices": [frame["choices"][0] | {"text": text}]}
 
-    def last(self) -> Completion:
+    def last(self) -> dict[str, Any]:
         """The chunk of the usage alone."""
-        return self._answer([])
+        return as_json(self._answer([]))
 
     def _text(self, prompt: str | list[int]) -> str:
         tokenizer: Any = self._generation.served.model.tokenizer
@@ -148,6 +163,7 @@ class ChatAnswers:
         """wanted: the log-probabilities that were asked for."""
         self._generation = generation
         self._wanted = wanted
+        self._frames: dict[int, dict[str, Any]] = {}  # by choice, chunks without their text
 
     def whole(self) -> ChatCompletion:
         """The answer to a request that does not stream."""
@@ -170,18 +186,25 @@ class ChatAnswers:
             usage=usage(self._generation),
         )  # fmt: skip
 
-    def first(self, choice: Choice) -> ChatCompletionChunk | None:
-        """The chunk before the first text of a choice: whose it is."""
-        return self._chunk(choice, ChoiceDelta(role="assistant", content=""), None)
+    def first(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk before the first text of a choice, as JSON has it: whose it is."""
+        return as_json(self._chunk(choice, ChoiceDelta(role="assistant", content=""), None))
 
-    def chunk(self, choice: Choice, text: str) -> ChatCompletionChunk:
+    def chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         """The next text of a choice."""
-        end = None if choice.result is None else finish_reason(choice.result)
-        return self._chunk(choice, ChoiceDelta(content=text), end)
+        if choice.result is not None or self._wanted is not None:
+            end = None if choice.result is None else finish_reason(choice.result)
+            return as_json(self._chunk(choice, ChoiceDelta(content=text), end))
+        if choice.index not in self._frames:  # as of completions
+            empty = self._chunk(choice, ChoiceDelta(content=""), None)
+            self._frames[choice.index] = as_json(empty)
+        frame = self._frames[choice.index]
+        one = frame["choices"][0]
+        return frame | {"choices": [one | {"delta": one["delta"] | {"content": text}}]}
 
-    def last(self) -> ChatCompletionChunk:
+    def last(self) -> dict[str, Any]:
         """The chunk of the usage alone."""
-        return self._answer([])
+        return as_json(self._answer([]))
 
     def _chunk(
         self, choice: Choice, delta: ChoiceDelta, finish: Finish | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from types import FrameType
 
@@ -14,6 +15,9 @@ from d2f.errors import InputError
 from decode.commands.run_command import say
 from decode.server.server_state import ServerState
 
+# Of Python's threads: the engine's gives its turn away with each operation of torch, and would wait
+# for the event loop's 5 ms each time.
+SWITCH_SECONDS = 0.0005
 BACKLOG = 2048  # connections that wait to be accepted
 SECONDS_TO_CLOSE = 5  # for the last answers to be read
 
@@ -73,6 +77,7 @@ def run_server(app: FastAPI, listener: socket.socket, drain_seconds: float) -> N
         # A client that does not read holds what was sent to it in the kernel, for ever.
         longest = int(2000 * state.settings.send_seconds)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
+    sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         app,
         log_config=None,

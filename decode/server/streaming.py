@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette import EventSourceResponse
 
 from decode.server.api_error import ApiError
 from decode.server.fields import Asked
 from decode.server.forward_events import ForwardEvents
 from decode.server.generation import Generation
-from decode.server.openai_answers import Answers, usage
+from decode.server.openai_answers import Answers, as_json, usage
 
 
 def stream_answer(
@@ -27,21 +25,18 @@ def stream_answer(
     )
 
 
-async def _lines(
-    generation: Generation, answers: Answers, asked: Asked
-) -> AsyncIterator[ServerSentEvent]:
+async def _lines(generation: Generation, answers: Answers, asked: Asked) -> AsyncIterator[bytes]:
     options = asked.stream_options
     with_usage = options is not None and options.include_usage
     always = options is not None and options.continuous_usage_stats
     forwards = ForwardEvents(generation) if asked.events else None
 
-    def line(chunk: Completion | ChatCompletionChunk, **more: Any) -> ServerSentEvent:
-        content = chunk.model_dump(mode="json", exclude_unset=True) | more
-        if always or (with_usage and not chunk.choices):
-            content["usage"] = usage(generation).model_dump(mode="json", exclude_unset=True)
+    def line(chunk: dict[str, Any], **more: Any) -> bytes:
+        if always or (with_usage and not chunk["choices"]):
+            more["usage"] = as_json(usage(generation))
         elif with_usage:
-            content["usage"] = None
-        return ServerSentEvent(json.dumps(content, separators=(",", ":")), sep="\n")
+            more["usage"] = None
+        return _event(chunk | more)
 
     opened = set()
     try:
@@ -58,8 +53,13 @@ async def _lines(
                 elif text or event.result is not None:
                     yield line(answers.chunk(choice, text))
     except ApiError as error:
-        yield ServerSentEvent(json.dumps(error.content), sep="\n")
+        yield _event(error.content)
         return
     if with_usage:
         yield line(answers.last())
-    yield ServerSentEvent("[DONE]", sep="\n")
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    """One event; JSON has no line breaks."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
