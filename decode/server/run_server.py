@@ -82,6 +82,8 @@ def run_server(app: FastAPI, listener: socket.socket, drain_seconds: float) -> N
         app,
         log_config=None,
         access_log=False,
+        loop="asyncio",  # what is tested, whatever else is installed
+        http="h11",
         server_header=False,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
     )
