@@ -9,7 +9,8 @@ import pytest
 from data_rows import pairs, settings, stream, texts, write
 
 from d2f.errors import InputError
-from distill.data.columns import BadRecord, read_pair
+from d2f.records import BadRecord
+from distill.data.columns import read_pair
 from distill.data.data_config import COLUMNS, MOST_PLACES
 
 PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]
@@ -218,10 +219,10 @@ def test_data_sets_that_cannot_be_data(tmp_path):
     with pytest.raises(InputError, match=r"dataset_config: .* saved data set"):
         stream(dataset=str(tmp_path / "one"), dataset_config="main")
     datasets.DatasetDict({"a": made, "b": made}).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(InputError, match=r"two: expected data\.split among a, b, got test"):
+    with pytest.raises(InputError, match=r"two: expected split among a, b, got test"):
         stream(dataset=str(tmp_path / "two"), split="test")
     datasets.DatasetDict({"a": made}).save_to_disk(str(tmp_path / "three"))
-    with pytest.raises(InputError, match=r"three: expected data\.split among a, got test"):
+    with pytest.raises(InputError, match=r"three: expected split among a, got test"):
         stream(dataset=str(tmp_path / "three"), split="test")
     with pytest.raises(InputError, match="got question, answer"):  # its only split is read
         stream(dataset=str(tmp_path / "three"))

@@ -19,10 +19,10 @@ from tiny import fresh_model, random_model
 from d2f import files
 from d2f.errors import CheckpointError, InputError
 from d2f.pipeline_states import PipelineStates
+from d2f.records import JsonLines
 from d2f.save_transformers import save_model
 from decode import record_states as states_command
 from distill import make_models
-from distill.data.sources import JsonLines
 from distill.rollouts.rollout_ledger import RolloutLedger
 from distill.rollouts.trajectories import Rollout
 from distill.run import checkpoint, export

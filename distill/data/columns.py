@@ -7,26 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from d2f.records import BadRecord
 from distill.data.data_config import Columns
 
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")
-_LONGEST = 400  # characters of why a record is bad
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxdict = _REPR.maxlist = 3
 _REPR.maxlevel = 2
 _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
-
-
-class BadRecord(Exception):
-    """A record that cannot be trained on, and why, in one line that can be printed; who reads the
-    record knows where it is."""
-
-    def __init__(self, why: str):
-        # Records hold anything: no line break and no half surrogate may reach a terminal or a log.
-        line = " ".join(why.split())
-        super().__init__(line.encode("utf-8", "backslashreplace").decode()[:_LONGEST])
 
 
 @dataclass(frozen=True)

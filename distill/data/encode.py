@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from d2f import chat
 from d2f.errors import InputError
-from distill.data.columns import BadRecord, Pair
+from d2f.records import BadRecord
+from distill.data.columns import Pair
 from distill.data.data_config import Data
 
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from d2f.errors import InputError
+from d2f.records import BadRecord, Source
 from distill.data import lengths
-from distill.data.columns import BadRecord, Pair, read_pair
+from distill.data.columns import Pair, read_pair
 from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
-from distill.data.sources import Source
 
 
 class Fate(IntEnum):

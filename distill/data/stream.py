@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from d2f import noise
 from d2f.errors import InputError
+from d2f.records import BadRecord
 from d2f.tasks import make_problem
 from d2f.tasks.registry import RESPONSE_LENGTH
-from distill.data.columns import BadRecord, Pair
+from distill.data.columns import Pair
 from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
 from distill.data.samples import Sample
