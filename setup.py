@@ -83,6 +83,7 @@ setup(
             "prometheus-client>=0.23",
         ],
         "ablation": ["scipy>=1.13"],
+        "evaluation": ["datasets>=4.0", "math-verify>=0.9"],
         "4bit": ["bitsandbytes>=0.48"],
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
@@ -108,6 +109,7 @@ setup(
             "tensorboard>=2.20",
             "matplotlib>=3.9",
             "scipy>=1.13",
+            "math-verify>=0.9",
         ],
     },
 )

@@ -21,6 +21,7 @@ TRAINING = ("training",)
 DECODING = ("published", "tuned")
 COMPARISON = ("comparison",)
 ABLATIONS = ("ablations",)
+EVALUATION = ("evaluation",)
 
 
 def root() -> Path:

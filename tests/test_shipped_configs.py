@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
 from d2f.errors import InputError
 from d2f.models import resolve
-from d2f.shipped import ABLATIONS, COMPARISON, DECODING, TRAINING, find_config
+from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, find_config
+from d2f.tasks import find_task
 from decode.commands.decoder_settings import read_settings
 from decode.commands.pipeline_flags import parse
 from decode.comparison.comparison_config import options_file
@@ -33,7 +35,7 @@ def elsewhere(tmp_path, monkeypatch):
 def test_every_file_is_found_and_no_two_have_one_name():
     assert sorted(shipped.shipped().values()) == FILES
     assert len({path.stem for path in FILES}) == len(FILES) > 20
-    folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, "accelerate"}
+    folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, *EVALUATION, "accelerate"}
     assert folders == {path.parent.name for path in FILES}
 
 
@@ -51,6 +53,10 @@ def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
         assert all(options_file(e, task) for e in named for task in config.tasks)
     elif path.parent.name in ABLATIONS:
         assert read_ablation(name).train in shipped.shipped(*TRAINING)
+    elif path.parent.name in EVALUATION:
+        if "judge: math" in path.read_text() and find_spec("math_verify") is None:
+            pytest.skip("math-verify is missing")
+        assert find_task(name, allow_code_execution=True).name == name
     elif path.parent.name in DECODING:
         given = read_settings(parse(["--config", name, "--tau-conf", "0.5"])).given
         assert given["tau_conf"] == 0.5

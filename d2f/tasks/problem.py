@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 Item = TypeVar("Item")
+Message = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its worked response.
+    """One question with its answer.
 
-    task: the task's name. question: the user's message. answer: the full worked response.
-    key: the problem's identity without its wording; equal keys are the same problem.
+    task: the task's name. question: the user's message. answer: of a generated problem the full
+    worked response, else the reference that a judge compares with. key: the problem's identity
+    without its wording; equal keys are the same problem. given: what the model is given, where that
+    is not the question alone: text as it is, or chat messages. row: the row of data that it was
+    made of.
     """
 
     task: str
     question: str
     answer: str
     key: str
+    given: str | Sequence[Message] | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str | list[Message]:
+        """Text to be taken as it is, or chat messages."""
+        if self.given is None:
+            return [{"role": "user", "content": self.question}]
+        return self.given if isinstance(self.given, str) else list(self.given)
 
 
 class Draft(Protocol):

@@ -19,6 +19,8 @@ CHECK: dict[str, Callable[[Problem, str], bool]] = {
     "countdown": countdown.check,
     "sudoku": sudoku.check,
 }
+ANSWER: dict[str, Callable[[str], str | None]] = {"story": story.answer, "sudoku": sudoku.answer}
+"""What a response answers, of the tasks whose answers can be told equal."""
 TASKS: tuple[str, ...] = tuple(DRAW)
 RESPONSE_LENGTH: dict[str, int] = {"story": 64, "countdown": 32, "sudoku": 32}
 """Tokens that hold any response of a task, with its end: what a benchmark of it decodes."""

@@ -145,9 +145,14 @@ def apply(value: int, operator: str, n: int) -> int:
 
 def check(problem: Problem, text: str) -> bool:
     """Whether the integer right after the first "####" of text is the result."""
+    return answer(text) == problem.answer.rpartition("#### ")[2]
+
+
+def answer(text: str) -> str | None:
+    """The integer right after the first "####" of text, None where there is none."""
     _, _, after = text.partition("####")
     found = RESULT.match(after)
-    return found is not None and int(found[1]) == int(problem.answer.rpartition("#### ")[2])
+    return None if found is None else str(int(found[1]))
 
 
 def _draw_step(rng: np.random.Generator, value: int) -> tuple[str, int]:

@@ -64,7 +64,12 @@ def count_solutions(grid: str, given: list[int]) -> int:
 
 def check(problem: Problem, text: str) -> bool:
     """Whether the non-empty lines of text are the four rows of the solution, and nothing else."""
-    return [line for line in map(str.strip, text.split("\n")) if line] == problem.answer.split("\n")
+    return answer(text) == problem.answer
+
+
+def answer(text: str) -> str:
+    """The non-empty lines of text."""
+    return "\n".join(line for line in map(str.strip, text.split("\n")) if line)
 
 
 @cache

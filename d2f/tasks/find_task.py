@@ -1,0 +1,57 @@
+"""Tasks by name: a generated one, a task file by path or by the name that it ships under, or data
+with a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from d2f.configuration import check, read_mapping
+from d2f.errors import InputError
+from d2f.shipped import EVALUATION, find_config, shipped
+from d2f.tasks.data_task import DataTask
+from d2f.tasks.judges import make_judge
+from d2f.tasks.task import GENERATED, Task
+from d2f.tasks.task_file import TaskFile
+
+
+def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
+    """The task of that name or in that YAML file, whose data is not read yet.
+    allow_code_execution: whether a judge may run what a model wrote. Raises InputError."""
+    if given in GENERATED:
+        return GENERATED[given]
+    try:
+        path = find_config(given, *EVALUATION)
+    except InputError as error:
+        known = ", ".join([*GENERATED, *shipped(*EVALUATION)])
+        raise InputError(
+            f"expected a task among {known}, or a task file, got {given!r:.200}"
+        ) from error
+    file = check(TaskFile, read_mapping(path), str(path))
+    judge = make_judge(file.judge, str(path), allow_code_execution=allow_code_execution)
+    return _named(DataTask(file, judge, path.stem, path.parent), str(path))
+
+
+def find_tasks(given: Sequence[str], *, allow_code_execution: bool = False) -> tuple[Task, ...]:
+    """Several tasks, each once. Raises InputError."""
+    tasks = tuple(find_task(one, allow_code_execution=allow_code_execution) for one in given)
+    names = [task.name for task in tasks]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None or not tasks:
+        raise InputError(f"expected tasks, each once, got {','.join(given)!r}")
+    return tasks
+
+
+def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -> Task:
+    """The task of a file or data set and a judge, all else by default. Raises InputError."""
+    file = check(TaskFile, {"data": data, "judge": judge}, f"--data {data}")
+    made = make_judge(judge, "--judge", allow_code_execution=allow_code_execution)
+    return _named(DataTask(file, made, Path(data).stem), f"--data {data}")
+
+
+def _named(task: DataTask, where: str) -> DataTask:
+    if task.name in GENERATED:
+        raise InputError(
+            f"{where}: {task.name} is the name of a generated task: give this one another name"
+        )
+    return task

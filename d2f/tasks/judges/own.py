@@ -1,0 +1,52 @@
+"""A judge of the user's own: a function at ``module:function``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr
+
+from d2f.errors import InputError, repr_of
+from d2f.tasks.judges.judge import Judge
+from d2f.tasks.problem import Problem
+
+
+class Own(Judge):
+    """The function says so, which is called as ``function(problem, text, **options)`` with a
+    `d2f.tasks.Problem` (its `answer` is the reference, its `row` the row of data) and the
+    response."""
+
+    name: ClassVar[str] = "module:function"
+    _place: str = PrivateAttr()
+    _function: Callable[..., object] = PrivateAttr()
+    _options: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def of(cls, place: str, options: Mapping[str, Any]) -> Own:
+        """The judge at ``module:function``. Raises InputError."""
+        module, _, name = place.partition(":")
+        if "" not in sys.path:
+            sys.path.append("")  # the working folder, after all that is installed
+        try:
+            found = getattr(import_module(module), name)
+        except Exception as error:  # whatever the module raises
+            raise InputError(
+                f"judge {place}: cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+        if not callable(found):
+            raise InputError(f"judge {place}: expected a function, got {repr_of(found)}")
+        judge = cls()
+        judge._place, judge._function, judge._options = place, found, dict(options)
+        return judge
+
+    def right(self, problem: Problem, text: str) -> bool:
+        try:
+            return bool(self._function(problem, text, **self._options))
+        except Exception as error:  # of the user's own: theirs to repair, so it ends the command
+            raise InputError(
+                f"judge {self._place}: raised {type(error).__name__}: {error} for the response "
+                f"{text[:60]!r}"
+            ) from error

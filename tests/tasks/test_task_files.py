@@ -1,0 +1,268 @@
+"""Tasks of data: splits that never meet, prompts to the letter, and errors that say which row."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import datasets
+import pytest
+
+from d2f.configuration import read_mapping
+from d2f.errors import InputError
+from d2f.shipped import EVALUATION, shipped
+from d2f.tasks import find_task, find_tasks, task_of_data
+from d2f.yaml_core import dump
+
+ROWS = [
+    {"question": f"What is {i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}"} for i in range(60)
+]
+TASK = {"data": "rows.jsonl", "judge": "numeric"}
+
+
+def write(folder: Path, rows: list, **keys: object) -> str:
+    """A task file beside its data; its path."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    path = folder / "mine.yaml"
+    path.write_text(dump({key: v for key, v in (TASK | keys).items() if v is not None}))
+    return str(path)
+
+
+def test_a_file_and_a_judge_are_a_task(tmp_path):
+    write(tmp_path, ROWS)
+    task = task_of_data(str(tmp_path / "rows.jsonl"), "numeric")
+    assert (task.name, task.response_length, task.default_count) == ("rows", 256, None)
+    problem = task.problems("heldout", 1)[0]
+    assert problem.prompt == [{"role": "user", "content": problem.question}]
+    assert task.right(problem, f"I say {problem.row['answer'].split()[-1]}")
+    assert not task.right(problem, "I say 1000")
+    assert task.answer("$7.00") == task.answer("#### 7")
+
+
+def test_splits_are_disjoint_and_together_all(tmp_path):
+    shares = {"train": 0.3, "tuning": 0.3, "heldout": 0.4}
+    task = find_task(write(tmp_path, ROWS, splits=shares))
+    parts = {split: {p.key for p in task.problems(split, None)} for split in shares}
+    assert sum(map(len, parts.values())) == len(set.union(*parts.values())) == len(ROWS)
+    assert all(len(part) > 5 for part in parts.values())
+    assert {p.key for p in task.problems("all", None)} == set.union(*parts.values())
+    # By content: other rows beside it, or another order, move no row to another split.
+    again = find_task(
+        write(tmp_path, [*ROWS[::-1], {"question": "?", "answer": "1"}], splits=shares)
+    )
+    for split, part in parts.items():
+        assert part <= {p.key for p in again.problems(split, None)}
+
+
+def test_fewer_problems_are_the_beginning_of_more(tmp_path):
+    task = find_task(write(tmp_path, ROWS))
+    some, more = task.problems("heldout", 5), task.problems("heldout", 9)
+    assert some == more[:5] != ROWS[:5]
+    assert some != task.problems("heldout", 5, seed=1)
+    with pytest.raises(ValueError, match=r"count must be at most \d+, the problems of the heldout"):
+        task.problems("heldout", 1000)
+
+
+def test_a_data_sets_own_splits_are_taken_by_name(tmp_path):
+    made = datasets.Dataset.from_list(ROWS)
+    both = datasets.DatasetDict({"test": made.select(range(7)), "train": made.select(range(7, 60))})
+    both.save_to_disk(str(tmp_path / "saved"))
+    splits = {"heldout": "test", "tuning": "train"}
+    task = find_task(write(tmp_path, [], data="saved", splits=splits))
+    assert len(task.problems("heldout", None)) == 7
+    assert len(task.problems("tuning", None)) == 53
+    with pytest.raises(InputError, match="mine has no split train, it has heldout, tuning"):
+        task.problems("train", 1)
+    with pytest.raises(InputError, match="mine has no split all"):
+        task.problems("all", 1)
+
+
+def test_parquet_and_other_files_too(tmp_path):
+    datasets.Dataset.from_list(ROWS[:4]).to_parquet(str(tmp_path / "a.parquet"))
+    datasets.Dataset.from_list(ROWS[4:9]).to_parquet(str(tmp_path / "b.parquet"))
+    splits = {"heldout": "a.parquet", "tuning": "b.parquet"}
+    task = find_task(write(tmp_path, [], data="a.parquet", splits=splits))
+    assert [len(task.problems(s, None)) for s in splits] == [4, 5]
+
+
+SHOTS = {"examples": [{"question": "1+1?", "answer": "2"}]}
+TEXT = {"prompt": "Q: {{ question }}\nA:", "example": " {{ answer }}", "system": "Add."}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [{"role": "user", "content": "5?"}]),
+        ({"chat": False}, "5?"),
+        ({"chat": False, "prompt": "{{ question }}\n"}, "5?\n"),
+        (TEXT | {"chat": False}, "Add.\n\nQ: 5?\nA:"),
+        (
+            TEXT | {"chat": False, "few_shot": SHOTS, "separator": "\n"},
+            "Add.\nQ: 1+1?\nA: 2\nQ: 5?\nA:",
+        ),
+        (
+            {"few_shot": SHOTS, "system": "Add."},
+            [
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "5?"},
+            ],
+        ),
+        (
+            TEXT | {"few_shot": SHOTS | {"turns": False}},
+            [
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": "Q: 1+1?\nA: 2\n\nQ: 5?\nA:"},
+            ],
+        ),
+    ],
+)
+def test_prompts_are_made_to_the_letter(tmp_path, keys, expected):
+    row = {"question": "5?", "answer": "5"}
+    task = find_task(write(tmp_path, [row], splits={"heldout": 1.0}, **keys))
+    assert task.problems("heldout", 1)[0].prompt == expected
+
+
+def test_messages_are_taken_as_they_are(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked = [*turns, {"role": "user", "content": "c?"}]
+    path = write(tmp_path, [{"messages": asked, "reference": 3}], splits={"heldout": 1})
+    problem = find_task(path).problems("heldout", 1)[0]
+    assert (problem.prompt, problem.question, problem.answer) == (asked, "c?", "3")
+    with pytest.raises(InputError, match="line 1: messages must be a list of role and content"):
+        bad = write(tmp_path, [{"messages": turns, "answer": 3}], splits={"heldout": 1})
+        find_task(bad).problems("heldout", 1)
+
+
+def test_examples_come_from_a_split_and_are_never_the_problem_itself(tmp_path):
+    splits = {"train": 0.5, "heldout": 0.5}
+    path = write(tmp_path, ROWS, splits=splits, few_shot={"count": 3})
+    task = find_task(path)
+    train = {p.question for p in task.problems("train", None)}
+    shown = [
+        tuple(m["content"] for m in p.prompt[:-1] if m["role"] == "user")
+        for p in task.problems("heldout", None)
+    ]
+    assert len(set(shown)) == 1 and set(shown[0]) <= train
+    for problem in task.problems("train", None):
+        assert problem.question not in [m["content"] for m in problem.prompt[:-1]]
+    drawn = find_task(write(tmp_path, ROWS, splits=splits, few_shot={"count": 3, "seed": 0}))
+    different = [str(p.prompt[:-1]) for p in drawn.problems("heldout", None)]
+    assert len(set(different)) > len(different) // 2
+    assert different == [str(p.prompt[:-1]) for p in drawn.problems("heldout", None)]
+
+
+def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
+    paths = [
+        (ROWS, {}),
+        (ROWS[1:], {}),
+        (ROWS, {"judge": "exact"}),
+        (ROWS, {"prompt": "{{ answer }}"}),
+    ]
+    found = [find_task(write(tmp_path, rows, **keys)).identity for rows, keys in paths]
+    assert len(set(found)) == len(found)
+    assert found[0] == find_task(write(tmp_path, ROWS)).identity
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
+        (ROWS, {"judge": None}, "judge: expected a value, got nothing"),
+        (ROWS, {"columns": {}}, "columns: there is no such key"),
+        (ROWS, {"judge": "no"}, "mine.yaml: judge must be one of exact"),
+        (ROWS, {"judge": {"name": "python", "tests": "1"}}, "--allow-code-execution"),
+        (ROWS, {"prompt": "{{ question"}, "cannot be read"),
+        (ROWS, {"splits": {"heldout": 0.8, "tuning": 0.3}}, "must add up to at most 1, got 1.1"),
+        (ROWS, {"splits": {"test": 1.0}}, "splits.test"),
+        (ROWS, {"splits": {"heldout": "a", "tuning": "a"}}, "disjoint, got 'a' for two"),
+        (ROWS, {"few_shot": {"count": 2}}, "few_shot.split must be one of splits, tuning, heldout"),
+        (ROWS, {"few_shot": {}}, "exactly one of count and examples"),
+        (ROWS, {"name": "story"}, "story is the name of a generated task"),
+        (ROWS, {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        (ROWS, {"data": "none.jsonl"}, "none.jsonl: there is no such file"),
+        (ROWS, {"split": "test"}, "dataset_config and split are for data sets"),
+        (ROWS, {"splits": {"heldout": "test"}}, "expected a share or another file, got 'test'"),
+        (ROWS, {"prompt": "{{ problem }}"}, "rows.jsonl, line .*'problem' is undefined"),
+        (ROWS, {"reference": "{{ 1 // 0 }}"}, "line .*: the template"),
+        ([{"text": "?", "answer": "1"}], {}, "expected one of messages, prompt, question, got the"),
+        ([{"question": "?", "text": "1"}], {}, "expected one of reference, answer, response"),
+        ([{"question": "?", "answer": "one"}], {}, "the reference has no number: 'one'"),
+        (["{"], {}, "line 1: not JSON"),
+        (["[1]"], {}, "expected an object of columns"),
+        ([], {}, "expected at least one line, got none"),
+        (ROWS[:1], {"splits": {"heldout": 1e-9}}, "none of the 1 rows"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(tmp_path, rows, keys, message):
+    keys = {"splits": {"heldout": 1.0}} | keys if len(rows) < 2 else keys
+    with pytest.raises(InputError, match=message) as error:
+        find_task(write(tmp_path, rows, **keys)).problems("heldout", 1)
+    assert "\n" not in str(error.value)
+
+
+def test_columns_that_a_data_set_lacks_are_named(tmp_path):
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "a.parquet"))
+    path = write(tmp_path, [], data="a.parquet", prompt="{{ problem }}")
+    with pytest.raises(
+        InputError, match=r"a\.parquet has no column problem, it has question, answer"
+    ):
+        find_task(path).problems("heldout", 1)
+
+
+@pytest.mark.parametrize("given", [["story", "story"], []])
+def test_tasks_come_each_once(given):
+    with pytest.raises(InputError, match="each once"):
+        find_tasks(given)
+
+
+def test_an_unknown_task_lists_what_there_is():
+    with pytest.raises(InputError, match=r"among story, countdown, sudoku, gsm8k.*got 'chess'"):
+        find_task("chess")
+
+
+HUB = {  # rows with the columns that the hub's data sets have
+    "gsm8k": {"question": "1+1?", "answer": "<<1+1=2>>\n#### 2"},
+    "math-500": {
+        "problem": "$1+1$?", "solution": r"$\boxed{2}$", "answer": "2", "subject": "Algebra",
+        "level": 1, "unique_id": "test/algebra/1.json",
+    },
+    "humaneval": {
+        "task_id": "HumanEval/0", "prompt": "def two():\n", "entry_point": "two",
+        "canonical_solution": "    return 2\n", "test": "def check(f):\n    assert f() == 2\n",
+    },
+    "mbpp": {
+        "task_id": 1, "text": "Write two.", "code": "def two():\n    return 2",
+        "test_list": ["assert two() == 2"], "test_setup_code": "", "challenge_test_list": [],
+    },
+}  # fmt: skip
+RIGHT = {"gsm8k": "so\n#### 2", "math-500": r"$\boxed{\frac{4}{2}}$"}
+
+
+def test_every_shipped_task_has_a_row_here():
+    assert set(shipped(*EVALUATION)) == set(HUB)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_shipped_tasks_read_the_hubs_columns(tmp_path, name):
+    if name.startswith("math") and find_spec("math_verify") is None:
+        pytest.skip("math-verify is missing")
+    values = read_mapping(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
+    asked = next(
+        column for column in ("question", "text", "problem", "prompt") if column in HUB[name]
+    )
+    rows = [HUB[name] | {asked: HUB[name][asked] + "\n" * i} for i in range(5)]
+    made = datasets.Dataset.from_list(rows)
+    there = {place.partition("[")[0]: made for place in values["splits"].values()}
+    datasets.DatasetDict(there).save_to_disk(str(tmp_path / "saved"))
+    values["splits"] = {split: place.partition("[")[0] for split, place in values["splits"].items()}
+    if name == "gsm8k":  # whose two other splits are parts of one, which only the hub's loader cuts
+        del values["splits"]["tuning"]
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(dump({key: v for key, v in values.items() if v is not None}))
+    task = find_task(str(path), allow_code_execution=True)
+    problem = task.problems("heldout", 5)[0]
+    assert task.right(problem, RIGHT.get(name, problem.answer))
+    assert not task.right(problem, "    return 3\n")
