@@ -79,6 +79,7 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Compar
 
 
 def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> ComparisonReport:
+    from decode.commands.task_problems import give_notices
     from decode.comparison.comparison_config import Endpoint
     from decode.comparison.comparison_display import (
         PLAIN_WIDTH,
@@ -109,6 +110,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
     about = _about(config, command, config.tokenizer or named)
     ledger = RunsLedger(path, identity(config, workloads, about))
     check_entries(config, workloads)
+    give_notices(config.chosen)
     # Only now is it written: what is above looks, and may still refuse.
     ledger.begin([entry.name for entry in config.entries])
     about["resumed"] = ledger.resumed

@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
@@ -50,6 +49,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         from decode.commands.decoder_settings import read_settings
         from decode.commands.load_model import check_options, load, outline
         from decode.commands.prompt_jobs import known_lengths, make_jobs, read_sources
+        from decode.commands.run_header import header
+        from decode.commands.task_problems import give_notices
         from decode.commands.timed_loop import decode
         from decode.commands.trace_file import Trace
         from decode.reporting.record import Output
@@ -64,10 +65,11 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         shape = outline(options.model, options.adapter, options.family)
         jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
         model, weights = load(options)
-        settled = describe(options, model, weights, jobs)
+        settled = header(options, model, weights, jobs)
         output = None
         if options.output is not None:
             output = Output(options.output, settled, [job.source.id for job in jobs])
+    give_notices(dict.fromkeys(s.task for s in sources if s.task is not None))
     _give_notices(options, model, jobs, output)
     done = dict(output.done) if output is not None else {}
     # Results that --output has from an earlier run of the same settings are not decoded again.
@@ -85,35 +87,6 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     _report(options, console, model, records, new, seconds)
     if trace is not None and new:
         trace.write(settled)
-
-
-def describe(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
-) -> dict[str, Any]:
-    """What decides a run's results: the resolved settings, and the hashes of weights and prompts.
-    max_new_tokens of the decoder is null where it differs between prompts."""
-    from d2f import __version__
-    from decode.commands.prompt_jobs import prompts_hash
-    from decode.decoders import spelled
-
-    decoder = asdict(jobs[0].decoder)
-    if len({job.decoder.max_new_tokens for job in jobs}) > 1:
-        decoder["max_new_tokens"] = None
-    return {
-        "version": __version__,
-        "model": options.model,
-        "adapter": options.adapter,
-        "merged": options.adapter is not None and options.merge,
-        "weights": weights,
-        "family": model.family,
-        "dtype": _short(model.dtype),
-        "device": model.device.type,
-        "batch_size": options.batch_size,
-        "decoder": spelled(type(jobs[0].decoder)),
-        "options": decoder,
-        "prompts": prompts_hash(jobs),
-        "count": len(jobs),
-    }
 
 
 def _give_notices(
@@ -147,6 +120,7 @@ def _report(
     seconds: the records of this run, not of the one that it goes on from, and its decoding."""
     import torch
 
+    from decode.commands.run_header import short_dtype
     from decode.commands.timed_loop import WARM_UP_FORWARDS
     from decode.reporting.record import shown_text, totals
 
@@ -164,7 +138,7 @@ def _report(
     lines.append(
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
-        f"{_short(model.dtype)}, {model.device}{threads}{', compiled' * model.is_compiled}"
+        f"{short_dtype(model)}, {model.device}{threads}{', compiled' * model.is_compiled}"
     )
     for line in lines:
         print(line, file=console.file)
@@ -204,10 +178,6 @@ def _check_paths(options: argparse.Namespace) -> None:
         if place in seen:
             raise InputError(f"{seen[place]} and {flag} are the same file, {value}")
         seen[place] = flag
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from d2f.errors import InputError
 from d2f.files import make_folder
 from d2f.quiet import quiet
-from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_flags import add_flags, given_options
 from decode.commands.parser import (
     Parser,
@@ -23,7 +22,7 @@ from decode.commands.parser import (
     add_tasks,
     add_verbose,
     check_least,
-    task_list,
+    chosen_tasks,
 )
 from decode.commands.run_command import command
 from decode.decoders.d2f import D2F
@@ -78,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line as a namespace; `tasks` and `block_sizes` are lists. Raises InputError,
     SystemExit after --help."""
     options = _parser().parse_args(arguments)
-    options.tasks = task_list(options.tasks)
+    options.tasks = chosen_tasks(options)
     check_least(options, problems=1, batch_size=1, seed=0)
     options.block_sizes = _sizes(options.block_sizes)
     return options
@@ -97,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
     work = []
     for size in sizes:
         for task in options.tasks:
-            decoder = D2F(block_size=size, max_new_tokens=RESPONSE_LENGTH[task], **given)
+            decoder = D2F(block_size=size, max_new_tokens=task.response_length, **given)
             # All sizes and tasks are checked before the weights are read.
             decoder.check(shape.contract)
             problems = draw_problems(task, options.split, options.problems, options.seed)
@@ -108,7 +107,12 @@ def run(options: argparse.Namespace) -> None:
         found[size] += record(model, prompts, decoder, batch_size=options.batch_size)
     for size, states in found.items():
         print(f"block size {size}: {len(states)} states")
-    about = {"model": options.model, "tasks": options.tasks, "problems": options.problems, **given}
+    about = {
+        "model": options.model,
+        "tasks": [t.name for t in options.tasks],
+        "problems": options.problems,
+        **given,
+    }
     PipelineStates(found).save(options.output, **about)
 
 

@@ -8,18 +8,16 @@ that is accurate enough, measures it on held-out problems, and writes it as YAML
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
 from decode.commands.run_command import command
 from decode.reporting.extras import require_matplotlib
-from decode.reporting.places import is_there
+from decode.reporting.places import check_folder
 from decode.reporting.shown_progress import ShownProgress, standard_output
 from decode.tuning.tuning_flags import parse
 
@@ -76,7 +74,7 @@ def _tune(
     display = display or ShownProgress(None, "problems")
     space = tuning.space().fitted(model.contract)
     problems = make_all_problems(tuning)
-    check_prompts(model, space, problems)
+    check_prompts(model, tuning, space, problems)
     run = describe(model, tuning, space, weights or weights_hash(model))
     ledger = TuningLedger(folder / "measurements.jsonl", run)
     if ledger.torn:
@@ -89,10 +87,11 @@ def _tune(
             space,
             problems,
             ledger,
+            tasks=tuning.chosen,
             batch_size=tuning.batch_size,
             on_done=lambda done: display.advance(done.measured.problems, done.text),
         )
-        outcomes = [tune_task(bench, tuning, task, display) for task in tuning.tasks]
+        outcomes = [tune_task(bench, tuning, task.name, display) for task in tuning.chosen]
     report = TuningReport(
         name or model.path or model.family,
         adapter,
@@ -102,6 +101,7 @@ def _tune(
         outcomes,
         folder,
         tuning.repetitions,
+        tuning.chosen,
     )
     report.write(figures=figures)
     if figures:
@@ -111,21 +111,10 @@ def _tune(
     return report
 
 
-def check_folder(output: str | Path) -> Path:
-    """The folder. Raises InputError if there is one that cannot be written, or something else."""
-    if not str(output):
-        raise InputError("--output is empty: expected a folder")
-    folder = Path(os.path.realpath(output))
-    if is_there(folder, "--output") and not folder.is_dir():
-        raise InputError(f"--output {output}: no folder can be there: it is a file")
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise InputError(f"--output {output}: the folder cannot be written")
-    return folder
-
-
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from decode.commands.load_model import check_options, load, outline
+    from decode.commands.task_problems import give_notices
     from decode.tuning.bench import check_prompts, make_all_problems
     from decode.tuning.choose import Goal
     from decode.tuning.summary import PLAIN_WIDTH, show
@@ -140,7 +129,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     check_options(options)
     shape = outline(options.model, options.adapter, options.family)
     # Against the shapes, before the weights are read; `_tune` does so again for who calls `tune`.
-    check_prompts(shape, tuning.space().fitted(shape.contract), make_all_problems(tuning))
+    space = tuning.space().fitted(shape.contract)
+    check_prompts(shape, tuning, space, make_all_problems(tuning))
+    give_notices(tuning.chosen)
     with locked(check_folder(options.output)) as folder:
         model, weights = load(options)
         display = ShownProgress(console, "problems")

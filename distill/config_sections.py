@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch
 from d2f.quantities import Positive, Problems, Ratio, Text, Tokens, Weight
-from distill.data.data_config import Task
+from d2f.tasks import Task, find_tasks
 
 Heads = Annotated[int, Field(ge=1, le=1024)]
 MaskRatio = Annotated[float, Field(gt=0, le=1)]
@@ -167,8 +168,10 @@ class Wedlm(Section):
 class Evaluation(Section):
     """Held-out problems that are decoded every `eval_every` steps."""
 
-    tasks: Annotated[tuple[Task, ...], Field(min_length=1)] | None = None
-    """Default: those of data.tasks."""
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Generated ones, or task files; default: those of data.tasks."""
+    allow_code_execution: Switch = False
+    """Let the judge python run what the model writes, on this machine."""
     problems: Problems = 32
     """Problems of each task."""
     split: Literal["tuning", "heldout"] = "tuning"
@@ -179,6 +182,18 @@ class Evaluation(Section):
     """Default: the one that suits what is trained."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the decoder, by the names of its command-line flags with underscores."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Evaluation:
+        self.chosen(())
+        return self
+
+    def chosen(self, otherwise: Sequence[str]) -> tuple[Task, ...]:
+        """The tasks themselves. otherwise: where none are named. Raises InputError."""
+        names = self.tasks or otherwise
+        if not names:
+            return ()
+        return find_tasks(names, allow_code_execution=self.allow_code_execution)
 
 
 class Optimizer(Section):

@@ -113,7 +113,7 @@ def test_the_report_compares_at_the_same_seed(tmp_path):
     ("changes", "message"),
     [
         ({"against": "other"}, "against must name a variant, got 'other'"),
-        ({"tasks": ["chess"]}, "tasks must be among .* got 'chess'"),
+        ({"tasks": ["chess"]}, "expected a task among .* got 'chess'"),
         ({"seeds": [1, 1]}, "seeds must be distinct"),
         ({"variants": [{"name": "soft", "set": {"stepz": 3}}]}, "variant soft.*stepz"),
         (

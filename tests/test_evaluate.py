@@ -25,7 +25,7 @@ def test_the_numbers_are_kept(tmp_path, capsys):
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--problems", "2147483648"], "--problems 2147483648: count must be at most 100000"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--tasks", "chess"], "--tasks must be some of story,countdown,sudoku, each once"),
+        (["--tasks", "chess"], "--tasks: expected a task among story, countdown, sudoku"),
         (["--tasks", "sudoku,sudoku"], "each once, got 'sudoku,sudoku'"),
         (["--json", "no/such/folder/x.json"], "folder"),
         (["--json", "."], "is not a file"),

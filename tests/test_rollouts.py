@@ -15,7 +15,7 @@ import d2f
 import decode
 from d2f.errors import InputError
 from d2f.save_transformers import save_model
-from d2f.tasks import check, make_problems
+from d2f.tasks import check, find_tasks, make_problems
 from decode.commands.decoder_settings import DecoderSettings
 from decode.reporting.shown_progress import ShownProgress
 from distill.rollouts import __main__ as rollouts
@@ -30,22 +30,22 @@ KINDS = [("wino", WINO), ("d2f", D2F), ("d2f", REVOKING)]
 
 def jobs_of(family: str, name: str, given: dict, count: int = 6) -> list[TrajectoryJob]:
     settings = DecoderSettings(name, given | {"early_exit": False})
-    return make_jobs(random_model(family), settings, ["countdown"], count, 0)
+    return make_jobs(random_model(family), settings, find_tasks(["countdown"]), count, 0)
 
 
 @pytest.fixture
 def lenient(monkeypatch):
     """Random models solve nothing: about half of their responses count as right."""
-    monkeypatch.setattr("distill.rollouts.collect.check_answer", accepted)
+    monkeypatch.setattr("d2f.tasks.task.GeneratedTask.right", accepted)
 
 
-def accepted(problem, text: str) -> bool:
+def accepted(task, problem, text: str) -> bool:
     return len(text) % 2 == 0
 
 
 @pytest.fixture
 def trusting(monkeypatch):
-    monkeypatch.setattr("distill.rollouts.collect.check_answer", lambda problem, text: True)
+    monkeypatch.setattr("d2f.tasks.task.GeneratedTask.right", lambda *_: True)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -123,7 +123,7 @@ def test_wrong_answers_are_not_kept_and_the_ladder_stops_at_the_first_right_one(
     for number in range(len(jobs)):
         rungs = [rung for rung, kept in enumerate(single) if kept[number] is not None]
         assert found[number] == (single[rungs[0]][number] if rungs else None)
-        assert found[number] is None or accepted(None, found[number].text)
+        assert found[number] is None or accepted(None, None, found[number].text)
     used = {rollout.used_temperature for rollout in found.values() if rollout is not None}
     assert len(used) > 1 and None in single[0].values()
 
@@ -237,7 +237,7 @@ def test_what_is_collected_unless_asked_otherwise():
     found = vars(rollouts.parse(["--model", "m", "--output", "o"]))
     expected = {
         "model": "m", "adapter": None, "decoder": "wino", "problems": 1000, "output": "o",
-        "tasks": ["story", "countdown", "sudoku"], "temperatures": [0.0], "seed": 0,
+        "tasks": find_tasks(["story", "countdown", "sudoku"]), "temperatures": [0.0], "seed": 0,
         "batch_size": 32, "verbose": False,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
@@ -251,7 +251,7 @@ def test_what_is_collected_unless_asked_otherwise():
     ("arguments", "message"),
     [
         (["--temperatures", "0,inf"], "--temperatures must be numbers of 0 or more, got '0,inf'"),
-        (["--tasks", "chess"], "--tasks must be some of story,countdown,sudoku, each once"),
+        (["--tasks", "chess"], "--tasks: expected a task among story, countdown, sudoku"),
         (["--tasks", "story,story"], "each once"),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--batch-size", "-1"], "--batch-size must be at least 1, got -1"),

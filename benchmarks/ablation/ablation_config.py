@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, check, override, put, read_mapping
+from d2f.configuration import Section, Switch, check, override, put, read_mapping
 from d2f.errors import InputError
 from d2f.quantities import Problems, Seed, Text
 from d2f.shipped import ABLATIONS, TRAINING, find_config
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Task, find_tasks
 from decode.commands.decoder_settings import DecoderSettings
 from decode.decoders import find_decoder
 from distill.config import TrainConfig, parse_config
@@ -70,7 +71,9 @@ class Ablation(Section):
     decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
     """Ways to decode all variants."""
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)]
-    """What is measured."""
+    """What is measured: generated tasks, or task files."""
+    allow_code_execution: Switch = False
+    """Let the judge python run what the models write, on this machine."""
     problems: Problems = 500
     """Problems of each task."""
     split: Literal["tuning", "heldout"] = "heldout"
@@ -90,9 +93,6 @@ class Ablation(Section):
             _distinct(f"names of the decodings of {variant.name}", [d.name for d in named])
         if self.against not in [variant.name for variant in self.variants]:
             raise ValueError(f"against must name a variant, got {self.against!r}")
-        for task in self.tasks:
-            if task not in RESPONSE_LENGTH:
-                raise ValueError(f"tasks must be among {list(RESPONSE_LENGTH)}, got {task!r}")
         decodings: dict[str, Decoding] = {}
         theirs = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
         for one in (*self.decode, *theirs):
@@ -103,7 +103,7 @@ class Ablation(Section):
             own = sorted({"decoder", "max_new_tokens"} & set(one.options))
             if own:
                 raise ValueError(f"decode {one.name}: {', '.join(own)} is no option here")
-            lengths = [RESPONSE_LENGTH[task] for task in self.tasks]
+            lengths = [task.response_length for task in self.chosen]
             DecoderSettings(one.decoder, one.options).check(lengths)
             if decodings.setdefault(one.name, one) != one:
                 raise ValueError(f"decode {one.name}: one name for two ways to decode")
@@ -114,6 +114,11 @@ class Ablation(Section):
         folders = [_folder(variant, seed) for variant in self.variants for seed in self.seeds]
         _distinct("folders of the runs", [*folders, *(entry.name for entry in self.untrained)])
         return self
+
+    @cached_property
+    def chosen(self) -> tuple[Task, ...]:
+        """The tasks themselves."""
+        return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
 
     def trainings(self, runs: Path) -> list[tuple[Variant, TrainConfig]]:
         """Every variant with the configuration of its run, in a folder of `runs` of its own: all

@@ -41,7 +41,7 @@ def render(report: dict[str, Any]) -> str:
         "decoding", "variant", f"right of {config['problems']}", "95 %", "by seed",
         f"against {against}", "95 %", "tokens a forward", "forwards",
     )  # fmt: skip
-    for task in config["tasks"]:
+    for task in dict.fromkeys(row["task"] for run in report["runs"] for row in run["rows"]):
         entries = [e for name in decodings(report) for e in _measured(report, task, name)]
         lines += ["", f"## {task}", "", *markdown_table(columns, entries)]
     return "\n".join(lines) + "\n"

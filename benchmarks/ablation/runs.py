@@ -60,10 +60,9 @@ def measure(
     import transformers
 
     import d2f
-    from d2f.tasks.registry import RESPONSE_LENGTH
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import weights_hash
-    from decode.evaluate import evaluate
+    from decode.evaluation.evaluate_task import evaluate
     from decode.reporting.environment import environment
 
     path = folder / MEASURED
@@ -75,19 +74,19 @@ def measure(
     measured = []
     for decoding in decodings:
         chosen = DecoderSettings(decoding.decoder, decoding.options)
-        for task in ablation.tasks:
+        for task in ablation.chosen:
             asked = {
                 "weights": weights,
                 "batch_size": ablation.batch_size,
                 "decoder": decoding.decoder,
                 "options": decoding.options,
-                "task": task,
+                "task": task.name,
                 "split": ablation.split,
                 "problems": ablation.problems,
             }
             found = next((k for k in kept if asked.items() <= k.items()), None)
             if found is None:
-                decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+                decoder = chosen.for_task(model, task)
                 decoder.check(model.contract)
                 judged = evaluate(
                     model, decoder, task, ablation.problems,

@@ -8,13 +8,14 @@ from d2f.tasks.find_task import find_task, find_tasks, task_of_data
 from d2f.tasks.problem import Problem
 from d2f.tasks.registry import TASKS, check
 from d2f.tasks.splits import SPLITS, make_problem, make_problems, split_of
-from d2f.tasks.task import Task
+from d2f.tasks.task import Task, before_stop
 
 __all__ = [
     "SPLITS",
     "TASKS",
     "Problem",
     "Task",
+    "before_stop",
     "check",
     "find_task",
     "find_tasks",

@@ -15,7 +15,7 @@ from d2f.records import BadRecord
 from d2f.tasks.judges import Judge
 from d2f.tasks.judges.own import Own
 from d2f.tasks.problem import Message, Problem
-from d2f.tasks.task import Task
+from d2f.tasks.task import ALL, Task
 from d2f.tasks.task_file import TaskFile
 from d2f.tasks.task_rows import (
     USUAL_PROMPTS,
@@ -30,11 +30,18 @@ from d2f.tasks.templates import columns_of, render
 
 
 class DataTask(Task):
-    """The task of a `TaskFile`. name: where the file says none. folder: of the file, beside which
-    its data may lie."""
+    """The task of a `TaskFile`. name: where the file says none. words: how a command line names
+    it. folder: of the file, beside which its data may lie."""
 
-    def __init__(self, file: TaskFile, judge: Judge, name: str, folder: Path = Path()):
-        self.file, self.judge = file, judge
+    def __init__(
+        self,
+        file: TaskFile,
+        judge: Judge,
+        name: str,
+        words: tuple[str, ...],
+        folder: Path = Path(),
+    ):
+        self.file, self.judge, self.words = file, judge, words
         self.name = file.name or name
         self.response_length, self.stop = file.max_new_tokens, file.stop
         self.rows = TaskRows(file, self.name, folder, self._columns())
@@ -58,6 +65,11 @@ class DataTask(Task):
         # Files are often sorted by kind or difficulty: the first ones are not like the others.
         order = np.random.default_rng(seed).permutation(len(rows))[:count]
         return [self._problem(rows[i]) for i in order.tolist()]
+
+    def kept_back(self, split: str) -> int:
+        if split == ALL or not self.rows.are_shares:
+            return 0
+        return len(self.rows.of(ALL)) - len(self.rows.of(split))
 
     def right(self, problem: Problem, text: str) -> bool:
         return self.judge.right(problem, text)

@@ -29,16 +29,22 @@ def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
         ) from error
     file = check(TaskFile, read_mapping(path), str(path))
     judge = make_judge(file.judge, str(path), allow_code_execution=allow_code_execution)
-    return _named(DataTask(file, judge, path.stem, path.parent), str(path))
+    words = ("--tasks", given, *(("--allow-code-execution",) if judge.name == "python" else ()))
+    return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))
 
 
-def find_tasks(given: Sequence[str], *, allow_code_execution: bool = False) -> tuple[Task, ...]:
-    """Several tasks, each once. Raises InputError."""
-    tasks = tuple(find_task(one, allow_code_execution=allow_code_execution) for one in given)
+def find_tasks(
+    given: Sequence[Task | str], *, allow_code_execution: bool = False
+) -> tuple[Task, ...]:
+    """Several tasks, each once; one that is found already stays as it is. Raises InputError."""
+    tasks = tuple(
+        find_task(one, allow_code_execution=allow_code_execution) if isinstance(one, str) else one
+        for one in given
+    )
     names = [task.name for task in tasks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None or not tasks:
-        raise InputError(f"expected tasks, each once, got {','.join(given)!r}")
+        raise InputError(f"expected tasks, each once, got {','.join(names)!r}")
     return tasks
 
 
@@ -46,7 +52,8 @@ def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -
     """The task of a file or data set and a judge, all else by default. Raises InputError."""
     file = check(TaskFile, {"data": data, "judge": judge}, f"--data {data}")
     made = make_judge(judge, "--judge", allow_code_execution=allow_code_execution)
-    return _named(DataTask(file, made, Path(data).stem), f"--data {data}")
+    words = ("--data", data, "--judge", judge)
+    return _named(DataTask(file, made, Path(data).stem, words), f"--data {data}")
 
 
 def _named(task: DataTask, where: str) -> DataTask:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from d2f.errors import InputError
 from d2f.tasks.problem import Problem
 from d2f.tasks.registry import ANSWER, RESPONSE_LENGTH, TASKS, check
-from d2f.tasks.splits import make_problems
+from d2f.tasks.splits import SPLITS, make_problems
+
+ALL = "all"
+"""In place of a split: every row of a task's data, where its splits are shares of it."""
 
 
 class Task(ABC):
@@ -16,7 +20,7 @@ class Task(ABC):
     name: unique within a run. response_length: most tokens of a response. stop: strings that end
     one. identity: what decides its problems and verdicts; a run that goes on must have the same.
     default_count: problems that are evaluated where nobody says how many, None for all. notice:
-    what a user should know before anything is judged.
+    what a user should know before anything is judged. words: how a command line names it.
     """
 
     name: str
@@ -25,6 +29,7 @@ class Task(ABC):
     identity: str
     default_count: int | None = None
     notice: str | None = None
+    words: tuple[str, ...]
 
     @abstractmethod
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
@@ -39,6 +44,10 @@ class Task(ABC):
     @abstractmethod
     def answer(self, text: str) -> str | None:
         """What a response answers, so that equal answers can be counted; None where it has none."""
+
+    def kept_back(self, split: str) -> int:
+        """Problems that there are beside those of a split, and that could be evaluated too."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,13 @@ class GeneratedTask(Task):
     def identity(self) -> str:  # type: ignore[override]
         return self.name
 
+    @property
+    def words(self) -> tuple[str, ...]:  # type: ignore[override]
+        return "--tasks", self.name
+
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
+        if split == ALL:
+            raise InputError(f"{self.name} has no split {ALL}, it has {', '.join(SPLITS)}")
         if count is None:
             raise ValueError(f"{self.name} has no last problem: expected a number of them")
         return make_problems(self.name, split, count, seed)
@@ -66,6 +81,12 @@ class GeneratedTask(Task):
 
     def answer(self, text: str) -> str | None:
         return ANSWER[self.name](text) if self.name in ANSWER else None
+
+
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """Text before the first stop string: what a reader gets."""
+    cuts = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(cuts)] if cuts else text
 
 
 GENERATED: dict[str, Task] = {name: GeneratedTask(name) for name in TASKS}

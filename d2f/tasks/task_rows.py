@@ -11,10 +11,9 @@ from typing import Any
 from d2f.errors import InputError
 from d2f.records import BadRecord, Source, Table, open_records
 from d2f.tasks.splits import SPLITS
+from d2f.tasks.task import ALL
 from d2f.tasks.task_file import TaskFile
 
-ALL = "all"
-"""In place of a split: every row of data, where splits are shares of it."""
 USUAL_PROMPTS = ("messages", "prompt", "question")
 USUAL_REFERENCES = ("reference", "answer", "response")
 _FILES = (".jsonl", ".json", ".parquet")
@@ -31,6 +30,10 @@ class TaskRows:
         self.file, self.name, self.folder, self.columns = file, name, folder, columns
         self._sources: dict[str, Source] = {}
         self._splits: dict[str, list[Place]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the data itself."""
+        return {**vars(self), "_sources": {}, "_splits": {}}
 
     def of(self, split: str) -> list[Place]:
         """The rows of a split. Raises InputError where there is none."""
@@ -63,6 +66,11 @@ class TaskRows:
                 f"share {place:g} of the {split} split: give it a larger one"
             )
         return rows
+
+    @property
+    def are_shares(self) -> bool:
+        """Whether the splits are parts of one whole."""
+        return all(not isinstance(place, str) for place in self.file.splits.values())
 
     @property
     def digests(self) -> list[str]:

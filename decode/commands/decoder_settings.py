@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from d2f.configuration import read_mapping
 from d2f.contract import Contract
 from d2f.errors import InputError, one_line
 from d2f.model import DiffusionModel
+from d2f.tasks import Task
 from d2f.validation import refuse_another_kind
 from decode.commands.decoder_flags import given_options
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder
@@ -76,6 +77,13 @@ class DecoderSettings:
         contract = model.contract
         kind = default_decoder(contract) if self.name is None else find_decoder(self.name)
         return self._build(kind, length, contract)
+
+    def for_task(self, model: DiffusionModel, task: Task) -> Decoder:
+        """The decoder of a task's problems: with its length where none was given, and its stop
+        strings beside those that were. Raises InputError."""
+        length = self.given.get("max_new_tokens") or task.response_length
+        decoder = self.decoder(model, length)
+        return replace(decoder, stop=(*task.stop, *decoder.stop))
 
     def _build(self, kind: type[Decoder], length: int, contract: Contract | None = None) -> Decoder:
         known = option_names(kind)

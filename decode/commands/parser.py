@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.models import names
-from d2f.tasks.registry import TASKS
+from d2f.tasks import TASKS, Task, find_tasks, task_of_data
 
 DEFAULT_MODEL = "tiny-d2f"
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -76,18 +76,56 @@ def add_model(
     group.set_defaults(family=None, merge=True, compile=False)
 
 
+def check_model(options: argparse.Namespace) -> None:
+    """Raise InputError where the flags of the model do not go together."""
+    if not options.merge and options.adapter is None:
+        raise InputError("--no-merge needs --adapter")
+    if options.compile and not options.merge:
+        raise InputError("--compile needs a merged adapter, not --no-merge")
+
+
 def add_tasks(group: Group, more: str = "") -> None:
-    """Add --tasks; `task_list` reads it. more: said in its help."""
-    every = ",".join(TASKS)
-    group.add_argument("--tasks", default=every, metavar="NAMES", help=f"default {every}{more}")
+    """Add what names tasks; `chosen_tasks` reads it. more: said in the help of --tasks."""
+    group.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="tasks, with commas: generated ones, task files (docs/evaluation.md) by path, or "
+        f"those that `d2f configs` lists under evaluation (default {','.join(TASKS)}){more}",
+    )
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        help="a task of your own instead: a file of rows (JSONL, parquet) or a data set, whose "
+        "columns are prompt, question or messages, and reference, answer or response",
+    )
+    group.add_argument(
+        "--judge",
+        metavar="NAME",
+        help="who says what is right of --data: exact, numeric, choice, math, contains, or a "
+        "function of your own as module:function",
+    )
+    group.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="let the judge python run what the model writes, on this machine: in a process of its "
+        "own, with limits, and without network where the system allows that",
+    )
 
 
-def task_list(text: str) -> list[str]:
-    """The tasks of --tasks, names with commas between them. Raises InputError."""
-    tasks = text.split(",")
-    if set(tasks) - set(TASKS) or len(set(tasks)) < len(tasks):
-        raise InputError(f"--tasks must be some of {','.join(TASKS)}, each once, got {text!r}")
-    return tasks
+def chosen_tasks(options: argparse.Namespace) -> tuple[Task, ...]:
+    """The tasks that a command line names. Raises InputError."""
+    allowed = options.allow_code_execution
+    if (options.data is None) != (options.judge is None):
+        raise InputError("--data and --judge go together: expected both or neither")
+    if options.data is None:
+        names = TASKS if options.tasks is None else options.tasks.split(",")
+        try:
+            return find_tasks(names, allow_code_execution=allowed)
+        except InputError as error:
+            raise InputError(f"--tasks: {error}") from error
+    if options.tasks is not None:
+        raise InputError("--data is a task of its own: leave out --tasks")
+    return (task_of_data(options.data, options.judge, allow_code_execution=allowed),)
 
 
 def check_least(options: argparse.Namespace, **least: int) -> None:

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 
 from d2f.errors import InputError
 from d2f.shipped import DECODING, find_config
-from d2f.tasks.registry import TASKS
 from decode.commands.decoder_flags import Kind, add_decoder, add_sampling, offered
-from decode.commands.parser import Parser, add_model, add_verbose, check_least
+from decode.commands.parser import (
+    Parser,
+    add_model,
+    add_tasks,
+    add_verbose,
+    check_least,
+    check_model,
+)
 from decode.decoders import find_decoder
 
 DEFAULT_PROBLEMS = 2
@@ -37,15 +43,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.decoder is not None:
         find_decoder(options.decoder)
     prompts = options.prompt is not None or options.prompts_file is not None
-    for name in ("tasks", "problems"):
+    for name in ("tasks", "data", "problems"):
         if prompts and getattr(options, name) is not None:
             raise InputError(f"--{name} is for held-out problems, not for prompts of your own")
     if options.raw and not prompts:
         raise InputError("--raw needs --prompt or --prompts-file")
-    if not options.merge and options.adapter is None:
-        raise InputError("--no-merge needs --adapter")
-    if options.compile and not options.merge:
-        raise InputError("--compile needs a merged adapter, not --no-merge")
+    check_model(options)
     check_least(options, n=1, batch_size=1)
     if options.pause is not None and not 0 <= options.pause <= 60:
         raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
@@ -68,8 +71,16 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
         "decoder", "An option that the chosen decoder does not have is an error."
     )
     tokens = parser.add_argument_group("choice of tokens (all decoders; default: greedy)")
+    tokens.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, "
+        "... (default 1)",
+    )
     _add_running(parser.add_argument_group("running and output"))
-    _add_sampling(tokens, kinds)
+    add_sampling(tokens, kinds)
     add_decoder(decoder, kinds)  # last, so that a clash is known for one with the command's own
     return parser
 
@@ -90,28 +101,12 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="take text prompts as they are, without the chat template",
     )
-    group.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help=f"tasks of the held-out problems (default {','.join(TASKS)})",
-    )
+    add_tasks(group)
     group.add_argument(
         "--problems",
         type=int,
         metavar="N",
         help=f"held-out problems a task, at least 1 (default {DEFAULT_PROBLEMS})",
-    )
-
-
-def _add_sampling(group: argparse._ArgumentGroup, kinds: list[Kind]) -> None:
-    add_sampling(group, kinds)
-    group.add_argument(
-        "--n",
-        type=int,
-        default=1,
-        metavar="N",
-        help="answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, "
-        "... (default 1)",
     )
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from d2f.errors import InputError
 from d2f.json_file import parse
 from d2f.model import DiffusionModel
-from d2f.tasks import TASKS, Problem
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Problem, Task
 from decode.commands.decoder_settings import DecoderSettings
-from decode.commands.parser import check_least, task_list
+from decode.commands.parser import check_least, chosen_tasks
 from decode.commands.pipeline_flags import DEFAULT_PROBLEMS
 from decode.commands.task_problems import draw_problems
 from decode.decoders import Decoder
@@ -29,12 +28,14 @@ _KINDS = ("prompt", "messages", "ids")
 
 @dataclass(frozen=True)
 class Source:
-    """A prompt as it was given. id: its name in the output; where: its name in messages."""
+    """A prompt as it was given. id: its name in the output; where: its name in messages. problem,
+    task: what it is of, None for a prompt of one's own."""
 
     id: int | str
     where: str
     prompt: str | list[int] | list[dict[str, str]]
     problem: Problem | None = None
+    task: Task | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -64,13 +65,27 @@ def read_sources(options: argparse.Namespace) -> list[Source]:
         return [source]
     if options.prompts_file is not None:
         return read_prompts(options.prompts_file)
-    tasks = task_list(options.tasks) if options.tasks is not None else TASKS
     check_least(options, problems=1)
     count = DEFAULT_PROBLEMS if options.problems is None else options.problems
     return [
-        Source(f"{task}-{number}", f"{task} {number}", problem.question, problem)
-        for task in tasks
-        for number, problem in enumerate(draw_problems(task, "heldout", count), 1)
+        source
+        for task in chosen_tasks(options)
+        for source in task_sources(task, draw_problems(task, "heldout", count))
+    ]
+
+
+def task_sources(task: Task, problems: list[Problem]) -> list[Source]:
+    """The prompts of a task's problems. A question alone is a user's message where the model has a
+    chat template, as text of one's own is."""
+    return [
+        Source(
+            f"{task.name}-{number}",
+            f"{task.name} {number}",
+            problem.question if problem.given is None else problem.prompt,
+            problem,
+            task,
+        )
+        for number, problem in enumerate(problems, 1)
     ]
 
 
@@ -158,9 +173,7 @@ def known_lengths(sources: list[Source], settings: DecoderSettings) -> list[Any]
     """The response lengths that the run asks for, as far as they are known without a model."""
     if "max_new_tokens" in settings.given:
         return [settings.given["max_new_tokens"]]
-    lengths = {
-        RESPONSE_LENGTH[s.problem.task] if s.problem else DEFAULT_MAX_NEW_TOKENS for s in sources
-    }
+    lengths = {s.task.response_length if s.task else DEFAULT_MAX_NEW_TOKENS for s in sources}
     return sorted(lengths)
 
 
@@ -174,9 +187,16 @@ def make_jobs(
     """
     jobs = []
     for place, source in enumerate(sources):
-        ids = encode(model, source.prompt, source.where, raw=raw)
-        length = settings.given.get("max_new_tokens") or _default_length(model, source, ids)
-        decoder = settings.decoder(model, length)
+        # Text that a task gives is the whole prompt: it said itself whether it wants a template.
+        given = source.problem.given if source.problem is not None else None
+        ids = encode(model, source.prompt, source.where, raw=raw or isinstance(given, str))
+        if source.task is not None:
+            decoder = settings.for_task(model, source.task)
+        else:
+            length = settings.given.get("max_new_tokens") or default_length(
+                model, ids, source.where
+            )
+            decoder = settings.decoder(model, length)
         decoder.check(model.contract)
         check(model, ids, decoder, source.where)
         for sample in range(n):
@@ -186,14 +206,10 @@ def make_jobs(
     names = Counter(job.source.id for job in jobs)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
-        raise InputError(f"--n {n}: two samples would have the id {twice[0]!r}; give other ids")
+        raise InputError(
+            f"{n} samples a prompt: two samples would have the id {twice[0]!r}; give other ids"
+        )
     return jobs
-
-
-def _default_length(model: DiffusionModel, source: Source, ids: list[int]) -> int:
-    if source.problem is not None:
-        return RESPONSE_LENGTH[source.problem.task]
-    return default_length(model, ids, source.where)
 
 
 def prompts_hash(jobs: list[PromptJob]) -> str:

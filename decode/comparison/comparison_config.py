@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
 from d2f.quantities import Name, Problems, Seconds, Seed, Text, Tokens
 from d2f.shipped import COMPARISON, DECODING, find_config
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks import Task, find_tasks
 from d2f.validation import shown
 
 if TYPE_CHECKING:
@@ -156,7 +157,10 @@ class CompareConfig(Section):
     baseline: Text | None = None
     """The entry that ratios are taken against; default: the first."""
     tasks: tuple[Text, ...] = ()
-    """Tasks whose problems are decoded. Either they or prompts_file."""
+    """Tasks whose problems are decoded: generated ones, or task files. Either they or
+    prompts_file."""
+    allow_code_execution: Switch = False
+    """Let the judge python run what the models write, on this machine."""
     prompts_file: Text | None = None
     """Prompts of your own, as decode.pipeline takes them."""
     split: Literal["tuning", "heldout"] = "heldout"
@@ -210,12 +214,18 @@ class CompareConfig(Section):
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
         if bool(self.tasks) == (self.prompts_file is not None):
             raise ValueError("exactly one of tasks and prompts_file must be given")
-        unknown = [task for task in self.tasks if task not in TASKS]
-        if unknown or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks must be some of {', '.join(TASKS)}, each once")
+        if self.tasks:
+            find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
         if sorted(set(self.concurrency)) != list(self.concurrency):
             raise ValueError("concurrency must rise, each once")
         return self
+
+    @cached_property
+    def chosen(self) -> tuple[Task, ...]:
+        """The tasks themselves; none for a prompts file."""
+        if not self.tasks:
+            return ()
+        return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
 
     @property
     def reference(self) -> Ours | Transformers | Vllm | Endpoint:
@@ -281,10 +291,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
         if isinstance(entry, Ours):
-            for workload in config.tasks or (None,):
-                settings = decoder_settings(entry, workload)
+            for task in config.chosen or (None,):
+                settings = decoder_settings(entry, task.name if task else None)
                 if settings.name is not None:  # else the model decides which decoder it is
-                    length = config.max_new_tokens or RESPONSE_LENGTH.get(workload or "", 256)
+                    length = config.max_new_tokens or (task.response_length if task else 256)
                     try:
                         settings.check([length])
                     except InputError as error:

@@ -26,14 +26,15 @@ def identity(
     found |= {f"version of {name}": version for name, version in about["versions"].items()}
     found |= _flat(config.model_dump(mode="json", exclude=_FREE))
     found["entries"] = [entry.name for entry in config.entries]  # their order is that of the runs
+    found["tasks"] = [task.identity for task in config.chosen]
     prompts = [[item.id, item.prompt] for workload in workloads for item in workload.items]
     found["prompts"] = _digest(json.dumps(prompts).encode())
     for entry in config.entries:
         key = f"entries.{entry.name}"
         found |= _flat(entry.model_dump(mode="json"), f"{key}.")
         if isinstance(entry, Ours):
-            for task in config.tasks or (None,):
-                path = options_file(entry, task)
+            for task in config.chosen or (None,):
+                path = options_file(entry, task.name if task else None)
                 if path is not None:
                     found[f"content of {path}"] = _digest(Path(path).read_bytes())
         named = [] if isinstance(entry, Endpoint) else [entry.model]

@@ -26,12 +26,14 @@ def tokenizer_of(name: str) -> Any:
 
 
 def encode_all(tokenizer: Any, workload: Workload, name: str) -> list[list[int]]:
-    """Each prompt's ids: messages through the chat template, ids as they are."""
+    """Each prompt's ids: messages through the chat template, text and ids as they are."""
     return [encode(tokenizer, item.prompt, f"entry {name}: {item.id}") for item in workload.items]
 
 
 def encode(tokenizer: Any, prompt: Any, where: str) -> list[int]:
     """One prompt's ids. Raises InputError."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
     if isinstance(prompt[0], int):
         return list(prompt)
     if tokenizer.chat_template is None:

@@ -108,7 +108,7 @@ def prepare(
     settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
     decoder = settings.decoder(model, workload.max_new_tokens)
     decoder.check(model.contract)
-    ids = [encode(model, item.prompt, item.id) for item in workload.items]
+    ids = [encode(model, item.prompt, item.id, raw=True) for item in workload.items]
     for item, prompt in zip(workload.items, ids, strict=True):
         check(model, prompt, decoder, item.id)
     return decoder, ids

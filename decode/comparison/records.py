@@ -8,9 +8,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from d2f.tasks import before_stop
 from decode.comparison.answers import Run
 from decode.comparison.entry_prompts import count_tokens
-from decode.comparison.workload import Workload, visible
+from decode.comparison.workload import Workload
 
 COLUMNS = (
     "item", "submitted", "prefill", "first", "finished", "first_tokens", "tokens", "own_tokens",
@@ -78,7 +79,7 @@ def judge(
 ) -> Record:
     """Count and judge the answers of a run; a failed request has no tokens and is wrong, and none
     has more tokens than were asked for."""
-    texts = ["" if a.error else visible(a.text, workload.stop) for a in run.answers]
+    texts = ["" if a.error else before_stop(a.text, workload.stop) for a in run.answers]
     answers = []
     for answer, text, tokens in zip(
         run.answers, texts, count_tokens(tokenizer, texts), strict=True

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError
-from d2f.tasks import Problem, make_problems
-from d2f.tasks import check as judge
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Problem, Task
+from decode.commands.task_problems import draw_problems
 from decode.comparison.comparison_config import CompareConfig
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 
@@ -20,15 +18,19 @@ OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt. problem: None where nothing can judge the answer."""
+    """One prompt; text is taken as it is. problem, task: None where nothing can judge the
+    answer."""
 
     id: str
     prompt: Any  # decode.engine.prompts.Prompt
     problem: Problem | None = None
+    task: Task | None = None
 
     def right(self, text: str) -> bool | None:
         """Whether text solves the problem, None without one."""
-        return None if self.problem is None else judge(self.problem, text)
+        if self.problem is None or self.task is None:
+            return None
+        return self.task.right(self.problem, text)
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,26 @@ def make_workloads(config: CompareConfig) -> list[Workload]:
         length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
         return [Workload(OWN_PROMPTS, items, len(items), length, stop)]
     workloads = []
-    for task in config.tasks:
-        count = max(config.problems, config.accuracy_problems)
-        try:
-            problems = make_problems(task, config.split, count, config.seed)
-        except ValueError as error:
-            raise InputError(f"{task}: {count} problems: {error}") from error
+    for task in config.chosen:
         items = [
-            Item(f"{task}-{n}", [{"role": "user", "content": problem.question}], problem)
-            for n, problem in enumerate(problems, 1)
+            Item(f"{task.name}-{n}", problem.prompt, problem, task)
+            for n, problem in enumerate(_problems(task, config), 1)
         ]
-        length = config.max_new_tokens or RESPONSE_LENGTH[task]
-        workloads.append(Workload(task, items, config.problems, length, stop))
+        length = config.max_new_tokens or task.response_length
+        stops = (*task.stop, *stop)
+        workloads.append(Workload(task.name, items, config.problems, length, stops))
     return workloads
+
+
+def _problems(task: Task, config: CompareConfig) -> list[Problem]:
+    """As many as are asked for; of data that has fewer than the default, all that there are. Raises
+    InputError."""
+    count = max(config.problems, config.accuracy_problems)
+    where = f"{task.name}: problems"
+    if task.default_count is None and "accuracy_problems" not in config.model_fields_set:
+        there = len(draw_problems(task, config.split, None, config.seed, where))
+        count = max(config.problems, min(count, there))
+    return draw_problems(task, config.split, count, config.seed, where)
 
 
 def _read(path: str) -> list[Item]:
@@ -79,9 +88,3 @@ def _read(path: str) -> list[Item]:
             prompt = [{"role": "user", "content": prompt}]
         items.append(Item(str(source.id), prompt))
     return items
-
-
-def visible(text: str, stop: tuple[str, ...]) -> str:
-    """Text before the first stop string: what a reader gets."""
-    cuts = [place for place in map(text.find, stop) if place >= 0]
-    return text[: min(cuts)] if cuts else text

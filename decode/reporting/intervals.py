@@ -9,8 +9,9 @@ from collections.abc import Sequence
 Z95 = 1.959964
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson's score interval)."""
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson's score interval). right: whole or not; of the sum of values
+    in [0, 1] it is wider than needed, as their variance is at most that of a share."""
     share = right / count
     middle = (share + Z95 * Z95 / (2 * count)) / (1 + Z95 * Z95 / count)
     half = (

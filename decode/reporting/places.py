@@ -30,6 +30,18 @@ def check_place(path: Path, option: str) -> None:
         raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
 
 
+def check_folder(output: str | Path) -> Path:
+    """The folder. Raises InputError if there is one that cannot be written, or something else."""
+    if not str(output):
+        raise InputError("--output is empty: expected a folder")
+    folder = Path(os.path.realpath(output))
+    if is_there(folder, "--output") and not folder.is_dir():
+        raise InputError(f"--output {output}: no folder can be there: it is a file")
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise InputError(f"--output {output}: the folder cannot be written")
+    return folder
+
+
 def is_there(path: Path, option: str) -> bool:
     """Whether something is at `path`. Raises InputError where nothing can be, as with a name that
     is too long."""

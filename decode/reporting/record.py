@@ -12,7 +12,6 @@ from pydantic import TypeAdapter
 
 from d2f.errors import one_line
 from d2f.json_file import parse
-from d2f.tasks import check
 from decode.commands.prompt_jobs import PromptJob
 from decode.engine.result import Result
 from decode.reporting.ledger import Ledger, json_line
@@ -23,7 +22,8 @@ class Record:
     """A line of the output.
 
     task, right: None for a prompt of one's own. tokens: visible ids, cut before the end token or
-    stop string. seconds: decoding alone, without what the command does between forwards.
+    stop string. rows: fed in all forwards. counts: what the decoder counted, by name. seconds:
+    decoding alone, without what the command does between forwards.
     """
 
     id: int | str
@@ -35,6 +35,8 @@ class Record:
     prompt_tokens: int
     max_new_tokens: int
     forwards: int
+    rows: int
+    counts: dict[str, int]
     seconds: float
     tokens: list[int]
     raw_tokens: list[int]
@@ -91,17 +93,19 @@ class Output(Ledger[int | str, Record]):
 
 def make_record(job: PromptJob, result: Result, seconds: float) -> Record:
     """A result with the judgement of its text."""
-    problem = job.source.problem
+    problem, task = job.source.problem, job.source.task
     return Record(
         id=job.source.id,
         task=problem.task if problem else None,
-        question=job.source.texts[-1] if job.source.texts else None,
+        question=problem.question if problem else next(reversed(job.source.texts), None),
         text=result.text,
-        right=check(problem, result.text or "") if problem else None,
+        right=task.right(problem, result.text or "") if problem and task else None,
         finish_reason=result.finish_reason,
         prompt_tokens=result.prompt_tokens,
         max_new_tokens=job.decoder.length,
         forwards=result.forwards,
+        rows=sum(rows for rows, _ in result.calls),
+        counts=result.counts,
         seconds=seconds,
         tokens=result.tokens,
         raw_tokens=result.raw_tokens,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tasks import Problem, make_problems
+from d2f.tasks import Problem, Task
 from decode.commands.task_problems import encode_problems
-from decode.evaluate import decode_and_judge
+from decode.evaluation.judged import decode_and_judge
 from decode.reporting.measurements import Measurements
 from decode.tuning.space import Space
 from decode.tuning.tuning_ledger import JobDone, TuningJob, TuningLedger
@@ -33,10 +33,12 @@ class Bench:
         problems: Problems,
         ledger: TuningLedger,
         *,
+        tasks: Sequence[Task],
         batch_size: int,
         on_done: Callable[[JobDone], None],
     ):
         self.model, self.space, self.problems, self.ledger = model, space, problems, ledger
+        self.tasks = {task.name: task for task in tasks}
         self.batch_size = batch_size
         self.on_done = on_done
         self.warm: set[tuple[object, ...]] = set()
@@ -51,13 +53,14 @@ class Bench:
 
     def _measure(self, job: TuningJob) -> JobDone:
         began = time.perf_counter()
-        decoder = self.space.build(dict(job.setting), job.task)
+        task = self.tasks[job.task]
+        decoder = self.space.build(dict(job.setting), task)
         problems = self.problems[job.task, job.split][job.first : job.stop]
         # The warm-up counts in `wall`, by which the budget is spent, and in no measured second.
         if (job.task, job.setting) not in self.warm:
-            decode_and_judge(self.model, decoder, problems[:1], batch_size=self.batch_size)
+            decode_and_judge(self.model, decoder, task, problems[:1], batch_size=self.batch_size)
             self.warm.add((job.task, job.setting))
-        judged = decode_and_judge(self.model, decoder, problems, batch_size=self.batch_size)
+        judged = decode_and_judge(self.model, decoder, task, problems, batch_size=self.batch_size)
         return JobDone(job, judged.measurements(), time.perf_counter() - began)
 
 
@@ -65,17 +68,21 @@ def make_all_problems(tuning: Tuning) -> Problems:
     """The first problems of each task, so many of each split. Raises InputError for more than a
     split has."""
     problems: Problems = {}
-    for task in tuning.tasks:
+    for task in tuning.chosen:
         for split, count in (("tuning", tuning.problems), ("heldout", tuning.heldout)):
             try:
-                problems[task, split] = make_problems(task, split, count, tuning.seed)
+                problems[task.name, split] = task.problems(split, count, tuning.seed)
+            except InputError:
+                raise  # of the data, or of the split
             except ValueError as error:
-                raise InputError(f"{task}, split {split}: {error}") from error
+                raise InputError(f"{task.name}, split {split}: {error}") from error
     return problems
 
 
-def check_prompts(model: DiffusionModel, space: Space, problems: Problems) -> None:
+def check_prompts(model: DiffusionModel, tuning: Tuning, space: Space, problems: Problems) -> None:
     """Raise InputError unless the model can take every problem with the task's response length."""
-    for (task, split), some in problems.items():
+    for task in tuning.chosen:
         decoder = space.build(space.settings[0], task)
-        encode_problems(model, some, decoder, f" of the {split} split")
+        for split in ("tuning", "heldout"):
+            some = problems[task.name, split]
+            encode_problems(model, some, decoder, f" of the {split} split")

@@ -9,7 +9,7 @@ from typing import Any
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Task
 from decode.decoders import Decoder, find_decoder
 from decode.decoders.base import searchable
 from decode.decoders.options import default_grid
@@ -37,9 +37,10 @@ class Space:
         """The options with more than one value, the ones by which settings are told apart."""
         return [name for name, values in self.grid.items() if len(values) > 1]
 
-    def build(self, setting: Setting, task: str) -> Decoder:
+    def build(self, setting: Setting, task: Task) -> Decoder:
         """The decoder with this setting, for responses of the task."""
-        values: dict[str, Any] = {"max_new_tokens": RESPONSE_LENGTH[task], **setting}
+        of_task = {"max_new_tokens": task.response_length, "stop": task.stop}
+        values: dict[str, Any] = {**of_task, **setting}
         return find_decoder(self.decoder)(**values)
 
     def defaults(self, contract: Contract) -> Setting:
@@ -60,7 +61,7 @@ class Space:
 
 
 def make_space(
-    decoder: str, lists: Mapping[str, Sequence[int | float]], tasks: Iterable[str]
+    decoder: str, lists: Mapping[str, Sequence[int | float]], tasks: Iterable[Task]
 ) -> Space:
     """The settings that are asked for. lists: values by option; an option that is missing has its
     values of its decoder's `default_grid`.

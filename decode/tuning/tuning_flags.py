@@ -13,7 +13,7 @@ from decode.commands.decoder_flags import (
     options_by_name,
     summaries,
 )
-from decode.commands.parser import Parser, add_model, add_tasks, add_verbose, task_list
+from decode.commands.parser import Parser, add_model, add_tasks, add_verbose, chosen_tasks
 from decode.decoders.base import searchable
 from decode.decoders.options import default_grid
 from decode.reporting.extras import require_matplotlib
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     kinds = offered(arguments)
     options = _parser(kinds).parse_args(arguments)
-    options.tasks = task_list(options.tasks)
+    options.tasks = chosen_tasks(options)
     given = {name: getattr(options, name) for kind in kinds for name in searchable(kind)}
     options.lists = {name: values for name, values in given.items() if values is not None}
     if options.figures:

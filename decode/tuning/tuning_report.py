@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from d2f.files import write_beside
+from d2f.tasks import Task
 from d2f.yaml_core import dump
 from decode.commands.parser import DEFAULT_MODEL
 from decode.reporting.tables import markdown_table
@@ -21,7 +22,7 @@ from decode.tuning.space import Space, described
 @dataclass(frozen=True)
 class TuningReport:
     """What came out of a run. model, adapter: as they were named. run: what the ledger's header
-    says. environment: what it was measured on."""
+    says. environment: what it was measured on. tasks: those that were tuned."""
 
     model: str
     adapter: str | None
@@ -31,6 +32,7 @@ class TuningReport:
     outcomes: Sequence[Outcome]
     folder: Path
     repetitions: int
+    tasks: Sequence[Task]
 
     def config(self, task: str) -> Path:
         """The YAML of a task's choice."""
@@ -43,7 +45,8 @@ class TuningReport:
             words += ["--model", self.model]
         if self.adapter is not None:
             words += ["--adapter", self.adapter]
-        return shlex.join([*words, "--config", str(self.config(task)), "--tasks", task])
+        named = next(one.words for one in self.tasks if one.name == task)
+        return shlex.join([*words, "--config", str(self.config(task)), *named])
 
     @property
     def counted(self) -> str:

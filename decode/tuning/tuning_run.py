@@ -10,7 +10,7 @@ from typing import Any
 from d2f import __version__
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tasks.registry import TASKS
+from d2f.tasks import TASKS, Task, find_tasks
 from decode.decoders.checks import whole_number
 from decode.reporting.environment import environment
 from decode.tuning.choose import Goal
@@ -22,16 +22,15 @@ from decode.tuning.space import Space, make_space
 class Tuning:
     """One run of tuning. Raises InputError for a value that is out of range.
 
-    tasks: names of tiny tasks, each tuned on its own. decoder: its name. lists: values to search by
-    option, over the decoder's default grid. search: ``halving`` or ``grid``. problems: of the
-    tuning split, at the last rung. eta: halving keeps 1/eta. budget: seconds of measuring in the
-    search, None without limit, shared equally by the tasks; every setting has a first look all the
-    same. goal: what is chosen. batch_size:
-    problems decoded together. heldout: problems of the final measurement, repetitions of it. seed:
-    of the problems and of halving's draws.
+    tasks: tasks, or names or files of some, each tuned on its own. decoder: its name. lists: values
+    to search by option, over the decoder's default grid. search: ``halving`` or ``grid``. problems:
+    of the tuning split, at the last rung. eta: halving keeps 1/eta. budget: seconds of measuring in
+    the search, None without limit, shared equally by the tasks; every setting has a first look all
+    the same. goal: what is chosen. batch_size: problems decoded together. heldout: problems of the
+    final measurement, repetitions of it. seed: of the problems and of halving's draws.
     """
 
-    tasks: Sequence[str] = TASKS
+    tasks: Sequence[Task | str] = TASKS
     decoder: str = "d2f"
     lists: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
     search: str = "halving"
@@ -43,13 +42,11 @@ class Tuning:
     heldout: int = 500
     repetitions: int = 3
     seed: int = 0
+    chosen: tuple[Task, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks if task not in TASKS]
-        if unknown or not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise InputError(
-                f"tasks must be some of {','.join(TASKS)}, each once, got {','.join(self.tasks)!r}"
-            )
+        # Found here, so that a task that there is not is known at once, and read but once.
+        object.__setattr__(self, "chosen", find_tasks(self.tasks))
         if self.search not in SEARCHES:
             raise InputError(f"search must be one of {', '.join(SEARCHES)}, got {self.search!r}")
         for name in ("problems", "batch_size", "heldout", "repetitions"):
@@ -65,12 +62,12 @@ class Tuning:
 
     def space(self) -> Space:
         """The settings to search, for any model."""
-        return make_space(self.decoder, self.lists, self.tasks)
+        return make_space(self.decoder, self.lists, self.chosen)
 
     @property
     def budget_per_task(self) -> float:
         """Seconds of measuring that the search of each task has."""
-        return math.inf if self.budget is None else self.budget / len(self.tasks)
+        return math.inf if self.budget is None else self.budget / len(self.chosen)
 
 
 def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
         **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
         "decoder": space.decoder,
         "grid": {name: list(values) for name, values in space.grid.items()},
-        "tasks": list(tuning.tasks),
+        "tasks": [task.identity for task in tuning.chosen],
         "search": tuning.search,
         "problems": tuning.problems,
         "eta": tuning.eta,

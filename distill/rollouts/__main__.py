@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.decoder_flags import add_flags, given_options, own_names
 from decode.commands.parser import (
     Parser,
@@ -27,7 +26,7 @@ from decode.commands.parser import (
     add_tasks,
     add_verbose,
     check_least,
-    task_list,
+    chosen_tasks,
 )
 from decode.commands.run_command import command
 from decode.decoders import DECODERS
@@ -53,6 +52,7 @@ def _run(options: argparse.Namespace) -> None:
 
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import check_options, load, outline
+    from decode.commands.task_problems import give_notices
     from decode.reporting.shown_progress import ShownProgress
     from distill.rollouts.collect import collect, make_jobs
     from distill.rollouts.rollout_ledger import RolloutLedger
@@ -60,10 +60,11 @@ def _run(options: argparse.Namespace) -> None:
     given = given_options(options)
     # All of the response is wanted, also what follows the end token.
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
-    settings.check([RESPONSE_LENGTH[task] for task in options.tasks])
+    settings.check([task.response_length for task in options.tasks])
     check_options(options)
     shape = outline(options.model, options.adapter)
     jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
+    give_notices(options.tasks)
     model, weights = load(options)
     file = RolloutLedger(options.output, describe(options, model, weights, jobs))
     order = {job.name: number for number, job in enumerate(jobs)}
@@ -99,8 +100,8 @@ def _run(options: argparse.Namespace) -> None:
                     file.add(found)
                 first += 1
     for task in options.tasks:
-        kept = sum(name.startswith(f"{task}-") for name in file.done)
-        print(f"{task:<10} {kept} of {options.problems} right and kept")
+        kept = sum(name.startswith(f"{task.name}-") for name in file.done)
+        print(f"{task.name:<10} {kept} of {options.problems} right and kept")
 
 
 def describe(
@@ -126,7 +127,7 @@ def describe(
         "compiled": model.is_compiled,
         "decoder": options.decoder,
         "options": asdict(jobs[0].decoder) | {"max_new_tokens": None},
-        "tasks": options.tasks,
+        "tasks": [task.identity for task in options.tasks],
         "problems": options.problems,
         "seed": options.seed,
         "temperatures": options.temperatures,
@@ -163,7 +164,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kinds = [DECODERS[name] for name in RECORDED]
     add_flags(group, kinds, [name for name in own_names(kinds) if name not in _NOT_TAKEN])
     options = parser.parse_args(arguments)
-    options.tasks = task_list(options.tasks)
+    options.tasks = chosen_tasks(options)
     check_least(options, problems=1, batch_size=1)
     if options.seed < 0:
         raise InputError(f"--seed must be 0 or more, got {options.seed}")

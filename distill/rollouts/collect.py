@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tasks import Problem, make_problems
-from d2f.tasks import check as check_answer
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Problem, Task, before_stop
 from decode.commands.decoder_settings import DecoderSettings
+from decode.commands.task_problems import draw_problems, encode_problems
 from decode.decoders import Decoder
 from decode.engine.engine import Engine
-from decode.engine.prompts import check, encode
 from decode.engine.request import Request
 from decode.engine.result import Event, Result
 from distill.rollouts.trajectories import Rollout
@@ -23,9 +21,10 @@ from distill.rollouts.trajectories import Rollout
 
 @dataclass(frozen=True)
 class TrajectoryJob:
-    """A problem to decode: its name in the file, prompt ids, and decoder at temperature 0."""
+    """A problem to decode: its name in the file, task, prompt ids, and decoder at temperature 0."""
 
     name: str
+    task: Task
     problem: Problem
     ids: list[int]
     decoder: Decoder
@@ -131,7 +130,9 @@ def collect(
                 continue
             del under_way[event.request]
             number, rung = divmod(event.request, len(temperatures))
-            if check_answer(jobs[number].problem, event.result.text or ""):
+            job = jobs[number]
+            text = before_stop(event.result.text or "", job.task.stop)
+            if job.task.right(job.problem, text):
                 temperature = temperatures[rung]
                 yield number, trajectory.rollout(jobs[number], event.result, temperature)
             elif rung + 1 < len(temperatures):
@@ -141,21 +142,18 @@ def collect(
 
 
 def make_jobs(
-    model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[str], count: int, seed: int
+    model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[Task], count: int, seed: int
 ) -> list[TrajectoryJob]:
     """`count` distinct training problems of each task, encoded and checked. Raises InputError."""
     if model.tokenizer is None:
         raise InputError(f"{model.path}: the tasks need a tokenizer, the checkpoint has none")
     jobs = []
     for task in tasks:
-        decoder = settings.decoder(model, RESPONSE_LENGTH[task])
+        # Without its stop strings, which would end a response before all of it is decided.
+        decoder = settings.decoder(model, task.response_length)
         decoder.check(model.contract)
-        try:
-            problems = make_problems(task, "train", count, seed)
-        except ValueError as error:
-            raise InputError(f"--problems {count}: {error}") from error
-        for number, problem in enumerate(problems, 1):
-            ids = encode(model, [{"role": "user", "content": problem.question}], f"{task} {number}")
-            check(model, ids, decoder, f"{task} {number}")
-            jobs.append(TrajectoryJob(f"{task}-{number}", problem, ids, decoder))
+        problems = draw_problems(task, "train", count, seed)
+        prompts = encode_problems(model, problems, decoder)
+        for number, (problem, ids) in enumerate(zip(problems, prompts, strict=True), 1):
+            jobs.append(TrajectoryJob(f"{task.name}-{number}", task, problem, ids, decoder))
     return jobs

@@ -20,12 +20,11 @@ from d2f.errors import InputError
 from d2f.files import put_back
 from d2f.json_file import parse
 from d2f.model import DiffusionModel
-from d2f.tasks import Problem, make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks import Problem, Task
 from decode.commands.decoder_settings import DecoderSettings
+from decode.commands.task_problems import draw_problems, encode_problems, give_notices
 from decode.decoders import Decoder, find_decoder
-from decode.engine.prompts import check, encode
-from decode.evaluate import decode_and_judge
+from decode.evaluation.judged import decode_and_judge
 from distill.config import TrainConfig
 from distill.run.export import as_trained, write_result
 
@@ -52,6 +51,8 @@ class Evaluator:
         self.best = Path(config.output) / "best"
         # Encoded and checked once: every evaluation decodes the same prompts.
         self.jobs = jobs(self.model, config)
+        if accelerator.is_main_process:
+            give_notices(task for task, _, _ in self.jobs)
 
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, ends with an evaluation."""
@@ -63,16 +64,16 @@ class Evaluator:
         values: dict[str, Any] = {}
         right = tokens = forwards = count = 0
         with undisturbed(self.model):
-            for task, (problems, decoder) in self.jobs.items():
+            for task, problems, decoder in self.jobs:
                 judged = decode_and_judge(
-                    self.model, decoder, problems, batch_size=self.settings.batch_size
+                    self.model, decoder, task, problems, batch_size=self.settings.batch_size
                 )
                 right, count = right + sum(judged.right), count + len(problems)
                 tokens += sum(len(result.tokens) for result in judged.results)
                 forwards += sum(result.forwards for result in judged.results)
-                values[f"evaluation/{task}/accuracy"] = sum(judged.right) / len(problems)
+                values[f"evaluation/{task.name}/accuracy"] = sum(judged.right) / len(problems)
                 verdict = "right" if judged.right[0] else "wrong"
-                values[f"evaluation/{task}/example"] = (
+                values[f"evaluation/{task.name}/example"] = (
                     f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
                 )
         values["evaluation/accuracy"] = right / count
@@ -94,24 +95,22 @@ class Evaluator:
         write_result(self.model, self.config, self.best, {REPORT: report})
 
 
-def jobs(model: DiffusionModel, config: TrainConfig) -> dict[str, tuple[list[Problem], Decoder]]:
+def jobs(model: DiffusionModel, config: TrainConfig) -> list[tuple[Task, list[Problem], Decoder]]:
     """What is decoded of each task, and how. model: as trained; no weights are read. Raises
     InputError for a decoder or option that there is not, or that does not fit the model, and for a
     problem longer than its context."""
     settings, chosen = config.evaluation, _decoder_settings(config)
-    found: dict[str, tuple[list[Problem], Decoder]] = {}
-    for task in settings.tasks or config.data.tasks or ():
+    found = []
+    for task in settings.chosen(tuple(config.data.tasks or ())):
         try:
-            decoder = chosen.decoder(model, RESPONSE_LENGTH[task])
+            decoder = chosen.for_task(model, task)
             decoder.check(model.contract)
         except InputError as error:
             raise InputError(f"evaluation.options: {error}") from error
-        problems = make_problems(task, settings.split, settings.problems, config.seed)
-        for i, problem in enumerate(problems):
-            where = f"evaluation: {task} {i}"
-            ids = encode(model, [{"role": "user", "content": problem.question}], where)
-            check(model, ids, decoder, where)
-        found[task] = (problems, decoder)
+        count, seed = settings.problems, config.seed
+        problems = draw_problems(task, settings.split, count, seed, "evaluation.problems")
+        encode_problems(model, problems, decoder, " of the evaluation")
+        found.append((task, problems, decoder))
     return found
 
 

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from d2f.tasks import before_stop
 from decode.comparison.answers import Answer, Run
 from decode.comparison.records import Judged, Record, as_json, from_json, judge
 from decode.comparison.statistics import accuracies, faster_at, speeds_of
-from decode.comparison.workload import Item, Workload, visible
+from decode.comparison.workload import Item, Workload
 from decode.reporting.intervals import paired
 
 
@@ -118,7 +119,7 @@ def test_what_is_hidden_or_failed_is_never_counted():
     ("stop", "shown"), [((), "a b c"), (("c", "b"), "a "), (("z",), "a b c"), (("a",), "")]
 )
 def test_text_is_cut_at_the_first_stop_string(stop, shown):
-    assert visible("a b c", stop) == shown
+    assert before_stop("a b c", stop) == shown
 
 
 @given(st.lists(st.text(max_size=3), min_size=1, max_size=5))

@@ -116,7 +116,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
         (["--prompt", "Hi", "--max-new-tokens", "9999"], "the model's context is 256"),
         (["--prompt", "Hi", "--problems", "3"], "--problems is for held-out problems"),
         (["--prompt", "\ud800"], "--prompt is not Unicode text"),
-        (["--tasks", "story,chess"], "--tasks must be some of story,countdown,sudoku"),
+        (["--tasks", "story,chess"], "--tasks: expected a task among story, countdown, sudoku"),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--raw"], "--raw needs --prompt or --prompts-file"),
         (["--no-merge"], "--no-merge needs --adapter"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from decode.engine.result import Result
-from decode.evaluate import Judged
+from decode.evaluation.judged import Judged
 from decode.reporting.measurements import Measurements
 
 TOKENS = 10  # a problem
@@ -47,7 +47,7 @@ class Model:
         return measured(self.right[setting["i"], first:stop], self.speeds[setting["i"]])
 
 
-def judge(model, decoder, problems, *, batch_size):
+def judge(model, decoder, task, problems, *, batch_size):
     """In place of `decode_and_judge`: a higher tau_conf is slower, and right on more problems."""
     seconds = 0.01 + 0.1 * decoder.tau_conf
     result = Result([1] * TOKENS, [1] * TOKENS, "", 2, [(1, 0)] * 2, seconds, "end", 5)

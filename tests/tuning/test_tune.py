@@ -277,9 +277,9 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
     [
         (
             ["--tasks", "chess"],
-            "--tasks must be some of story,countdown,sudoku, each once, got 'che",
+            "--tasks: expected a task among story, countdown, sudoku",
         ),
-        (["--tasks", "story,story"], "--tasks must be some of story,countdown,sudoku, each once"),
+        (["--tasks", "story,story"], "--tasks: expected tasks, each once, got 'story,story'"),
         (["--decoder", "beam"], f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
         (["--steps", "4"], "the decoder d2f has no option steps; of those that can be searched"),
         (["--decoder", "static", "--tau-add", "0"], "the decoder static has no option tau_add"),
@@ -325,7 +325,7 @@ def test_more_problems_than_the_split_has(tmp_path, made_up, monkeypatch, capsys
     def make(task, split, count, seed):
         raise ValueError(f"count must be at most about 9, got {count}")
 
-    monkeypatch.setattr(bench, "make_problems", make)
+    monkeypatch.setattr("d2f.tasks.task.make_problems", make)
     assert main(["--tasks", "sudoku", "--output", str(tmp_path / "out")]) == 2
     message = "error: sudoku, split tuning: count must be at most about 9, got 200"
     assert message in capsys.readouterr().err and not made_up
