@@ -12,6 +12,8 @@ from typing import Any
 
 from benchmarks.ablation.ablation_config import Ablation
 from d2f.configuration import Section
+from d2f.tasks.judges import JUDGES
+from d2f.tasks.task_file import TaskFile
 from decode.commands.decoder_flags import help_of, options_by_name
 from decode.comparison.comparison_config import CompareConfig
 from decode.decoders import DECODERS
@@ -30,6 +32,12 @@ _KINDS: tuple[tuple[str, str, type[Section]], ...] = (
     ("Training", "`accelerate launch distill/train.py --config FILE`", TrainConfig),
     ("Comparison", "`python -m decode.compare --config FILE`", CompareConfig),
     ("Ablation", "`python -m benchmarks.ablation --config FILE`", Ablation),
+    ("Task file", "`--tasks FILE`; [evaluation.md](evaluation.md) shows one", TaskFile),
+    *(
+        (f"Judge {name}", f"`judge: {{name: {name}, ...}}` in a task file", judge)
+        for name, judge in JUDGES.items()
+        if judge.model_fields
+    ),
 )
 _WORDS = {
     "integer": "whole number",
@@ -141,7 +149,8 @@ def _default(schema: dict[str, Any]) -> str:
     words: dict[Any, str] = {None: "null", True: "true", False: "false"}
     if default is None or isinstance(default, bool):
         return f"`{words[default]}`"
-    return f"`{default}`".replace("'", "") if default != [] else "empty"
+    text = f"`{default}`".replace("'", "").replace("\n", "\\n")
+    return text if default != [] else "empty"
 
 
 def _decoders() -> Iterator[str]:

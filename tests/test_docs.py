@@ -54,6 +54,27 @@ def test_the_way_from_an_autoregressive_checkpoint_runs(tmp_path):
     assert d2f.load(made["student"] / "model", device="meta").contract.objective == "d2f"
 
 
+@pytest.mark.slow
+def test_the_way_to_a_scored_checkpoint_runs(tmp_path):
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    found = {
+        kind: re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1]
+        for kind in ("bash", "yaml", "json")
+    }
+    row = json.loads(found["json"])
+    rows = [
+        row | {"question": row["question"].replace("3", str(n)), "answer": str(n + 4)}
+        for n in range(1, 30)
+    ]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "my_task.yaml").write_text(found["yaml"])
+    said = [run(in_small(command, {}), tmp_path) for command in found["bash"].splitlines()]
+    assert "of 20 right" in said[0] and "of 29 right" in said[1]
+    assert all("pass@4" in text for text in said[3:])
+    for folder in ("sums", "sums-sampled"):
+        assert (tmp_path / "runs" / folder / "report.json").is_file()
+
+
 def table(page: str, heading: str) -> list[list[str]]:
     """The rows of the first table below a text of docs/`page`, without its head."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(heading)[2]

@@ -10,12 +10,14 @@ import pytest
 from benchmarks import decoder_table
 from benchmarks.ablation.ablation_config import Ablation
 from benchmarks.reference_page import reference
+from d2f.tasks.judges import JUDGES
+from d2f.tasks.task_file import TaskFile
 from decode.comparison.comparison_config import CompareConfig
 from decode.decoders import DECODERS
 from distill.config import TrainConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
-KINDS = [TrainConfig, CompareConfig, Ablation]
+KINDS = [TrainConfig, CompareConfig, Ablation, TaskFile, *JUDGES.values()]
 
 
 def test_the_page_is_what_the_command_prints():
@@ -26,7 +28,7 @@ def test_the_page_is_what_the_command_prints():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_is_described(kind):
     schema = kind.model_json_schema()
-    sections = [schema, *schema["$defs"].values()]
+    sections = [schema, *schema.get("$defs", {}).values()]
     lacking = [
         f"{section['title']}.{name}"
         for section in sections

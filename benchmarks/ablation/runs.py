@@ -81,6 +81,7 @@ def measure(
                 "decoder": decoding.decoder,
                 "options": decoding.options,
                 "task": task.name,
+                "identity": task.identity,
                 "split": ablation.split,
                 "problems": ablation.problems,
             }

@@ -68,7 +68,8 @@ class TaskFile(Section):
         "heldout": 0.8,
     }
     """Where the problems of each split are: a share of the rows of data, by a hash of each row, so
-    that they never meet; or a split of the data set by name, or another file."""
+    that they never meet; or a split of the data set by name, or another file. Default: 0.2 for
+    tuning, 0.8 held out."""
     prompt: Template | None = None
     """Default: the column messages, prompt or question."""
     reference: Template | None = None
