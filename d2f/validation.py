@@ -17,6 +17,7 @@ _MARKS = {
     "objective": ("a training configuration", "distill/train.py"),
     "entries": ("a comparison configuration", "python -m decode.compare"),
     "variants": ("an ablation configuration", "python -m benchmarks.ablation"),
+    "judge": ("a task file", "--tasks"),
     "tau_conf": ("a file of decoder options", "python -m decode.pipeline --config"),
     "decoder": ("a file of decoder options", "python -m decode.pipeline --config"),
     "distributed_type": ("a configuration of accelerate", "accelerate launch --config_file"),

@@ -8,8 +8,8 @@ import datasets
 import pytest
 from data_rows import pairs, settings, stream, texts, write
 
+from d2f.data_records import BadRecord
 from d2f.errors import InputError
-from d2f.records import BadRecord
 from distill.data.columns import read_pair
 from distill.data.data_config import COLUMNS, MOST_PLACES
 

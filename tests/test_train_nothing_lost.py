@@ -17,9 +17,9 @@ from test_train import settings, weights
 from tiny import fresh_model, random_model
 
 from d2f import files
+from d2f.data_records import JsonLines
 from d2f.errors import CheckpointError, InputError
 from d2f.pipeline_states import PipelineStates
-from d2f.records import JsonLines
 from d2f.save_transformers import save_model
 from decode import record_states as states_command
 from distill import make_models

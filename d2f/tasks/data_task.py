@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from d2f.data_records import BadRecord
 from d2f.errors import InputError
-from d2f.records import BadRecord
 from d2f.tasks.judges import Judge
 from d2f.tasks.judges.own import Own
 from d2f.tasks.problem import Message, Problem

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from d2f.data_records import BadRecord, Source, Table, open_records
 from d2f.errors import InputError
-from d2f.records import BadRecord, Source, Table, open_records
 from d2f.tasks.splits import SPLITS
 from d2f.tasks.task import ALL
 from d2f.tasks.task_file import TaskFile

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from d2f.records import BadRecord
+from d2f.data_records import BadRecord
 from distill.data.data_config import Columns
 
 _MESSAGES = Columns(messages="messages")

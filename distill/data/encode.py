@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from d2f import chat
+from d2f.data_records import BadRecord
 from d2f.errors import InputError
-from d2f.records import BadRecord
 from distill.data.columns import Pair
 from distill.data.data_config import Data
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from d2f.data_records import BadRecord, Source
 from d2f.errors import InputError
-from d2f.records import BadRecord, Source
 from distill.data import lengths
 from distill.data.columns import Pair, read_pair
 from distill.data.data_config import Data

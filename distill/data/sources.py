@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from d2f.data_records import Source, Table, open_records
 from d2f.errors import InputError
-from d2f.records import Source, Table, open_records
 from distill.data.columns import needed
 from distill.data.data_config import Columns, Data
 

@@ -9,8 +9,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2f import noise
+from d2f.data_records import BadRecord
 from d2f.errors import InputError
-from d2f.records import BadRecord
 from d2f.tasks import make_problem
 from d2f.tasks.registry import RESPONSE_LENGTH
 from distill.data.columns import Pair

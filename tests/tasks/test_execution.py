@@ -109,6 +109,12 @@ def test_a_fork_bomb_leaves_nothing_behind(run, monkeypatch):
     assert left_over(marker) == []
 
 
+def test_there_are_only_so_many_processes_at_a_time(run):
+    many = "import os, time\nfor _ in range({}):\n    if os.fork() == 0: time.sleep(100)\n"
+    assert run(many.format(5) + "time.sleep(0.2)", "")
+    assert not run(many.format(200) + "time.sleep(0.2)", "")
+
+
 def test_children_that_leave_the_group_are_ended_too(run, monkeypatch):
     marker = f"AWAY{os.getpid()}"
     environment = run_tests._environment

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from d2f.data_records import BadRecord
 from d2f.errors import InputError
-from d2f.records import BadRecord
 from d2f.tasks import Problem
 from d2f.tasks.judges import JUDGES, make_judge
 

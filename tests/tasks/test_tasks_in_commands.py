@@ -4,6 +4,7 @@ and in ablations, decoded by the pipeline."""
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -62,13 +63,16 @@ def test_it_is_tuned(task, tmp_path, capsys):
 
 
 def test_its_training_problems_are_collected(task):
+    """All of a response is decoded and kept; what is judged ends at the stop string."""
+    values = yaml.safe_load(Path(task).read_text()) | {"stop": ["####"]}
+    Path(task).write_text(yaml.safe_dump(values))
     words = ["--model", "tiny-teacher", "--tasks", task, "--problems", "6", "--output", "r.jsonl"]
     assert rollouts([*words, "--device", "cpu"]) == 0
     run, found = read_rollouts("r.jsonl")
     train = {p.key: p for p in find_task(task).problems("train", 6)}
     assert found and run["tasks"] == [find_task(task).identity]
     assert all(rollout.source == "mine" for rollout in found)
-    assert all(len(rollout.generated_ids) == 64 for rollout in found)  # all of it, no stop
+    assert all(len(rollout.generated_ids) == 64 and "####" in rollout.text for rollout in found)
     assert len(found) <= len(train)
 
 
@@ -118,6 +122,7 @@ def test_it_is_compared(task):
     assert (workload.name, workload.max_new_tokens, workload.stop) == ("mine", 64, (NEVER,))
     # All problems that there are are judged: fewer than the default of 500.
     assert len(workload.items) == len(find_task(task).problems("heldout", None))
+    workload = pickle.loads(pickle.dumps(workload))  # entries run in processes of their own
     runner = OursRunner(config.entries[0], [workload])
     run = runner.run("mine", 2, 2)
     found = judge(run, workload, tokenizer_of("tiny-d2f"), entry="D2F", concurrency=2, repetition=0)

@@ -6,12 +6,12 @@ from typing import Any
 
 from d2f.configuration import check
 from d2f.errors import InputError
-from d2f.tasks.judges.answers import Choice, Numeric
 from d2f.tasks.judges.judge import Judge
 from d2f.tasks.judges.mathematics import Math
 from d2f.tasks.judges.own import Own
 from d2f.tasks.judges.texts import Contains, Exact, Regex
 from d2f.tasks.judges.unit_tests import Python, refuse_unasked
+from d2f.tasks.judges.worked_answers import Choice, Numeric
 
 JUDGES: dict[str, type[Judge]] = {
     judge.name: judge for judge in (Exact, Numeric, Choice, Regex, Math, Contains, Python)

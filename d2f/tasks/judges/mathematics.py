@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from d2f.records import BadRecord
+from d2f.data_records import BadRecord
 from d2f.tasks.judges.judge import Judge
 from d2f.tasks.problem import Problem
 
