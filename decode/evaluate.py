@@ -41,40 +41,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
-    from decode.commands.decoder_settings import read_settings
-    from decode.commands.load_model import check_options, load, outline
-    from decode.commands.prompt_jobs import known_lengths, make_jobs, task_sources
-    from decode.commands.task_problems import draw_problems
+    from decode.commands.load_model import load
     from decode.evaluation.evaluate_task import evaluate_jobs
     from decode.evaluation.scores import line
     from decode.reporting.environment import environment
     from decode.reporting.notices import doubt_of
     from decode.reporting.record import Output
 
-    settings = read_settings(options)
-    if options.samples > 1 and settings.given.get("temperature", 0) < 1e-9:
-        raise InputError(
-            f"--samples {options.samples}: greedy answers of one problem are all the same: give a "
-            "--temperature"
-        )
-    # From the cheapest check to the dearest: flags, files, the model's shape, then its weights.
-    sources = {
-        task.name: task_sources(
-            task, draw_problems(task, options.split, options.problems or task.default_count)
-        )
-        for task in options.tasks
-    }
-    for known in sources.values():
-        settings.check(known_lengths(known, settings))
-    check_options(options)
-    shape = outline(options.model, options.adapter, options.family)
-    jobs = {
-        name: make_jobs(shape, known, settings, raw=False, n=options.samples)
-        for name, known in sources.items()
-    }
-    _give_notices(options, {name: len(known) for name, known in sources.items()})
-    model, weights = load(options)
+    given, jobs = _jobs(options)
     every = [job for some in jobs.values() for job in some]
+    _give_notices(options, jobs)
+    model, weights = load(options)
     doubt = doubt_of(model, every[0].decoder)
     if doubt is not None:
         say(f"notice: {doubt}")
@@ -107,10 +84,42 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         "model": options.model,
         "adapter": options.adapter,
         "decoder": every[0].decoder.name,
-        "settings": settings.given,
+        "settings": given,
         "environment": environment(model),
         "rows": measured,
     }
+
+
+def _jobs(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
+    """The decoder options that were given, and what is decoded of each task. From the cheapest
+    check to the dearest: flags, data, the model's shape. Raises InputError."""
+    from decode.commands.decoder_settings import read_settings
+    from decode.commands.load_model import check_options, outline
+    from decode.commands.prompt_jobs import make_jobs, task_sources
+    from decode.commands.task_problems import draw_problems
+
+    settings = read_settings(options)
+    length = settings.given.get("max_new_tokens")
+    settings.check([length or task.response_length for task in options.tasks])
+    check_options(options)
+    sources = {
+        task.name: task_sources(
+            task, draw_problems(task, options.split, options.problems or task.default_count)
+        )
+        for task in options.tasks
+    }
+    shape = outline(options.model, options.adapter, options.family)
+    jobs = {
+        name: make_jobs(shape, known, settings, raw=False, n=options.samples)
+        for name, known in sources.items()
+    }
+    greedy = any(job.decoder.sampling.greedy for some in jobs.values() for job in some)
+    if options.samples > 1 and greedy:
+        raise InputError(
+            f"--samples {options.samples}: greedy answers of one problem are all the same: give a "
+            "--temperature"
+        )
+    return settings.given, jobs
 
 
 def describe(
@@ -127,7 +136,7 @@ def describe(
     }
 
 
-def _give_notices(options: argparse.Namespace, counts: dict[str, int]) -> None:
+def _give_notices(options: argparse.Namespace, jobs: dict[str, list[PromptJob]]) -> None:
     """What the user should know before it starts, on standard error."""
     from decode.commands.task_problems import give_notices
 
@@ -135,9 +144,10 @@ def _give_notices(options: argparse.Namespace, counts: dict[str, int]) -> None:
     for task in options.tasks:
         kept = task.kept_back(options.split)
         if kept and options.problems is None:
+            count = len(jobs[task.name]) // options.samples
             say(
-                f"notice: {task.name}: the {options.split} split has {counts[task.name]} of its "
-                f"{counts[task.name] + kept} problems; --split all takes every one"
+                f"notice: {task.name}: the {options.split} split has {count} of its "
+                f"{count + kept} problems; --split all takes every one"
             )
 
 
