@@ -245,7 +245,7 @@ def test_the_command_records_a_file_that_training_takes(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "chess"], "--tasks must be some of"),
+        (["--tasks", "chess"], "--tasks: expected a task among"),
         (["--block-sizes", "4;8"], "--block-sizes must be as 4,8, got '4;8'"),
         (["--tau-conf", "1.5"], "tau_conf must lie in"),
     ],

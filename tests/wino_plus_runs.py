@@ -35,7 +35,7 @@ def files(tmp_path_factory, base) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("rollouts")
     made = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.rollouts.collect.check_answer", lambda problem, text: True)
+        patch.setattr("d2f.tasks.task.GeneratedTask.right", lambda *_: True)
         for family, decoder in product(base, OPTIONS):
             path = made[family, decoder] = folder / f"{family}-{decoder}.jsonl"
             what = ["--model", str(base[family]), "--tasks", "sudoku", "--problems", "3"]
