@@ -49,6 +49,7 @@ setup(
             "models/**/*.json",
             "models/**/*.safetensors",
             "models/**/*.md",
+            "models/**/*.py",  # what makes AutoTokenizer read tokenizer.json as it is
             "models/**/*.jinja",
         ],
     },

@@ -16,6 +16,7 @@ from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, transformers_config
 from d2f.json_file import read_object
 from d2f.model_parts import ModelParts
+from d2f.save_tokenizer import save_tokenizer
 from d2f.weights import weights_of, write_weights
 
 
@@ -37,7 +38,7 @@ def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> Non
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
+        save_tokenizer(model.tokenizer, folder)
     for path in _code(model, values):
         shutil.copy(path, folder)
     model.contract.save(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from d2f.model_parts import ModelParts
+from d2f.save_tokenizer import save_tokenizer
 from d2f.weights import weights_of, write_weights
 
 
@@ -25,5 +26,5 @@ def save_model(model: ModelParts, folder: Path, *, dtype: torch.dtype, **contrac
     config.save_pretrained(folder)
     write_weights(weights_of(model.backbone, dtype), folder / "model.safetensors")
     if model.tokenizer is not None:
-        model.tokenizer.save_pretrained(folder)
+        save_tokenizer(model.tokenizer, folder)
     dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]

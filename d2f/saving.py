@@ -13,6 +13,7 @@ from d2f.contract import FILE_NAME
 from d2f.errors import InputError
 from d2f.files import make_folder, writing_folder
 from d2f.model_parts import ModelParts
+from d2f.save_tokenizer import CODE
 from d2f.save_transformers import save_model
 
 
@@ -65,7 +66,7 @@ def replaced(place: Path) -> Iterator[Path]:
     make_folder(place.parent)
     with writing_folder(place) as new:
         yield new
-        others = _names(place) - _names(new)
+        others = _names(place) - _names(new) - {CODE.name}  # ours, and not beside every model
         if others:
             raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
 

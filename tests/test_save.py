@@ -126,6 +126,14 @@ def test_a_folder_of_something_else_and_a_file_are_refused(tmp_path):
     assert (listing(tmp_path), listing(tmp_path / "photos")) == (["photos"], ["a.png"])
 
 
+def test_a_model_takes_the_place_of_one_with_a_tokenizers_code(tmp_path):
+    """The file that a model of Qwen2's type has, and others have not, is no stranger's."""
+    random_model("dream").save(tmp_path / "model")
+    with_code = set(listing(tmp_path / "model"))
+    random_model("llada").save(tmp_path / "model")
+    assert with_code - set(listing(tmp_path / "model")) == {"tokenization_d2f.py"}
+
+
 @pytest.mark.parametrize("error", [OSError, SafetensorError])
 def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch, error):
     place = tmp_path / "model"
