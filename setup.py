@@ -45,6 +45,7 @@ setup(
         "": ["py.typed"],
         "d2f.configs": ["*/*.yaml"],
         "decode.server": ["page/*"],
+        "decode.harness.tasks": ["*.yaml"],
         "d2f": [
             "models/**/*.json",
             "models/**/*.safetensors",
@@ -84,7 +85,7 @@ setup(
             "prometheus-client>=0.23",
         ],
         "ablation": ["scipy>=1.13"],
-        "evaluation": ["datasets>=4.0", "math-verify>=0.9"],
+        "evaluation": ["datasets>=4.0", "lm-eval>=0.4.11", "math-verify>=0.9"],
         "4bit": ["bitsandbytes>=0.48"],
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
@@ -95,6 +96,7 @@ setup(
             "uvicorn>=0.38",
             "sse-starlette>=3.0",
             "openai>=2.0",
+            "lm-eval>=0.4.11",
             "prometheus-client>=0.23",
             "playwright>=1.55",  # drives a chromium that is there already
             "pillow>=11.0",  # benchmarks/record_page.py

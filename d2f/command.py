@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": ("decode.compare", "measure decoders beside vLLM, an endpoint, transformers"),
     "serve": ("decode.serve", "serve models through OpenAI's HTTP interface"),
     "tune": ("decode.tune", "search a decoder's settings for a model and a task"),
+    "lm-eval": ("decode.lm_eval", "score models on the tasks of lm-evaluation-harness"),
     "train": ("distill.train", "train or distil a model"),
     "convert": ("distill.convert", "bring a model into another form"),
     "data": ("distill.data.__main__", "show what a training run will see"),

@@ -1,0 +1,1 @@
+"""lm-evaluation-harness on our models: what `decode.lm_eval` runs."""

@@ -1,0 +1,216 @@
+"""lm-eval runs our models: from Python, as a command, in several processes, on our tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from importlib.resources import files
+from pathlib import Path
+
+import lm_eval
+import pytest
+import yaml
+from lm_eval.tasks import TaskManager
+from test_train_processes import free_ports, start
+
+from d2f.tasks import TASKS, make_problems
+from d2f.tasks.registry import RESPONSE_LENGTH
+from decode import lm_eval as ours
+from decode.decoders.d2f import D2F
+from decode.evaluate import evaluate
+from decode.lm_eval import D2FLM
+
+ROOT = Path(__file__).parent.parent
+ARITHMETIC = {
+    "task": "sums",
+    "dataset_path": "json",
+    "test_split": "test",
+    "fewshot_split": "test",
+    "doc_to_text": "What is {{a}}+{{b}}?",
+    "doc_to_target": "{{answer}}",
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return D2FLM("tiny-d2f", device="cpu")
+
+
+@pytest.fixture
+def sums(tmp_path):
+    """A folder with a local task of questions to answer, and one of answers to choose."""
+    rows = [
+        {"a": a, "b": 4, "answer": str(a + 4), "place": place}
+        for place, a in enumerate((3, 5, 6, 8, 9))
+    ]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}}
+    generate = {
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    choose = {
+        "task": "sums_choice",
+        "output_type": "multiple_choice",
+        "doc_to_target": "{{place}}",
+        "doc_to_choice": ["7", "9", "10", "12", "13"],
+        "metric_list": [{"metric": "acc"}],
+    }
+    for name, more in (("sums", generate), ("sums_choice", choose)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(ARITHMETIC | data | more))
+    return tmp_path
+
+
+def tasks_of(*folders):
+    return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_our_tasks_score_as_decode_evaluate_does(model, task):
+    """The same problems, prompts and judge, so the same answers in as many forwards."""
+    found = lm_eval.simple_evaluate(
+        model, tasks=[f"d2f_{task}"], limit=12, apply_chat_template=True,
+        task_manager=tasks_of(ours.TASKS), bootstrap_iters=0,
+    )  # fmt: skip
+    decoder = D2F.completed({"max_new_tokens": RESPONSE_LENGTH[task]}, model.model.contract)
+    expected = evaluate(model.model, D2F(**decoder), task, 12)
+    assert expected["right"] > 0
+    assert found["results"][f"d2f_{task}"]["solved,none"] == expected["right"] / 12
+    figures = found["config"]["d2f"]["tasks"][f"d2f_{task}"]["generation"]
+    assert figures["forwards"] == expected["forwards"]
+    assert figures["tokens"] == expected["visible_tokens"]
+    questions = [sample["doc"]["question"] for sample in found["samples"][f"d2f_{task}"]]
+    assert questions == [problem.question for problem in make_problems(task, "heldout", 12)]
+
+
+def test_the_task_files_are_package_data():
+    names = {path.name for path in files("decode.harness.tasks").iterdir()}
+    assert {f"d2f_{task}.yaml" for task in TASKS} <= names
+    for task in TASKS:
+        text = (Path(ours.TASKS) / f"d2f_{task}.yaml").read_text()
+        assert f"max_gen_toks: {RESPONSE_LENGTH[task]}" in text
+
+
+def test_examples_come_as_turns_of_the_chat(model, sums):
+    found = lm_eval.simple_evaluate(
+        model, tasks=["sums"], num_fewshot=2, limit=2, apply_chat_template=True,
+        fewshot_as_multiturn=True, task_manager=tasks_of(sums), bootstrap_iters=0,
+    )  # fmt: skip
+    for sample in found["samples"]["sums"]:
+        context, asked = sample["arguments"][0]
+        assert context.count("<|user|>") == 3 == context.count("<|assistant|>")
+        assert context.endswith(f"What is {sample['doc']['a']}+4?<|assistant|>")
+        assert asked["until"] == ["\n\n"]
+
+
+def test_a_users_tasks_stand_beside_ours(tmp_path):
+    def given(**more):
+        return Namespace(**({"command": "run", "include_path": None, "device": None} | more))
+
+    assert ours.with_ours(given()).include_path == [ours.TASKS]
+    assert ours.with_ours(given(include_path="mine")).include_path == [ours.TASKS, "mine"]
+    assert ours.with_ours(given()).batch_size == 16
+    assert ours.with_ours(given(batch_size="2", device="cpu")).batch_size == "2"
+    config = tmp_path / "c.yaml"
+    config.write_text("include_path: theirs\nbatch_size: 4\ndevice: meta\n")
+    found = ours.with_ours(given(config=str(config)))
+    assert found.include_path == [ours.TASKS, "theirs"]
+    assert (found.batch_size, found.device) == (4, "meta")
+
+
+PROCESS = """
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+from decode.lm_eval import D2FLM
+from decode.harness.processes import Processes
+
+folder, output = sys.argv[1:]
+model = D2FLM("tiny-d2f", device="cpu", batch_size=2)
+found = lm_eval.simple_evaluate(
+    model, tasks=["sums", "sums_choice"], task_manager=TaskManager(include_path=folder,
+    include_defaults=False), bootstrap_iters=0, apply_chat_template=True,
+)
+if found is not None:
+    kept = {"results": found["results"], "d2f": found["config"]["d2f"], "answers": {
+        task: {s["doc_id"]: s["filtered_resps"] for s in samples}
+        for task, samples in found["samples"].items()}}
+    open(output, "w").write(json.dumps(kept))
+Processes().end()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_does(sums):
+    """Five documents: one process has one less, and gets a copy that it does not compute."""
+    found = {}
+    for count in (1, 2):
+        output = sums / f"{count}.json"
+        arguments = ["-c", PROCESS, str(sums), str(output)]
+        for process in start(arguments, count, free_ports(1)):
+            said, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, said
+        found[count] = json.loads(output.read_text())
+    answers = [one["answers"] for one in found.values()]
+    assert answers[0]["sums"] == answers[1]["sums"] and any(answers[0]["sums"].values())
+    for place, each in answers[0]["sums_choice"].items():
+        for (value, greedy), other in zip(each, answers[1]["sums_choice"][place], strict=True):
+            # In another batch sums are rounded elsewhere.
+            assert other == [pytest.approx(value, rel=1e-5), greedy]
+    for task in ("sums", "sums_choice"):
+        scores = [
+            {k: v for k, v in one["results"][task].items() if "stderr" not in k}
+            for one in found.values()
+        ]
+        assert scores[0] == scores[1]
+        (one,), (two,) = (found[n]["d2f"]["tasks"][task].values() for n in (1, 2))
+        for name in ("requests", "tokens", "forwards"):
+            assert one[name] == two[name]
+    assert [found[n]["d2f"]["processes"] for n in (1, 2)] == [1, 2]
+
+
+def test_no_process_waits_for_another_while_it_answers(model, monkeypatch):
+    """Only lm-eval's own steps, which all processes take, are theirs together."""
+    from harness_requests import generation, likelihood, rolling
+
+    for name in ("wait", "gather_object", "all_gather"):
+        monkeypatch.setattr(f"decode.harness.processes.Processes.{name}", pytest.fail)
+    model.generate_until([generation("a", max_gen_toks=4)], True)
+    model.loglikelihood([likelihood("a", " b")], True)
+    model.loglikelihood_rolling([rolling("a b")], True)
+
+
+@pytest.mark.slow
+def test_the_command_scores_a_local_task_and_ours(sums):
+    command = [
+        sys.executable, "-m", "decode.lm_eval", "--model", "d2f", "--model_args",
+        "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.9", "--tasks", "sums,d2f_sudoku",
+        "--include_path", str(sums), "--limit", "3", "--apply_chat_template",
+        "--output_path", str(sums / "out"), "--log_samples", "--device", "cpu",
+        "--use_cache", str(sums / "cache"),
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def run(*more):
+        return subprocess.run(
+            [*command, *more], cwd=sums, env=environment, capture_output=True, text=True
+        )
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "d2f_sudoku" in done.stdout and "solved" in done.stdout
+    (path,) = (sums / "out").rglob("results_*.json")
+    config = json.loads(path.read_text())["config"]
+    assert config["batch_size"] == 16
+    assert config["d2f"]["decoder"] == "d2f" and config["d2f"]["options"]["tau_conf"] == 0.9
+    for task in ("sums", "d2f_sudoku"):
+        figures = config["d2f"]["tasks"][task]["generation"]
+        assert figures["requests"] == 3 and figures["tokens_per_second"] > 0
+    other = run("--model_args", "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.8")
+    assert other.returncode == 2
+    assert other.stderr.splitlines()[-1].startswith("error: ")
+    assert "has answers of other settings" in other.stderr
