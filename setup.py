@@ -96,7 +96,7 @@ setup(
             "uvicorn>=0.38",
             "sse-starlette>=3.0",
             "openai>=2.0",
-            "lm-eval>=0.4.11",
+            "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",
             "playwright>=1.55",  # drives a chromium that is there already
             "pillow>=11.0",  # benchmarks/record_page.py

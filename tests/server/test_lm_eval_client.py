@@ -1,0 +1,76 @@
+"""lm-eval asks our server as it asks any other, and scores what it scores in our process."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tenacity", reason="needs lm-eval[api]")
+
+import lm_eval
+from harness_requests import generation, likelihood
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+from lm_eval.tasks import TaskManager
+from serving import QUESTION, listening, stock
+
+from d2f.models import HERE
+from decode.harness.harness_model import D2FLM
+from decode.lm_eval import TASKS
+from decode.server.app import create_app
+
+LIMIT = 8
+
+
+@pytest.fixture(scope="module")
+def address(tiny_d2f, tiny_ar):
+    app = create_app([stock("tiny-d2f", tiny_d2f), stock("tiny-ar", tiny_ar)])
+    with listening(app) as address:
+        yield address
+
+
+def completions(address, name, **more):
+    return LocalCompletionsAPI(
+        base_url=f"{address}/v1/completions", model=name, tokenizer=str(HERE / name),
+        tokenizer_backend="huggingface", max_length=512, **more,
+    )  # fmt: skip
+
+
+def answers(model, *tasks, folder=TASKS):
+    found = lm_eval.simple_evaluate(
+        model, tasks=list(tasks), limit=LIMIT, apply_chat_template=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )  # fmt: skip
+    return {task: (found["results"][task], found["samples"][task]) for task in tasks}
+
+
+@pytest.mark.parametrize("kind", [LocalCompletionsAPI, LocalChatCompletion])
+@pytest.mark.parametrize("name", ["tiny-d2f", "tiny-ar"])
+def test_answers_and_scores_are_those_of_our_process(address, tiny_d2f, tiny_ar, kind, name):
+    """Completions are asked with ids, which AutoTokenizer makes of a shipped folder."""
+    if kind is LocalChatCompletion:
+        client = kind(base_url=f"{address}/v1/chat/completions", model=name)
+    else:
+        client = completions(address, name, batch_size=3)
+    tasks = ("d2f_story", "d2f_countdown")
+    ours = answers(D2FLM({"tiny-d2f": tiny_d2f, "tiny-ar": tiny_ar}[name]), *tasks)
+    theirs = answers(client, *tasks)
+    for task in tasks:
+        assert theirs[task][0]["solved,none"] == ours[task][0]["solved,none"] > 0
+        for one, other in zip(theirs[task][1], ours[task][1], strict=True):
+            assert one["resps"] == other["resps"]
+
+
+def test_likelihoods_are_those_of_our_process(address, tiny_ar):
+    """Which the server gives as those of an echo."""
+    model, texts = D2FLM(tiny_ar), [f"<|user|>{QUESTION}<|assistant|>", "Ann has 3"]
+    (answer,) = model.generate_until([generation(texts[0], max_gen_toks=16)], True)
+    requests = [
+        likelihood(context, continuation, document=i)
+        for i, context in enumerate(texts)
+        for continuation in (answer[:-1], " apples.", " 15")
+    ]
+    ours = model.loglikelihood(requests, True)
+    theirs = completions(address, "tiny-ar", batch_size=2).loglikelihood(requests, True)
+    assert [greedy for _, greedy in theirs] == [greedy for _, greedy in ours]
+    assert ours[0][1]  # the beginning of its own answer
+    # In another batch sums are rounded elsewhere.
+    assert [v for v, _ in theirs] == pytest.approx([v for v, _ in ours], rel=1e-5)
