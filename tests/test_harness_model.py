@@ -98,6 +98,7 @@ def test_sampling_is_what_transformers_makes_of_the_arguments(asked, greedy, tem
 
 
 def test_what_is_not_honoured_is_refused():
+    assert [asked_decoder(D2F(), {"top_k": k}, 0).top_k for k in (0, -1, 5)] == [None, None, 5]
     for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert asked_decoder(D2F(), {name: 7}, 0).max_new_tokens == 7
     with pytest.raises(InputError, match="gen_kwargs: num_beams, typical_p is not honoured"):
@@ -242,7 +243,7 @@ def test_a_bidirectional_models_likelihoods_are_estimates_with_their_error():
 
 @pytest.mark.parametrize("family", ["causal", "llada"])
 def test_a_long_text_is_scored_window_by_window(family):
-    model = lm(family, mc_num=8, check_greedy=False)
+    model = lm(family, mc_num=8, check_greedy=False, batch_size=16)
     long, short = " ".join(TEXTS * 9), TEXTS[3]
     values = model.loglikelihood_rolling([rolling(long), rolling(short, document=1)], True)
     tokens = model.tok_encode(long)
@@ -257,7 +258,13 @@ def test_a_long_text_is_scored_window_by_window(family):
     assert values[1] == pytest.approx(own[0][0])
     report = model.get_model_info()["d2f"]["tasks"]["t"]["rolling likelihood"]
     assert report["tokens"] == len(tokens) + len(ids_of(model, short))
-    assert ("standard_errors" in report) == (family == "llada")
+    if family == "causal":  # exact
+        assert "standard_errors" not in report
+        return
+    each = [s.standard_error for _, s in model.scoring.scores(model.model, windows, 16)]
+    assert len(each) > 1
+    expected = sum(error**2 for error in each) ** 0.5  # windows are drawn apart
+    assert report["standard_errors"]["0"] == [pytest.approx(expected, rel=1e-3)]
 
 
 def test_a_way_that_does_not_fit_the_model_is_refused(student):

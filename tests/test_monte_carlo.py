@@ -68,6 +68,11 @@ def test_each_number_of_masks_is_as_likely(length, size):
     assert (np.bincount(drawn, minlength=length + 1)[1:] == size).all()
 
 
+def test_the_numbers_of_a_group_are_spread_evenly():
+    assert spread_counts(2, 4, 8).tolist() == [3, 5, 7, 1]
+    assert sorted(spread_counts(5, 16, 8)) == sorted([*range(1, 9)] * 2)
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32))
 def test_masks_have_as_many_positions_as_were_drawn(length, size, seed):
     masks = draw_masks(length, size, np.random.default_rng(seed))
