@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -214,3 +216,26 @@ def test_the_command_scores_a_local_task_and_ours(sums):
     assert other.returncode == 2
     assert other.stderr.splitlines()[-1].startswith("error: ")
     assert "has answers of other settings" in other.stderr
+
+
+@pytest.mark.slow
+def test_the_python_of_the_documentation_runs():
+    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
+    block = page.partition("```python\n")[2].partition("```")[0]
+    assert block.count("limit=100") == 1
+    names: dict = {}
+    exec(block.replace("limit=100", "limit=2"), names)
+    assert names["found"]["config"]["d2f"]["tasks"]["d2f_story"]["generation"]["requests"] == 2
+
+
+def test_every_argument_of_the_documentation_is_taken():
+    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
+    table = page.partition("## `--model_args`")[2].partition("\n\nWhat a task")[0]
+    names = {
+        name
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)`", row.split("|")[1] if row.count("|") > 1 else "")
+    }
+    taken = set(inspect.signature(D2FLM.__init__).parameters)
+    outside = {"self", "options", "device", "batch_size", "max_batch_size", "trust_remote_code"}
+    assert names == taken - outside

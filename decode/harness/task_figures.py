@@ -58,9 +58,9 @@ class TaskFigures:
 
     def __str__(self) -> str:
         return (
-            f"{self.requests} requests, {self.tokens} tokens in {self.forwards} forwards of a "
-            f"request ({self.per_forward:.2f} a forward), {self.seconds:.1f} s "
-            f"({self.per_second:.1f} tokens a second)"
+            f"{self.requests} requests, {self.tokens} tokens in {self.forwards} forwards "
+            f"({self.per_forward:.2f} a forward) and {self.seconds:.1f} s "
+            f"({self.per_second:.1f} a second)"
         )
 
     @property
