@@ -22,7 +22,7 @@ from decode.decoders.d2f import D2F
 from decode.decoders.static import Static
 from decode.decoders.threshold import Threshold
 from decode.engine.likelihood import Likelihood
-from decode.harness.generation import asked_decoder, request_seed
+from decode.harness.asked_decoder import asked_decoder, request_seed
 from decode.harness.harness_model import D2FLM, distinct
 from decode.harness.monte_carlo import MonteCarlo
 from decode.lm_eval import D2FLM as public

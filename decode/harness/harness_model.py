@@ -23,7 +23,7 @@ from decode.commands.load_model import load, outline, weights_hash
 from decode.decoders import Decoder
 from decode.decoders.checks import boolean, not_negative, whole_number
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
-from decode.harness.generation import OF_A_REQUEST, OF_A_TASK, asked_decoder, request_seed
+from decode.harness.asked_decoder import OF_A_REQUEST, OF_A_TASK, asked_decoder, request_seed
 from decode.harness.harness_text import HarnessText
 from decode.harness.monte_carlo import MonteCarlo, Score
 from decode.harness.processes import Processes

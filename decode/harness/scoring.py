@@ -11,7 +11,7 @@ from decode.api import stream
 from decode.decoders.visibility import mask_kind
 from decode.engine.likelihood import Likelihood
 from decode.engine.result import Result
-from decode.harness.generation import request_seed
+from decode.harness.asked_decoder import request_seed
 from decode.harness.monte_carlo import MonteCarlo, Score
 
 WAYS = ("mc", "left_to_right")
