@@ -57,10 +57,11 @@ class UnverifiedBaseWarning(UserWarning):
 
 def brief(text: str) -> str:
     """`one_line`, without its middle where it is too long to read."""
-    text = one_line(text)
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[: 2 * LONGEST // 3]} ... {text[-LONGEST // 4 :]}"
+    line = one_line(text[:LONGEST])
+    if len(text) <= LONGEST and len(line) <= LONGEST:
+        return line
+    # Of a text of megabytes, only the ends are looked at.
+    return f"{line[: 2 * LONGEST // 3]} ... {one_line(text[-LONGEST:])[-LONGEST // 4 :]}"
 
 
 def one_line(text: str) -> str:

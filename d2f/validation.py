@@ -3,7 +3,7 @@ what came."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -82,7 +82,8 @@ def explain(error: ValidationError, values: Any) -> str:
         if kind == "missing":
             entry["input"] = Missing
     # Where one of several forms was meant, what is wrong within it says more than the others.
-    deeper = [path for path in found if not any(o.startswith(f"{path}.") for o in found)]
+    above = {parent for path in found for parent in _parents(path)}
+    deeper = [path for path in found if path not in above]
     lines = []
     for path in deeper[:MOST_SHOWN]:
         entry = found[path]
@@ -124,9 +125,10 @@ def _path(fault: Any, values: Any) -> str:
     parts, place = [], values
     for part in fault["loc"]:
         if isinstance(place, dict):
-            found = {str(key): value for key, value in place.items()}
-            if str(part) in found:
-                place = found[str(part)]
+            # A key of YAML may be a number. Looked at one by one only then: there may be many.
+            key = part if part in place else next((k for k in place if str(k) == str(part)), None)
+            if key in place:
+                place = place[key]
                 parts.append(str(part)[:60])
             continue
         if isinstance(place, list) and isinstance(part, int) and part < len(place):
@@ -135,3 +137,9 @@ def _path(fault: Any, values: Any) -> str:
     if fault["type"] == "missing":
         parts.append(str(fault["loc"][-1]))
     return ".".join(parts)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """``a`` and ``a.b`` of ``a.b.c``."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))

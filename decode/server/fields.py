@@ -16,12 +16,15 @@ from d2f.validation import explain
 from decode.decoders.checks import MOST
 from decode.server.api_error import ApiError
 
+MOST_FIELDS = 256  # of an object
 MOST_STOPS = 32
 LONGEST_STOP = 256  # characters
 
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
+# Of a list of a million wrong ones the first is enough.
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 # What asks for nothing, of fields that are not supported.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -113,7 +116,7 @@ class Asked(Fields):
 
 
 class CompletionFields(Asked):
-    prompt: str | list[int] | list[str | list[int]]
+    prompt: str | Ids | Annotated[list[str | Ids], Field(fail_fast=True)]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None  # 0: with echo and logprobs
@@ -152,7 +155,7 @@ class TextPart(Fields):
 
 class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -164,8 +167,11 @@ class Message(Fields):
         return {"role": self.role, "content": content, **named}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
 class ChatFields(Asked):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -188,8 +194,9 @@ def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         if not any(_same(given[name], neutral) for neutral in _NEUTRAL[name]):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
         del given[name]
+    given = _without_null(given)
     try:
-        return kind.model_validate(_without_null(given))
+        return kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None
@@ -197,8 +204,11 @@ def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
 
 
 def _without_null(value: Any) -> Any:
-    """Objects within objects without their null fields."""
+    """Objects within objects without their null fields. Raises ApiError (400) for one that has more
+    than anyone means: to list what is wrong with each takes long."""
     if isinstance(value, dict):
+        if len(value) > MOST_FIELDS:
+            raise ApiError(400, f"expected at most {MOST_FIELDS} fields, got {len(value)}")
         return {k: _without_null(v) for k, v in value.items() if v is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_without_null(one) for one in value]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
 
 from d2f import chat
 from d2f.errors import InputError
 from decode.server.api_error import ApiError
-from decode.server.fields import Fields, Message, read_fields
+from decode.server.fields import Fields, Ids, Messages, read_fields
 from decode.server.request_body import read_json
 from decode.server.served_model import ServedModel
 from decode.server.server_state import ServerState, state_of
@@ -22,7 +21,7 @@ router = APIRouter()
 class _Tokenize(Fields):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -30,7 +29,7 @@ class _Tokenize(Fields):
 
 class _Detokenize(Fields):
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 @router.post("/tokenize")

@@ -264,3 +264,40 @@ def test_whatever_comes_is_answered_or_refused(served, fields, chat):
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+MANY = 3000
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "says"),
+    [
+        ("/v1/completions", {"prompt": [1.5] * MANY}, "prompt.0: expected"),
+        ("/v1/completions", {"prompt": [[5, "a"]] * MANY}, "prompt.0.1: expected"),
+        ("/v1/completions", {"prompt": ["a", [5, *["a"] * MANY]]}, "prompt.1.1: expected"),
+        ("/v1/chat/completions", {"messages": ["a"] * MANY}, "messages.0: expected"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": ["a"] * MANY}]},
+            "messages.0.content.0: expected",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a", **{f"x{i}": 1 for i in range(MANY)}}]},
+            f"at most 256 fields, got {MANY + 2}",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream_options": {f"x{i}": 1 for i in range(MANY)}},
+            f"at most 256 fields, got {MANY}",
+        ),
+        ("/detokenize", {"tokens": ["a"] * MANY}, "tokens.0: expected"),
+        ("/tokenize", {f"x{i}": 1 for i in range(MANY)}, "at most 256 fields"),
+    ],
+)
+def test_of_thousands_of_faults_one_is_looked_for(served, path, more, says):
+    # All of those in a body of megabytes would hold up everyone's requests for minutes.
+    response = served.post(path, {"model": "tiny-d2f", **more})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert says in message and " more" not in message
