@@ -19,6 +19,7 @@ from decode.commands.serve_flags import parse
 from decode.reporting.extras import require_serve
 
 if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
     from decode.commands.decoder_settings import DecoderSettings
     from decode.server.served_model import ServedModel
 
@@ -85,6 +86,7 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
             model,
             batch_size=options.max_batch,
             slots=options.slots,
+            request_slots=options.request_slots or most_slots(model, options.max_model_len),
             max_waiting=options.max_waiting,
             prefill_rows=options.prefill_rows,
             reuse_prefixes=options.reuse_prefixes,
@@ -100,6 +102,15 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
             )
         )
     return models
+
+
+def most_slots(model: DiffusionModel, max_model_len: int | None) -> int:
+    """Most slots of a request, where nobody says: enough for the longest one with FreeDave's four
+    states and for its likelihoods. Else one client's thousand drafts would hold up all others."""
+    from decode.engine.likelihood import ROWS
+
+    longest = min(model.context_length, max_model_len or model.context_length)
+    return max(4 * (longest + 1), longest + ROWS)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -45,8 +45,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
     check_least(
-        options, max_batch=1, slots=1, max_waiting=0, max_model_len=2, max_body=1, max_choices=1,
-        prefill_rows=1, port=0, drain_seconds=0,
+        options, max_batch=1, slots=1, request_slots=1, max_waiting=0, max_model_len=2, max_body=1,
+        max_choices=1, prefill_rows=1, port=0, drain_seconds=0,
     )  # fmt: skip
     for flag in ("body_timeout", "request_timeout", "send_timeout", "drain_seconds"):
         value = getattr(options, flag)
@@ -151,6 +151,13 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="slots of the cache, a position each (default: by batch, context and free memory)",
+    )
+    group.add_argument(
+        "--request-slots",
+        type=int,
+        metavar="N",
+        help="most slots that a request may need, and so rows that it feeds in a forward: prompt, "
+        "response, and what its decoder drafts (default: about four times --max-model-len)",
     )
     group.add_argument(
         "--max-waiting",

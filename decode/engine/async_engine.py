@@ -39,8 +39,8 @@ class AsyncEngine:
     A request has the tokens that `decode.generate` gives it alone, whatever runs beside it, fails,
     or leaves. batch_size: most requests in a forward. slots: size of the cache; None takes what
     `decode.engine.cache_size.default_slots` says. max_waiting: most requests that may wait, besides
-    those that there is room for; one more is refused at once. prefill_rows, reuse_prefixes: as of
-    `decode.engine.engine.Engine`.
+    those that there is room for; one more is refused at once. request_slots, prefill_rows,
+    reuse_prefixes: as of `decode.engine.engine.Engine`.
 
     Leaving ``async with`` finishes what runs and waits, after an exception it cancels it. An engine
     that is forgotten, or that the interpreter's end overtakes, cancels it too.
@@ -54,6 +54,7 @@ class AsyncEngine:
         *,
         batch_size: int = DEFAULT_BATCH_SIZE,
         slots: int | None = None,
+        request_slots: int | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
         prefill_rows: int | None = None,
         reuse_prefixes: bool = False,
@@ -68,6 +69,7 @@ class AsyncEngine:
             model,
             batch_size=batch_size,
             slots=slots,
+            request_slots=request_slots,
             prefill_rows=prefill_rows,
             reuse_prefixes=reuse_prefixes,
         )

@@ -7,6 +7,7 @@ so a row of a batch computes what it would compute alone.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -39,8 +40,11 @@ class Engine:
     does the forward again when it is called again.
 
     batch_size: most requests in one forward. slots: size of the cache; it must hold the largest
-    request, and a request waits while it does not fit. static: whether forwards are padded to a few
-    fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`); None: there alone.
+    request, and a request waits while it does not fit. request_slots: most of them that one request
+    may need, and so rows that it feeds in a forward, which all others wait for (a decoder that
+    drafts feeds many times the sequence, if it is told to); None: all. static: whether forwards
+    are padded to a few fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`); None:
+    there alone.
     prefill_rows: most rows of prompts, and of steps larger than this, in one forward; what is more
     waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so that a
     long prompt does not hold up the requests that run. Each piece is a forward of its request and
@@ -56,6 +60,7 @@ class Engine:
         *,
         batch_size: int,
         slots: int,
+        request_slots: int | None = None,
         static: bool | None = None,
         prefill_rows: int | None = None,
         reuse_prefixes: bool = False,
@@ -63,6 +68,8 @@ class Engine:
         boolean("reuse_prefixes", reuse_prefixes)
         if prefill_rows is not None:
             whole_number("prefill_rows", prefill_rows)
+        if request_slots is not None:
+            whole_number("request_slots", request_slots, most=sys.maxsize)
         self.model = model
         self.device = model.device
         self.batch_size = batch_size
@@ -72,6 +79,7 @@ class Engine:
         self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
         self.static = GraphForwards(model, self.cache) if static else None
         self.pool = SlotPool(slots)
+        self.request_slots = slots if request_slots is None else request_slots
         self.prefixes = Prefixes(self.cache, on=reuse_prefixes)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -87,10 +95,16 @@ class Engine:
         self.waiting.append(request)
 
     def check_size(self, request: Request) -> None:
-        """Raise InputError for a request that the cache can never hold."""
+        """Raise InputError for a request that the cache can never hold, or that needs more of it
+        than one may."""
         slots = request.session.slots
         if slots > self.pool.slots:
             raise InputError(f"needs {slots} slots of the cache, which has {self.pool.slots}")
+        if slots > self.request_slots:
+            raise InputError(
+                f"needs {slots} slots of the cache, a request may have {self.request_slots}: "
+                "expected a shorter prompt or response, or a decoder that drafts less"
+            )
 
     def run(self) -> Iterator[Event]:
         """Decode until nothing runs or waits; an event for each request after each forward."""

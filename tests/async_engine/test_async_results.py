@@ -78,6 +78,7 @@ BAD = {
     "kind": (7, LONG, "the prompt: expected text, chat messages or ids, got 7"),
     "context": ([4] * 250, LONG, "the prompt has 250 tokens; .* the model's context is 256"),
     "cache": ([4] * 61, LONG, "needs 102 slots of the cache, which has 100"),
+    "share": ([4] * 41, LONG, "needs 82 slots of the cache, a request may have 80: expected a sho"),
     "decoder": (PROMPT, "fast", "decoder must be .*; got 'fast'"),
     "messages": ([{"role": 7}], LONG, "the chat template"),
 }
@@ -88,7 +89,7 @@ def test_a_bad_prompt_is_refused_before_it_is_queued(name):
     model, (prompt, decoder, said) = random_model("llada"), BAD[name]
 
     async def main():
-        async with decode.AsyncEngine(model, slots=100, max_waiting=0) as engine:
+        async with decode.AsyncEngine(model, slots=100, request_slots=80, max_waiting=0) as engine:
             events = engine.generate(prompt, decoder)
             with pytest.raises(InputError, match=said):
                 await anext(events)

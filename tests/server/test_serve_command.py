@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +20,13 @@ from serving import PATIENCE, wait_until
 
 import decode.serve
 from d2f.errors import InputError
+from d2f.model import DiffusionModel
 from decode.commands import serve_flags
 from decode.commands.decoder_settings import DecoderSettings
-from decode.server.served_model import check_settings
+from decode.decoders import Decoder
+from decode.decoders.d2f import D2F
+from decode.decoders.freedave import FreeDave
+from decode.server.served_model import check_settings, fitting
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = {"model": "tiny-ar", "prompt": [9], "max_tokens": 500, "ignore_eos": True}
@@ -107,6 +112,33 @@ def test_an_option_that_fits_no_model_is_refused(tiny_ar, tiny_d2f):
         check_settings([tiny_ar], DecoderSettings("d2f", {}))
     check_settings([tiny_ar, tiny_d2f], DecoderSettings(None, {"tau_conf": 0.5}))
     check_settings([tiny_ar, tiny_d2f], DecoderSettings("d2f", {"temperature": 1.0}))
+
+
+def test_one_request_may_not_hold_up_all_others(tiny_d2f, tiny_ar):
+    for model in (tiny_d2f, tiny_ar):
+        most = decode.serve.most_slots(model, 100)
+        (served,) = decode.serve.load_models(
+            serve_flags.parse(["--model", model.path, "--max-model-len", "100"]),
+            DecoderSettings(None, {}),
+        )
+        engine = served.engine._engine
+        assert engine.request_slots == most < engine.pool.slots
+        asyncio.run(served.engine.close())
+    most = decode.serve.most_slots(tiny_d2f, None)
+
+    def slots(decoder: Decoder) -> int:
+        return decoder.begin([5], tiny_d2f.contract).slots
+
+    length = tiny_d2f.context_length - 1  # of the longest response
+    # What decoders do unless they are told to do more is let in.
+    for kind in served_decoders(tiny_d2f):
+        assert slots(kind(max_new_tokens=length)) <= most
+    assert slots(FreeDave(drafts=8, max_new_tokens=length)) > most
+    assert slots(D2F(lossless=8, max_new_tokens=length)) > most
+
+
+def served_decoders(model: DiffusionModel) -> Iterable[type[Decoder]]:
+    return fitting(model.contract, D2F, None).values()
 
 
 @contextmanager
