@@ -67,6 +67,11 @@ class Choice:
             return self.logprobs.within(self.text.sent)
         return self.logprobs.finish(self.result)
 
+    def end_logprob(self) -> TokenLogprob:
+        """That of the end id that ended the answer."""
+        assert self.logprobs is not None and self.logprobs.end is not None
+        return self.logprobs.end
+
 
 class Generation:
     """The choices of a request from their entry into the engine to their end.

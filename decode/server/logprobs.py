@@ -36,7 +36,8 @@ class TokenLogprob:
 class ResponseLogprobs:
     """The tokens of one response with their log-probabilities, in pieces beside those of
     `decode.server.settled_text.SettledText`: `take` each event, then ask for what goes with the
-    text that was sent. All pieces together are of `Result.tokens`."""
+    text that was sent. All pieces together are of `Result.tokens`; end: of the end id after them,
+    once it is settled."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_ids: Iterable[int]):
         self._end_ids = frozenset(end_ids)
@@ -45,6 +46,7 @@ class ResponseLogprobs:
         self._found: list[TokenLogprob] = []
         self._whole: list[int] = []  # characters up to each token, where they are whole; else -1
         self._length = self._sent = 0  # characters that are final, tokens that were sent
+        self.end: TokenLogprob | None = None
 
     def take(self, event: Event) -> None:
         """Note what a forward decided and settled."""
@@ -52,10 +54,11 @@ class ResponseLogprobs:
             self._confidence[one.position] = one.confidence
         for position in range(len(self._found), len(event.settled)):
             token = event.settled[position]
+            found = TokenLogprob(token, log(self._confidence[position]), self._length)
             if token in self._end_ids:
+                self.end = found
                 return
-            logprob = log(self._confidence[position])
-            self._found.append(TokenLogprob(token, logprob, self._length))
+            self._found.append(found)
             self._length += len(self._growing.add([token]))
             self._whole.append(self._length if self._growing.whole else -1)
 

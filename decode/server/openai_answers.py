@@ -140,8 +140,12 @@ class CompletionAnswers:
     def _of_response(self, choice: Choice) -> list[TokenLogprob]:
         if self._wanted is None:
             return []
-        shift = len(self._opening.get(choice.index, ""))
-        return [replace(one, offset=shift + one.offset) for one in choice.new_logprobs()]
+        shift, found = len(self._opening.get(choice.index, "")), choice.new_logprobs()
+        if choice.result is not None and choice.result.finish_reason == "end":
+            # As OpenAI's and vLLM's. lm-eval asks for a token after the prompt and leaves out the
+            # last: where an end id had none, it would leave out one of the prompt.
+            found = [*found, choice.end_logprob()]
+        return [replace(one, offset=shift + one.offset) for one in found]
 
     def _answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
         return Completion.model_construct(
