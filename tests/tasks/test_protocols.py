@@ -1,0 +1,220 @@
+"""The published protocols: each task file makes the prompt that its source says, of rows with the
+hub's columns, and tells right responses from wrong ones."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from jinja2 import Environment
+
+from d2f.configuration import read_mapping
+from d2f.shipped import EVALUATION, shipped
+from d2f.tasks import find_task
+from d2f.yaml_core import dump
+from decode.commands.decoder_settings import read_settings
+from decode.decoders import find_decoder
+from decode.evaluation.evaluation_flags import parse
+
+ROOT = Path(__file__).parent.parent.parent
+GSM8K = {"question": "Ann has {} pens.", "answer": "<<2+2=4>>\n#### 4"}
+MATH = {
+    "problem": "$1+{}$?", "solution": r"It is $\boxed{2}$.", "answer": "2", "level": "Level 1",
+    "type": "Algebra",
+}  # fmt: skip
+MBPP = {
+    "task_id": 1, "text": "Write two, {}.", "code": "def two():\n    return 2",
+    "test_list": ["assert two() == 2", "assert two() > 1", "assert two() < 3"],
+    "test_setup_code": "", "challenge_test_list": [],
+}  # fmt: skip
+HUMANEVAL = {
+    "task_id": "HumanEval/0", "prompt": "def two():\n    '{}'\n", "entry_point": "two",
+    "canonical_solution": "    return 2\n", "test": "def check(f):\n    assert f() == 2\n",
+}  # fmt: skip
+ARC = {
+    "id": "a", "question": "Which, {}?", "answerKey": "B",
+    "choices": {"text": ["Red", "Blue"], "label": ["A", "B"]},
+}  # fmt: skip
+SUDOKU = {"Puzzle": "3102200002100320", "Solution": "3142243142131324"}
+COUNTDOWN = {"input": "3,4,5", "output": "35"}
+BOXED = "<reasoning>\nso\n</reasoning>\n<answer>\n\\boxed{%s}\n</answer>"
+
+# A row of the data set ({} is another number in each), a right response, and a wrong one.
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k-chat": (GSM8K, "2 + 2\n#### 4", "#### 5"),
+    "gsm8k-message": (GSM8K, "2 + 2\n#### 4", "#### 5"),
+    "gsm8k-cot": (GSM8K, "The answer is 4.", "4 pens. The answer is 5."),
+    "math-chat": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
+    "math-4-shot": (MATH, "Final Answer: The final answer is $2$. I hope", "the answer is $3$."),
+    "mbpp-chat": (MBPP, "def two():\n    return 2", "```python\ndef two():\n    return 2\n```"),
+    "humaneval-uncut": (HUMANEVAL, "    return 2\n```\nprose", "    return 3\n"),
+    "humaneval-message": (
+        HUMANEVAL, "So:\n```python\ndef two():\n    return 2\n```\nas said", "    return 3\n",
+    ),
+    "wino-gsm8k": (GSM8K, BOXED % "4", BOXED % "5"),
+    "wino-math-500": (MATH, BOXED % r"\frac{4}{2}", BOXED % "3"),
+    "wino-humaneval": (
+        HUMANEVAL, "```python\ndef two():\n    return 2\n```", "```python\ndef two(): 3\n```",
+    ),
+    "wino-mbpp": (MBPP, "```python\ndef two():\n    return 2\n```", "two = 2"),
+    "wino-arc-challenge": (ARC, BOXED % "B", BOXED % "A"),
+    "wino-arc-easy": (ARC, BOXED % "B", "B"),
+    "wino-sudoku": (
+        SUDOKU, "<answer>\n3142243142131324\n</answer>", "<answer>\n1111222233334444\n</answer>",
+    ),
+    "wino-countdown": (COUNTDOWN, BOXED % "(3 + 4) \\times 5", BOXED % "3 * 4 * 5"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def math_verify(request):
+    name = getattr(request.node, "callspec", None)
+    if name and "math" in str(name.params) and find_spec("math_verify") is None:
+        pytest.skip("math-verify is missing")
+
+
+def problem_of(folder: Path, name: str):
+    """A task on a few rows in place of the hub's, and one of its problems."""
+    values = read_mapping(shipped(*EVALUATION)[name])
+    row = CASES[name][0]
+    rows = [
+        {k: v.replace("{}", str(i)) if isinstance(v, str) else v for k, v in row.items()}
+        for i in range(6)
+    ]
+    if name in ("wino-sudoku", "wino-countdown"):  # a file, from the folder of the call
+        (folder / values["data"]).write_text(json.dumps(rows[0]) + "\n")
+    else:
+        made = datasets.Dataset.from_list(rows)
+        plain = {s: place.partition("[")[0] for s, place in values["splits"].items()}
+        datasets.DatasetDict(dict.fromkeys(plain.values(), made)).save_to_disk(
+            str(folder / "saved")
+        )
+        values |= {"data": "saved", "dataset_config": None, "splits": plain}
+    path = folder / f"{name}.yaml"
+    path.write_text(dump({key: value for key, value in values.items() if value is not None}))
+    task = find_task(str(path), allow_code_execution=True)
+    return task, task.problems("heldout", 1)[0]
+
+
+def test_these_are_all():
+    others = {"gsm8k", "math-500", "humaneval", "mbpp"}  # in test_task_files.py
+    assert set(CASES) | others == set(shipped(*EVALUATION))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_asks_and_judges(tmp_path, name):
+    task, problem = problem_of(tmp_path, name)
+    _, right, wrong = CASES[name]
+    assert task.right(problem, right)
+    assert not task.right(problem, wrong) and not task.right(problem, "")
+    asked = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
+    assert asked.endswith(problem.question) and "{{" not in asked
+
+
+def shots(prompt: list[dict[str, str]]) -> int:
+    return sum(message["role"] == "assistant" for message in prompt)
+
+
+def test_examples_stand_where_the_protocol_has_them(tmp_path):
+    made = {}
+    for name in ("gsm8k-chat", "gsm8k-message", "gsm8k-cot", "math-4-shot", "mbpp-chat"):
+        (tmp_path / name).mkdir()
+        made[name] = problem_of(tmp_path / name, name)[1].prompt
+    assert shots(made["gsm8k-chat"]) == 4 and shots(made["mbpp-chat"]) == 3
+    assert made["mbpp-chat"][1]["content"].endswith("return 2\n[DONE]")
+    (message,) = made["gsm8k-message"]
+    assert message["content"].count("\nAnswer: <<2+2=4>>\n#### 4\n\nQuestion: ") == 5
+    assert made["gsm8k-cot"].count("The answer is") == made["gsm8k-cot"].count("\n\nQ: ") == 8
+    assert made["math-4-shot"].count("\n\nSolution: ") == 4
+    assert made["math-4-shot"].endswith("?\n\nSolution:")
+
+
+HARNESS = find_spec("lm_eval")
+needs_harness = pytest.mark.skipif(HARNESS is None, reason="lm-eval is missing")
+
+
+def of_harness(path: str) -> Any:
+    """A task of lm-eval as its files say, without importing what they import."""
+    place = Path(HARNESS.submodule_search_locations[0]) / "tasks" / path  # type: ignore[union-attr, index]
+    if place.suffix == ".py":
+        found = {n.name: n for n in ast.parse(place.read_text()).body if hasattr(n, "name")}
+        return ast.literal_eval(found["list_fewshot_samples"].body[-1].value)  # type: ignore[attr-defined]
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_constructor("!function", lambda loader, node: node.value)  # type: ignore[attr-defined]
+    return yaml.load(place.read_text(), loader)
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gsm8k-chat", "gsm8k/gsm8k.yaml"),
+        ("gsm8k-message", "gsm8k/gsm8k.yaml"),
+        ("gsm8k-cot", "gsm8k/gsm8k-cot.yaml"),
+        ("humaneval-uncut", "humaneval/humaneval.yaml"),
+        ("mbpp-chat", "mbpp/mbpp.yaml"),
+    ],
+)
+def test_templates_and_stops_are_the_harness_own(tmp_path, name, path):
+    theirs = of_harness(path)
+    task, problem = problem_of(tmp_path, name)
+    template = Environment(keep_trailing_newline=True).from_string(theirs["doc_to_text"])
+    assert template.render(problem.row) == problem.question
+    if "uncut" not in name:
+        assert list(task.stop) == theirs["generation_kwargs"]["until"]
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("gsm8k-cot", "gsm8k/gsm8k-cot.yaml"), ("math-4-shot", "minerva_math/utils.py")],
+)
+def test_examples_are_the_harness_own(name, path):
+    ours = read_mapping(shipped(*EVALUATION)[name])["few_shot"]["examples"]
+    theirs = of_harness(path)
+    if isinstance(theirs, dict):
+        theirs = theirs["fewshot_config"]["samples"]
+    assert [list(one.values())[:2] for one in theirs] == [list(one.values()) for one in ours]
+
+
+@needs_harness
+def test_mbpps_examples_are_the_second_to_fourth_row():
+    assert [one["task_id"] for one in of_harness("mbpp/utils.py")] == [2, 3, 4]
+    assert read_mapping(shipped(*EVALUATION)["mbpp-chat"])["splits"]["train"] == "prompt[1:]"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["35", "3 + 4", "(3+4)*5*1", "(3+4)*5/0", "(3+4)**5", "__import__('os')", "(" * 90, "3*(4", ""],
+)
+def test_countdown_takes_only_arithmetic_with_each_number_once(tmp_path, expression):
+    task, problem = problem_of(tmp_path, "wino-countdown")
+    assert not task.right(problem, BOXED % expression)
+    assert task.right(problem, BOXED % "(3 + 4) * 5 = 35")
+
+
+def test_the_commands_of_the_page_are_protocols():
+    """Each names a task and decoder settings that are there and go together."""
+    page = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| .*`(--tasks [^`]+)` \|", page, flags=re.MULTILINE)
+    named = set()
+    for words in lines:
+        options = parse([*shlex.split(words), "--allow-code-execution"])
+        (task,) = options.tasks
+        settings = read_settings(options)
+        decoder = find_decoder(settings.name)
+        settings.check([settings.given.get("max_new_tokens") or task.response_length])
+        named |= {task.name, Path(options.config).stem}
+        assert settings.name == decoder.name
+    assert len(lines) >= 25
+    assert set(CASES) <= named
+    decoding = {path.stem for path in (ROOT / "configs" / "published").glob("*.yaml")}
+    assert decoding - {"static-llada", "static-dream"} <= named
