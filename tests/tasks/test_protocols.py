@@ -193,7 +193,18 @@ def test_mbpps_examples_are_the_second_to_fourth_row():
 
 @pytest.mark.parametrize(
     "expression",
-    ["35", "3 + 4", "(3+4)*5*1", "(3+4)*5/0", "(3+4)**5", "__import__('os')", "(" * 90, "3*(4", ""],
+    [
+        "35",
+        "3 + 4",
+        "3 + 4 + 5",
+        "(3+4)*5*1",
+        "(3+4)*5/0",
+        "(3+4)**5",
+        "__import__('os')",
+        "(" * 90,
+        "3*(4",
+        "",
+    ],
 )
 def test_countdown_takes_only_arithmetic_with_each_number_once(tmp_path, expression):
     task, problem = problem_of(tmp_path, "wino-countdown")
