@@ -16,6 +16,7 @@ EXAMPLES = 5  # problems a task
 router = APIRouter()
 
 
+@router.head("/")
 @router.get("/")
 async def page() -> FileResponse:
     return FileResponse(PAGE / "index.html")

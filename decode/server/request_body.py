@@ -13,12 +13,16 @@ from decode.server.server_state import state_of
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    """The object in a request's body. Raises ApiError: 415 for another kind, 413 for one that is
-    too large (which is not read to its end), 408 for one that does not come, 400 for no JSON."""
+    """The object in a request's body. Raises ApiError: 415 for another kind, or one that is packed,
+    413 for one that is too large (which is not read to its end), 408 for one that does not come,
+    400 for no JSON."""
     settings = state_of(request).settings
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a form of any web page can send is none
         raise ApiError(415, f"expected Content-Type application/json, got {kind or 'none'}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":  # max_body would not bound what it unpacks to
+        raise ApiError(415, f"expected no Content-Encoding, got {coding}")
     try:
         async with asyncio.timeout(settings.body_seconds):
             body = await _read(request, settings.max_body)

@@ -13,12 +13,14 @@ from decode.server.server_state import state_of
 router = APIRouter()
 
 
+@router.head("/health")  # what monitors ask
 @router.get("/health")
 async def health() -> dict[str, str]:
     """The process answers."""
     return {"status": "ok"}
 
 
+@router.head("/ready")
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
     """Requests are taken: it is not stopping, and every engine runs."""

@@ -3,6 +3,7 @@ on serving."""
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -190,6 +191,12 @@ def test_a_body_of_another_type_is_refused(served):
             "/v1/completions", content=json.dumps(TEXT), headers={"content-type": kind}
         )
         assert "application/json" in refused(response, 415)
+    packed = served.client.post(
+        "/v1/completions",
+        content=gzip.compress(json.dumps(TEXT).encode()),
+        headers={**JSON, "content-encoding": "gzip"},
+    )
+    assert "expected no Content-Encoding, got gzip" in refused(packed, 415)
 
 
 def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
@@ -208,6 +215,12 @@ def test_paths_and_methods_that_are_none(served):
     refused(served.client.get("/v1/completions"), 405)
     refused(served.client.delete("/v1/models"), 405)
     assert "no model 'a/b'" in refused(served.client.get("/v1/models/a/b"), 404, "model")
+
+
+def test_monitors_may_ask_for_the_head_alone(served):
+    for path in ("/", "/health", "/ready"):
+        response = served.client.head(path)
+        assert (response.status_code, response.content) == (200, b""), path
 
 
 def test_a_template_that_wants_out_of_its_sandbox_is_refused(tiny_d2f):
