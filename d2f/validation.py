@@ -126,7 +126,9 @@ def _path(fault: Any, values: Any) -> str:
     for part in fault["loc"]:
         if isinstance(place, dict):
             # A key of YAML may be a number. Looked at one by one only then: there may be many.
-            key = part if part in place else next((k for k in place if str(k) == str(part)), None)
+            key = part
+            if key not in place:
+                key = next((k for k in place if str(k) == str(part)), Missing)
             if key in place:
                 place = place[key]
                 parts.append(str(part)[:60])

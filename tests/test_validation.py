@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.ablation.ablation_config import read_ablation
 from d2f.configuration import read_mapping
-from d2f.errors import InputError
+from d2f.errors import LONGEST, InputError, brief, one_line
 from decode.commands.decoder_settings import DecoderSettings, split
 from decode.comparison.comparison_config import read_config as read_comparison
 from distill.config import read_config
@@ -117,3 +119,11 @@ def test_a_long_key_is_shortened():
     with pytest.raises(InputError, match="expected a finite number, got inf") as caught:
         read_config(TRAINING, ["--data.tasks", "{" + "x" * 900 + ": .inf}"])
     assert len(str(caught.value)) < len(str(TRAINING)) + 150
+
+
+@given(st.text(alphabet="a\x00\u2028", max_size=8), st.integers(0, LONGEST))
+def test_an_error_quotes_the_ends_of_what_is_long(part, times):
+    line = one_line(part * times)
+    if len(line) > LONGEST:
+        line = f"{line[: 2 * LONGEST // 3]} ... {line[-LONGEST // 4 :]}"
+    assert brief(part * times) == line

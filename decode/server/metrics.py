@@ -66,10 +66,10 @@ class Metrics:
             return
         self._prompt_tokens.labels(*whose).inc(generation.prompt_tokens)
         self._whole.labels(*whose).observe(generation.seconds)
+        self._forwards.labels(*whose).inc(len(generation.calls))
+        self._rows.labels(*whose).inc(sum(fed for fed, _ in generation.calls))
         for choice in generation.choices:
             self._tokens.labels(*whose).inc(choice.tokens)
-            self._forwards.labels(*whose).inc(len(choice.calls))
-            self._rows.labels(*whose).inc(sum(fed for fed, _ in choice.calls))
             if choice.result is not None and choice.calls:
                 self._rate.labels(*whose).observe(choice.tokens / len(choice.calls))
             if choice.grew:

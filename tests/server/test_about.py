@@ -138,6 +138,16 @@ def test_the_counts_are_those_of_the_answers():
     assert found["d2f_http_responses_total /v1/completions 400"] == 1
 
 
+def test_what_likelihoods_cost_is_counted_too():
+    with Served([stock("m", random_model("causal"))]) as served:
+        body = {"model": "m", "prompt": [9, 10], "max_tokens": 3, "echo": True, "logprobs": 0}
+        cost = served.ask(body)["usage"]["d2f"]
+        found = samples(served)
+    assert found["d2f_request_forwards_total autoregressive m"] == cost["forwards"]
+    assert found["d2f_request_rows_total autoregressive m"] == cost["rows"]
+    assert found["d2f_engine_rows_total m"] == cost["rows"]
+
+
 def test_unknown_paths_do_not_make_counters(served):
     served.client.get("/a")
     samples(served)
