@@ -18,7 +18,7 @@ from rich.console import Console
 import decode
 from d2f.errors import InputError
 from decode import evaluate, pipeline, tune
-from decode.decoders import DECODERS, find_decoder, spelled
+from decode.decoders import DECODERS, as_decoder, find_decoder, spelled
 
 ROOT = Path(__file__).parent.parent
 NAME = "random_k:RandomK"
@@ -133,6 +133,7 @@ def test_an_option_that_cannot_be_a_flag_is_named(working, capsys, line, message
 def test_python_takes_the_name_and_the_class(working):
     kind = find_decoder(NAME)
     assert spelled(kind) == NAME and spelled(decode.Static) == "static"
+    assert as_decoder(NAME) == kind()
     with pytest.raises(InputError, match="k must be a whole number of at least 1, got 0"):
         kind(k=0)
 
