@@ -183,9 +183,9 @@ def test_who_finds_the_queue_full_is_refused_whole(gated):
                 running = [
                     asyncio.create_task(many.post("/v1/completions", json=LONG)) for _ in range(2)
                 ]
-                gate.let(1)
-                while engine.stats.running < 2:
-                    await asyncio.sleep(0.01)
+                while engine.stats.running < 2:  # the second may have missed the first forward
+                    gate.let(1)
+                    await asyncio.sleep(0.05)
                 full = await many.post("/v1/completions", json={**LONG, "n": 2, "temperature": 1})
                 assert engine.stats.waiting == 0
                 running.append(asyncio.create_task(many.post("/v1/completions", json=LONG)))
