@@ -10,6 +10,9 @@ from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
 from d2f.json_file import read_object
 
+# Classes that are nothing but tokenizer.json.
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
 
 def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
     """The checkpoint's tokenizer, None where it has none or one without a vocabulary, which makes
@@ -19,6 +22,8 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
     if not any((folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
+        if _has_no_vocabulary(folder):
+            return None
         tokenizer = _read_tokenizer(folder)
         return tokenizer if tokenizer.get_vocab().keys() - tokenizer.get_added_vocab() else None
     except Exception as error:  # tokenizers raises Exception itself, transformers whatever comes
@@ -38,6 +43,14 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         raise
 
 
+def _has_no_vocabulary(folder: Path) -> bool:
+    """Whether there are settings of a generic tokenizer alone."""
+    settings = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").is_file():
+        return False
+    return read_object(settings, CheckpointError).get("tokenizer_class") in _GENERIC
+
+
 def _is_generic(folder: Path) -> bool:
     """Whether tokenizer.json is all there is to the tokenizer. AutoTokenizer would go by the
     model's type instead and cut text as that model's own tokenizer does."""
@@ -45,5 +58,4 @@ def _is_generic(folder: Path) -> bool:
     if not (folder / "tokenizer.json").is_file():
         return False
     kind = read_object(settings, CheckpointError) if settings.is_file() else {}
-    generic = (None, "TokenizersBackend", "PreTrainedTokenizerFast")
-    return kind.get("tokenizer_class") in generic
+    return kind.get("tokenizer_class") in (None, *_GENERIC)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch
+from d2f.errors import InputError
 from d2f.quantities import Positive, Problems, Ratio, Text, Tokens, Weight
 from d2f.tasks import Task, find_tasks
 
@@ -185,7 +186,10 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Evaluation:
-        self.chosen(())
+        try:
+            self.chosen(())
+        except InputError as error:
+            raise ValueError(f"tasks: {error}") from error
         return self
 
     def chosen(self, otherwise: Sequence[str]) -> tuple[Task, ...]:

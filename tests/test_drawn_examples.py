@@ -138,7 +138,7 @@ def answer(session, step, tokens, confidence=0.5, entropy=0.5, queried=None):
     if step.queried_tokens is not None:
         probability = np.ones(n, np.float32)
         probability[n - len(queried) :] = queried
-    session.accept(Predictions(np.array(tokens), values[0], probability, values[1]))
+    session.accept(Predictions(np.array(tokens), values[0], probability, entropy=values[1]))
 
 
 @pytest.mark.parametrize(

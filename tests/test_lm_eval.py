@@ -22,7 +22,7 @@ from d2f.tasks import TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
-from decode.evaluate import evaluate
+from decode.evaluation.evaluate_task import evaluate
 from decode.lm_eval import D2FLM
 
 ROOT = Path(__file__).parent.parent

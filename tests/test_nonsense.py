@@ -43,7 +43,7 @@ TRAINING = {
     "--noise.block_sizes []": "noise.block_sizes: expected at least 1 of them",
     "--lora.r 1000000": "lora.r: expected at most 8192",
     "--lora.dropout 1": "lora.dropout: expected less than 1, got 1",
-    "--evaluation.tasks [chess]": "evaluation.tasks.0: expected a task among",
+    "--evaluation.tasks [chess]": "evaluation: tasks: expected a task among",
     "--evaluation.options {tau_conf: .nan}": "evaluation.options.tau_conf: expected a finite",
     "--evaluation.problems 2147483648": "evaluation.problems: expected at most 1000000",
     "--output ''": "output: expected text that is not empty",

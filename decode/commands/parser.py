@@ -6,7 +6,7 @@ import argparse
 from typing import Any, NoReturn
 
 from d2f.command import CommandParser
-from d2f.errors import InputError
+from d2f.errors import InputError, repr_of
 from d2f.models import names
 from d2f.tasks import TASKS, Task, find_tasks, task_of_data
 
@@ -126,6 +126,15 @@ def chosen_tasks(options: argparse.Namespace) -> tuple[Task, ...]:
     if options.tasks is not None:
         raise InputError("--data is a task of its own: leave out --tasks")
     return (task_of_data(options.data, options.judge, allow_code_execution=allowed),)
+
+
+MOST_SAMPLES = 10_000  # answers a prompt
+
+
+def check_samples(flag: str, count: int) -> None:
+    """Raise InputError unless so many answers a prompt can be made."""
+    if not 1 <= count <= MOST_SAMPLES:
+        raise InputError(f"{flag} must lie in [1, {MOST_SAMPLES}], got {repr_of(count)}")
 
 
 def check_least(options: argparse.Namespace, **least: int) -> None:

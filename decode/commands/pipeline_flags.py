@@ -15,6 +15,7 @@ from decode.commands.parser import (
     add_verbose,
     check_least,
     check_model,
+    check_samples,
 )
 from decode.decoders import find_decoder
 
@@ -49,7 +50,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.raw and not prompts:
         raise InputError("--raw needs --prompt or --prompts-file")
     check_model(options)
-    check_least(options, n=1, batch_size=1)
+    check_least(options, batch_size=1)
+    check_samples("--n", options.n)
     if options.pause is not None and not 0 <= options.pause <= 60:
         raise InputError(f"--pause must lie in [0, 60] seconds, got {options.pause}")
     if options.config is not None:

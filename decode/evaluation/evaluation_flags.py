@@ -16,6 +16,7 @@ from decode.commands.parser import (
     add_verbose,
     check_least,
     check_model,
+    check_samples,
     chosen_tasks,
 )
 
@@ -40,7 +41,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     Raises InputError, SystemExit after --help."""
     options = _parser(offered(arguments)).parse_args(arguments)
     check_model(options)
-    check_least(options, problems=1, batch_size=1, samples=1)
+    check_least(options, problems=1, batch_size=1)
+    check_samples("--samples", options.samples)
     options.pass_at = _pass_at(options.pass_at, options.samples)
     options.tasks = chosen_tasks(options)
     if options.config is not None:

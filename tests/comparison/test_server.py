@@ -26,12 +26,17 @@ def gone(log, within=5.0):
     """Whether no process of the server is left."""
     until = time.monotonic() + within
     while time.monotonic() < until:
-        alive = [p for p in pids(log) if psutil.pid_exists(p)]
-        alive = [p for p in alive if psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-        if not alive:
+        if not any(map(alive, pids(log))):
             return True
         time.sleep(0.02)
     return False
+
+
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_healthy_inside_and_gone_outside(fake_python, tmp_path):

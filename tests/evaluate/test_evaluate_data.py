@@ -129,7 +129,7 @@ def test_half_of_the_data_is_not_taken_for_all_of_it(data, capsys):
         (mine("--problems", "13"), "--problems 13: count must be at most 12"),
         (["--split", "all"], "story has no split all, it has train, tuning, heldout"),
         (["--samples", "2"], "--samples 2: greedy answers of one problem are all the same"),
-        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "0"], "--samples must lie in [1, 10000], got 0"),
         (mine("--pass-at", "2"), "--pass-at must be whole numbers from 1 to --samples 1"),
         (mine("--pass-at", "x"), "--pass-at must be whole numbers"),
         (mine("--no-merge"), "--no-merge needs --adapter"),

@@ -235,7 +235,7 @@ def test_samples_have_the_seeds_and_the_answers_of_the_library(student, tmp_path
 
 def test_bad_numbers_of_samples_are_refused(student, tmp_path, capsys):
     assert main(["--model", student, "--n", "0"]) == 2
-    assert "--n must be at least 1, got 0" in capsys.readouterr().err
+    assert "--n must lie in [1, 10000], got 0" in capsys.readouterr().err
     path = prompts_file(tmp_path / "p", {"ids": [5], "id": "a"}, {"ids": [5], "id": "a#1"})
     assert main(["--model", student, "--prompts-file", path, "--n", "1", "--quiet"]) == 0
     path = prompts_file(tmp_path / "p", {"ids": [5], "id": 1}, {"ids": [5], "id": "1"})
