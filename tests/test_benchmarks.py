@@ -43,6 +43,9 @@ def test_help_prints_and_does_nothing_else(module, monkeypatch, capsys):
     monkeypatch.setattr("subprocess.Popen.__init__", forbidden)
     monkeypatch.setattr("multiprocessing.process.BaseProcess.start", forbidden)
     monkeypatch.setattr(sys, "argv", [module, "--help"])
+    parent, _, child = module.rpartition(".")
+    if module in sys.modules:  # what is imported now takes its place there, too
+        monkeypatch.setattr(sys.modules[parent], child, sys.modules[module])
     for name in [n for n in sys.modules if n == module or n.startswith(module + ".")]:
         monkeypatch.delitem(sys.modules, name)  # runpy warns of what is imported already
     with pytest.raises(SystemExit) as end:
