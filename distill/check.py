@@ -12,6 +12,7 @@ from d2f.quantize import require_bitsandbytes
 from distill.config import TrainConfig
 from distill.data import fill_rows
 from distill.data import plan as plan_of
+from distill.doubts import doubts
 from distill.memory import Memory, estimate
 from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
@@ -110,8 +111,7 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     reads = len(batch.rows)
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
-    doubt = objective.doubt(config)
-    notes = [] if doubt is None else [doubt]
+    notes = doubts(config)
     # Encodes all evaluation problems, so a decoder that does not fit is found here.
     if config.eval_every is not None:
         jobs(as_trained(model, config, hashed=False), config)

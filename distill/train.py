@@ -82,7 +82,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
-    from distill.objectives import OBJECTIVES
+    from distill.doubts import doubts
     from distill.run.progress import result_text
     from distill.run.run_folder import RunFolder
 
@@ -94,9 +94,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     folder.check_inputs()
     # A variable that the user has set comes first.
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)
-    doubt = OBJECTIVES[config.objective].doubt(config)
-    if doubt is not None and _is_first():
-        print(doubt, file=sys.stderr)
+    if _is_first():
+        for doubt in doubts(config):
+            print(doubt, file=sys.stderr)
     from distill.run.training import Training
 
     training = Training(folder, stop_after)

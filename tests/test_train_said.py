@@ -19,6 +19,7 @@ from d2f.contract import FILE_NAME, Contract
 from d2f.save_transformers import save_model
 from distill.check import check
 from distill.config import TrainConfig
+from distill.doubts import doubts
 from distill.objectives import OBJECTIVES
 from distill.train import train
 
@@ -67,6 +68,19 @@ def test_a_plain_autoregressive_checkpoint_is_no_teacher(tmp_path):
     published = ROOT / "tests" / "published" / "llada-8b"
     assert teacher_warning(settings(tmp_path / "run", "d2f", init=str(published))) is None
     assert teacher_warning(settings(tmp_path / "run", "masked_diffusion", init="nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_bf16", "warned"),
+    [("bf16", False, True), ("bf16", True, False), ("no", False, False)],
+)
+def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, precision, has_bf16, warned):
+    """The bundled configurations ask for bf16, which a laptop without AVX-512 only imitates."""
+    monkeypatch.setattr("distill.doubts.cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    config = settings(tmp_path / "run", "next_token", mixed_precision=precision)
+    lines = doubts(config)
+    assert any("--mixed_precision no" in line for line in lines) == warned
 
 
 def test_the_command_is_quiet(tmp_path):
