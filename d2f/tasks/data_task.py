@@ -53,7 +53,8 @@ class DataTask(Task):
     @property
     def identity(self) -> str:  # type: ignore[override]
         said = self.file.model_dump(mode="json")
-        return hashlib.sha256(json.dumps([said, *self.rows.digests]).encode()).hexdigest()
+        parts = [said, self.judge.source, *self.rows.digests]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
         rows = self.rows.of(split)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,22 @@ def test_other_data_under_the_same_name_is_another_run(data, capsys):
     data.write_text(data.read_text().replace("#### ", "#### 1"))  # the same questions
     assert main(mine("--output", "out", "--problems", "2")) == 2
     assert "tasks was" in capsys.readouterr().err
+
+
+def test_an_edited_judge_is_another_run(data, monkeypatch, capsys):
+    """Else its verdicts would stand beside those of the judge that it was."""
+    monkeypatch.syspath_prepend(data.parent)
+    command = [
+        "--data", "mine.jsonl", "--judge", "edited_judge:says", "--split", "all",
+        "--problems", "2", "--output", "out",
+    ]  # fmt: skip
+    for verdict, status in ((True, 0), (True, 0), (False, 2)):
+        Path("edited_judge.py").write_text(f"def says(problem, text):\n    return {verdict}\n")
+        monkeypatch.delitem(sys.modules, "edited_judge", raising=False)
+        importlib.invalidate_caches()
+        assert main(command) == status
+    assert "tasks was" in capsys.readouterr().err
+    assert [answer["right"] for answer in answers()] == [True, True]
 
 
 def test_samples_have_pass_at_k_and_a_majority(data, capsys):

@@ -178,6 +178,21 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
         found.right(problem("x"), "too long")
 
 
+def test_where_a_judge_of_ones_own_comes_from_is_its_source(tmp_path, monkeypatch):
+    """Also where its module took the function from another one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for here, there in (("", ""), ("# 1", ""), ("", "# 2"), ("", "")):
+        (tmp_path / "seen.py").write_text(f"from hidden import says{here}\n")
+        (tmp_path / "hidden.py").write_text(f"def says(problem, text): ...{there}\n")
+        for name in ("seen", "hidden"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        found.append(judge("seen:says").source)
+    assert len(set(found)) == 3 and found[0] == found[3]
+    assert judge("builtins:max").source  # without a file
+    assert judge("exact").source == ""
+
+
 @given(text=st.text() | st.text("-$#0123456789,. ABCDanswer()\\boxed{}\n"))
 def test_no_text_makes_a_judge_raise(text):
     for name, options in (("exact", {}), ("contains", {}), ("numeric", {}), ("choice", {}),

@@ -32,6 +32,12 @@ class Judge(Section):
         return set()
 
     @property
+    def source(self) -> str:
+        """A digest of what decides its verdicts beside its options; empty where that is this
+        version of the toolkit."""
+        return ""
+
+    @property
     def notice(self) -> str | None:
         """What a user should know before it judges."""
         return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import PrivateAttr
@@ -17,12 +19,14 @@ from d2f.tasks.problem import Problem
 class Own(Judge):
     """The function says so, which is called as ``function(problem, text, **options)`` with a
     `d2f.tasks.Problem` (its `answer` is the reference, its `row` the row of data) and the
-    response."""
+    response. The files of the module and of the function are part of a run's identity, what they
+    import is not."""
 
     name: ClassVar[str] = "module:function"
     _place: str = PrivateAttr()
     _function: Callable[..., object] = PrivateAttr()
     _options: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _source: str = PrivateAttr(default="")
 
     @classmethod
     def of(cls, place: str, options: Mapping[str, Any]) -> Own:
@@ -40,7 +44,12 @@ class Own(Judge):
             raise InputError(f"judge {place}: expected a function, got {repr_of(found)}")
         judge = cls()
         judge._place, judge._function, judge._options = place, found, dict(options)
+        judge._source = _digest(module, found)
         return judge
+
+    @property
+    def source(self) -> str:
+        return self._source
 
     def right(self, problem: Problem, text: str) -> bool:
         try:
@@ -50,3 +59,15 @@ class Own(Judge):
                 f"judge {self._place}: raised {type(error).__name__}: {error} for the response "
                 f"{text[:60]!r}"
             ) from error
+
+
+def _digest(module: str, function: object) -> str:
+    """Of the files that a judge is written in: its module's, and that of the module that its
+    function comes from. One without a file (a builtin) has none."""
+    names = dict.fromkeys((module, getattr(function, "__module__", module)))
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    found = hashlib.sha256()
+    for file in files:
+        if file is not None and Path(file).is_file():
+            found.update(Path(file).read_bytes())
+    return found.hexdigest()
