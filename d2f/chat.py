@@ -19,7 +19,8 @@ SECONDS = 10.0  # a template takes milliseconds
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """The prompt that the tokenizer's chat template makes of messages, up to where the answer
-    begins: what its `apply_chat_template` gives with ``add_generation_prompt``.
+    begins: what its `apply_chat_template` gives with ``add_generation_prompt``. A last message of
+    the assistant's whose `prefix` is true is the answer's beginning, and follows to the letter.
 
     Raises InputError, with the tokenizer's name, for messages that the template refuses, a template
     that is broken, and one that takes longer than SECONDS or more memory than it may.
@@ -27,6 +28,10 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: expected one, the tokenizer has none")
+    prefix = ""
+    if messages and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant":
+        *messages, last = messages
+        prefix = last["content"]
     if not messages:
         raise InputError("expected at least one message, got none")
     try:
@@ -52,7 +57,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         raise InputError(f"{name} did not end: it was stopped after {SECONDS:g} s")
     if "error" in reply:
         raise InputError(quoted(f"{name} refused the messages: {reply['error']}"))
-    return reply["text"]
+    return reply["text"] + prefix
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:

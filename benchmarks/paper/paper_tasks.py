@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.paper_table import PaperTask
-from d2f.configuration import check, read_mapping
+from d2f.configuration import check
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, find_config
 from d2f.tasks import Problem, Task, before_stop
 from d2f.tasks.data_task import DataTask
 from d2f.tasks.judges import make_judge
+from d2f.tasks.like import read_task_file
 from d2f.tasks.task_file import TaskFile
 
 
@@ -54,7 +55,7 @@ def make_task(name: str, task: PaperTask, data: str | None, *, allow_code_execut
 
 def _values(task: PaperTask) -> tuple[dict[str, Any], Path]:
     path = find_config(task.task, *EVALUATION)
-    return read_mapping(path) | task.changes, path
+    return read_task_file(path) | task.changes, path
 
 
 def _instead(values: dict[str, Any], data: str) -> dict[str, Any]:

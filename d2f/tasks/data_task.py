@@ -73,9 +73,15 @@ class DataTask(Task):
         return len(self.rows.of(ALL)) - len(self.rows.of(split))
 
     def right(self, problem: Problem, text: str) -> bool:
+        if self.file.judge_gen_prefix:
+            text = self._prefix(problem.row) + text
         return self.judge.right(problem, text)
 
     def answer(self, text: str) -> str | None:
+        if self.file.judge_gen_prefix:
+            if columns_of(self.file.gen_prefix or ""):
+                return None  # without the row nobody knows what stands before the response
+            text = self._prefix({}) + text
         return self.judge.answer(text)
 
     def _columns(self) -> set[str] | None:
@@ -84,8 +90,8 @@ class DataTask(Task):
         if isinstance(self.judge, Own):
             return None
         file = self.file
-        templates = [t for t in (file.prompt, file.reference, file.example, file.system) if t]
-        return self.judge.columns.union(*map(columns_of, templates))
+        given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
+        return self.judge.columns.union(*(columns_of(one) for one in given if one))
 
     def _problem(self, place: Place) -> Problem:
         """A row as a problem. Raises InputError that says which row, and what is wrong with it."""
@@ -119,7 +125,20 @@ class DataTask(Task):
         return str(row[_usual(row, USUAL_REFERENCES, "reference")])
 
     def _given(self, row: Row) -> str | list[Message]:
-        """What the model is given: examples, and what is asked. Raises BadRecord.
+        """What the model is given: what `_prompt` says, and the beginning of the response. Raises
+        BadRecord."""
+        prompt = self._prompt(row)
+        if self.file.gen_prefix is None:
+            return prompt
+        if isinstance(prompt, str):
+            return prompt + self._prefix(row)
+        return [*prompt, _message("assistant", self._prefix(row)) | {"prefix": True}]
+
+    def _prefix(self, row: Row) -> str:
+        return render(self.file.gen_prefix or "", row)
+
+    def _prompt(self, row: Row) -> str | list[Message]:
+        """Examples, and what is asked. Raises BadRecord.
 
         A chat with examples in turns: system, user, assistant, user, assistant, user. In one text:
         examples and question with separators between them.

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from d2f.configuration import check, read_mapping
+from d2f.configuration import check
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, find_config, shipped
 from d2f.tasks.data_task import DataTask
 from d2f.tasks.judges import make_judge
+from d2f.tasks.like import read_task_file
 from d2f.tasks.task import GENERATED, Task
 from d2f.tasks.task_file import TaskFile
 
@@ -27,7 +28,7 @@ def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
         raise InputError(
             f"expected a task among {known}, or a task file, got {given!r:.200}"
         ) from error
-    file = check(TaskFile, read_mapping(path), str(path))
+    file = check(TaskFile, read_task_file(path), str(path))
     judge = make_judge(file.judge, str(path), allow_code_execution=allow_code_execution)
     words = ("--tasks", given, *(("--allow-code-execution",) if judge.name == "python" else ()))
     return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))

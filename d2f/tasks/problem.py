@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 Item = TypeVar("Item")
-Message = dict[str, str]
+Message = dict[str, Any]
+"""`role` and `content`; a last one of the assistant's with `prefix` true is the beginning of the
+answer (as in Mistral's and DeepSeek's API), which `d2f.chat` leaves open."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,9 @@ class FewShot(Section):
 class TaskFile(Section):
     """One task. Templates are Jinja's, over the columns of a row, and kept to the letter."""
 
+    like: Text | None = None
+    """Another task file, by its path from this one or by the name that it ships under, whose keys
+    hold where this one has none: those of a mapping one by one, and null takes one away."""
     name: TaskName | None = None
     """As in reports; default: the file's name."""
     data: Text
@@ -81,6 +84,12 @@ class TaskFile(Section):
     """The system message of a chat; without a chat the text that stands first."""
     chat: Switch = True
     """Through the model's chat template; else the text as it is."""
+    gen_prefix: Template | None = None
+    """The beginning of the response, which the prompt holds already and the model goes on from: to
+    the letter behind what the chat template opens the answer with, without a chat behind the text.
+    Examples have none but what `example` says."""
+    judge_gen_prefix: Switch = False
+    """Let the judge read it before the response; else it reads what the model wrote alone."""
     few_shot: FewShot | None = None
     """Solved examples before the problem; default: none."""
     separator: str = Field(default="\n\n", max_length=100)
@@ -93,7 +102,7 @@ class TaskFile(Section):
     """A name, or a mapping of name and options: exact, numeric, choice, regex, math, contains,
     python, or a function of your own as module:function."""
 
-    @field_validator("prompt", "reference", "example", "system")
+    @field_validator("prompt", "reference", "example", "system", "gen_prefix")
     @classmethod
     def _readable(cls, template: str | None) -> str | None:
         if template is not None:
@@ -101,7 +110,7 @@ class TaskFile(Section):
         return template
 
     @model_validator(mode="after")
-    def _disjoint(self) -> TaskFile:
+    def _go_together(self) -> TaskFile:
         shares = [share for share in self.splits.values() if not isinstance(share, str)]
         named = [place for place in self.splits.values() if isinstance(place, str)]
         if sum(shares) > 1 + 1e-9:
@@ -114,6 +123,8 @@ class TaskFile(Section):
                 f"splits must be disjoint, got {twice!r} for two: give shares of it, or parts such "
                 "as train[:500] and train[500:]"
             )
+        if self.judge_gen_prefix and self.gen_prefix is None:
+            raise ValueError("judge_gen_prefix needs a gen_prefix")
         few = self.few_shot
         if few is not None and few.count is not None and few.split not in self.splits:
             raise ValueError(

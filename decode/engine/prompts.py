@@ -13,7 +13,7 @@ from d2f.model import DiffusionModel
 from decode.decoders.base import Decoder
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Message | Sequence[Message]
 
 EXPECTED = "expected text, chat messages or ids"
@@ -54,7 +54,7 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
             # Here the tokenizer adds its own special tokens; a chat template writes them itself,
             # so `chat.encode` adds none: the BOS would be doubled.
             return list(tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}]  # type: ignore[dict-item]
+        messages = [{"role": "user", "content": prompt}]
     elif tokenizer.chat_template is None:
         raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
     else:

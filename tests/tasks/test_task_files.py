@@ -9,10 +9,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks import find_task, find_tasks, task_of_data
+from d2f.tasks.like import read_task_file
 from d2f.yaml_core import dump
 
 ROWS = [
@@ -249,7 +249,7 @@ def test_every_shipped_task_has_a_row_here():
 def test_the_shipped_tasks_read_the_hubs_columns(tmp_path, name):
     if name.startswith("math") and find_spec("math_verify") is None:
         pytest.skip("math-verify is missing")
-    values = read_mapping(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
+    values = read_task_file(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
     asked = next(
         column for column in ("question", "text", "problem", "prompt") if column in HUB[name]
     )
