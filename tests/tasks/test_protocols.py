@@ -59,12 +59,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "humaneval-message": (
         HUMANEVAL, "So:\n```python\ndef two():\n    return 2\n```\nas said", "    return 3\n",
     ),
+    "math-message": (MATH, "Final Answer: The final answer is $2$. I hope", "the answer is $3$."),
+    "mbpp-message": (MBPP, "def two():\n    return 2", "```python\ndef two():\n    return 2\n```"),
+    "freedave-gsm8k": (GSM8K, "2 + 2\n#### 4", "so 5 pens"),
+    "freedave-math-500": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
+    "freedave-mbpp": (MBPP, "def two():\n    return 2\n```\nas said", "two = 2\n```"),
+    "freedave-humaneval": (HUMANEVAL, "    return 2\n```\nas said", "    return 3\n```"),
     "wino-gsm8k": (GSM8K, BOXED % "4", BOXED % "5"),
     "wino-math-500": (MATH, BOXED % r"\frac{4}{2}", BOXED % "3"),
     "wino-humaneval": (
-        HUMANEVAL, "```python\ndef two():\n    return 2\n```", "```python\ndef two(): 3\n```",
+        HUMANEVAL, "    return 2\n```\nThat is it.", "    return 3\n```",
     ),
-    "wino-mbpp": (MBPP, "```python\ndef two():\n    return 2\n```", "two = 2"),
+    "wino-mbpp": (MBPP, "def two():\n    return 2\n```\nThat is it.", "two = 2\n```"),
     "wino-arc-challenge": (ARC, BOXED % "B", BOXED % "A"),
     "wino-arc-easy": (ARC, BOXED % "B", "B"),
     "wino-sudoku": (
@@ -115,17 +121,45 @@ def test_each_asks_and_judges(tmp_path, name):
     _, right, wrong = CASES[name]
     assert task.right(problem, right)
     assert not task.right(problem, wrong) and not task.right(problem, "")
-    asked = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1]["content"]
-    assert asked.endswith(problem.question) and "{{" not in asked
+    asked = problem.prompt
+    if not isinstance(asked, str):
+        asked = next(turn["content"] for turn in reversed(asked) if turn["role"] == "user")
+    assert asked.endswith(problem.question) and "{{" not in str(problem.prompt)
 
 
-def shots(prompt: list[dict[str, str]]) -> int:
-    return sum(message["role"] == "assistant" for message in prompt)
+def shots(prompt: list[dict[str, Any]]) -> int:
+    return sum(turn["role"] == "assistant" and "prefix" not in turn for turn in prompt)
+
+
+PREFIXES = {
+    "wino-gsm8k": "<reasoning>", "wino-math-500": "<reasoning>", "wino-sudoku": "<reasoning>",
+    "wino-countdown": "<reasoning>", "wino-arc-easy": "<reasoning>",
+    "wino-arc-challenge": "<reasoning>", "wino-mbpp": ">>> Code:\n```python\n",
+    "wino-humaneval": f"Here is the completed function:\n```python\n{HUMANEVAL['prompt']}\n",
+    "freedave-humaneval": f"Here is the completed function:\n```python\n{HUMANEVAL['prompt']}\n",
+    "freedave-mbpp": "\n```python\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_response_is_begun_as_the_protocol_begins_it(tmp_path, name):
+    prompt = problem_of(tmp_path, name)[1].prompt
+    begun = [turn["content"] for turn in prompt if isinstance(turn, dict) and "prefix" in turn]
+    wanted = PREFIXES.get(name)
+    if wanted is None:
+        assert begun == []
+    else:
+        before, _, after = wanted.partition("{}")
+        (found,) = begun
+        assert found.startswith(before) and found.endswith(after)
 
 
 def test_examples_stand_where_the_protocol_has_them(tmp_path):
     made = {}
-    for name in ("gsm8k-chat", "gsm8k-message", "gsm8k-cot", "math-4-shot", "mbpp-chat"):
+    for name in (
+        "gsm8k-chat", "gsm8k-message", "gsm8k-cot", "math-4-shot", "math-message", "mbpp-chat",
+        "mbpp-message", "freedave-gsm8k", "freedave-math-500", "freedave-mbpp",
+    ):  # fmt: skip
         (tmp_path / name).mkdir()
         made[name] = problem_of(tmp_path / name, name)[1].prompt
     assert shots(made["gsm8k-chat"]) == 4 and shots(made["mbpp-chat"]) == 3
@@ -135,6 +169,16 @@ def test_examples_stand_where_the_protocol_has_them(tmp_path):
     assert made["gsm8k-cot"].count("The answer is") == made["gsm8k-cot"].count("\n\nQ: ") == 8
     assert made["math-4-shot"].count("\n\nSolution: ") == 4
     assert made["math-4-shot"].endswith("?\n\nSolution:")
+    # Fast-dLLM's are the harness's text in one message, FreeDave's are turns.
+    (message,) = made["math-message"]
+    shown, text = (re.sub(r"\$1\+\d\$", "", t) for t in (message["content"], made["math-4-shot"]))
+    assert shown == text
+    (message,) = made["mbpp-message"]
+    assert message["content"].count("return 2\n[DONE]\n\nYou are an expert") == 3
+    assert [shots(made[f"freedave-{n}"]) for n in ("gsm8k", "math-500", "mbpp")] == [5, 4, 3]
+    assert made["freedave-gsm8k"][1]["content"] == GSM8K["answer"]
+    assert made["freedave-math-500"][1]["content"].startswith("The expressions inside")
+    assert made["freedave-mbpp"][1]["content"] == f"\n```python\n{MBPP['code']}\n```"
 
 
 HARNESS = find_spec("lm_eval")
@@ -161,13 +205,21 @@ def of_harness(path: str) -> Any:
         ("gsm8k-cot", "gsm8k/gsm8k-cot.yaml"),
         ("humaneval-uncut", "humaneval/humaneval.yaml"),
         ("mbpp-chat", "mbpp/mbpp.yaml"),
+        ("mbpp-message", "mbpp/mbpp.yaml"),
+        ("freedave-mbpp", "mbpp/mbpp_instruct.yaml"),
+        ("freedave-humaneval", "humaneval/humaneval_instruct.yaml"),
     ],
 )
 def test_templates_and_stops_are_the_harness_own(tmp_path, name, path):
     theirs = of_harness(path)
     task, problem = problem_of(tmp_path, name)
-    template = Environment(keep_trailing_newline=True).from_string(theirs["doc_to_text"])
-    assert template.render(problem.row) == problem.question
+    if "include" in theirs:
+        theirs = of_harness(f"{Path(path).parent}/{theirs['include']}") | theirs
+    environment = Environment(keep_trailing_newline=True)
+    assert environment.from_string(theirs["doc_to_text"]).render(problem.row) == problem.question
+    if "gen_prefix" in theirs:
+        begun = environment.from_string(theirs["gen_prefix"]).render(problem.row)
+        assert problem.prompt[-1]["content"] == begun
     if "uncut" not in name:
         assert list(task.stop) == theirs["generation_kwargs"]["until"]
 
