@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     from decode.commands.load_model import load
     from decode.evaluation.evaluate_task import evaluate_jobs
+    from decode.evaluation.judge_pool import JudgePool, default_jobs
     from decode.evaluation.scores import line
     from decode.reporting.environment import environment
     from decode.reporting.notices import doubt_of
@@ -64,7 +65,8 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         if output.done:
             say(f"notice: {len(output.done)} of {len(every)} answers are already in {output.path}")
     measured = []
-    with ShownProgress(standard_output(), "answers") as shown:
+    judges = JudgePool(options.judge_jobs or default_jobs())
+    with ShownProgress(standard_output(), "answers") as shown, judges:
         for task in options.tasks:
             measured.append(
                 evaluate_jobs(
@@ -77,9 +79,12 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
                     pass_at=options.pass_at,
                     output=output,
                     shown=shown,
+                    judges=judges,
                 )
             )
             shown.say(line(measured[-1]))
+    if judges.failed:
+        say(f"notice: {judges.failed} responses were judged wrong because their judge did not end")
     return {
         "model": options.model,
         "adapter": options.adapter,

@@ -24,6 +24,7 @@ class WholeResponse(Task):
         self.task, self.cuts = task, task.stop
         self.name, self.response_length, self.words = task.name, task.response_length, task.words
         self.notice, self.identity = task.notice, task.identity
+        self.judging_seconds = task.judging_seconds
 
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
         return self.task.problems(split, count, seed)

@@ -20,6 +20,7 @@ from decode.commands.run_command import say
 from decode.commands.run_header import header
 from decode.commands.task_problems import draw_problems, give_notices
 from decode.evaluation.evaluate_task import evaluate_jobs
+from decode.evaluation.judge_pool import JudgePool, default_jobs
 from decode.evaluation.scores import line
 from decode.reporting.environment import environment
 from decode.reporting.record import Output
@@ -121,9 +122,16 @@ def _measure(
     output = Output(path, run_of, [job.source.id for job in jobs])
     if output.done:
         say(f"notice: {len(output.done)} of {len(jobs)} answers are already in {path}")
-    with ShownProgress(standard_output(), "answers") as shown:
+    with ShownProgress(standard_output(), "answers") as shown, JudgePool(default_jobs()) as judges:
         row = evaluate_jobs(
-            model, task, jobs, split="heldout", batch_size=1, output=output, shown=shown
+            model,
+            task,
+            jobs,
+            split="heldout",
+            batch_size=1,
+            output=output,
+            shown=shown,
+            judges=judges,
         )
         shown.say(f"{path.stem}: {line(row)}")
     records = [output.done[job.source.id] for job in jobs]

@@ -44,6 +44,7 @@ class DataTask(Task):
         self.file, self.judge, self.words = file, judge, words
         self.name = file.name or name
         self.response_length, self.stop = file.max_new_tokens, file.stop
+        self.judging_seconds = judge.judging_seconds
         self.rows = TaskRows(file, self.name, folder, self._columns())
 
     @cached_property

@@ -21,6 +21,8 @@ class Task(ABC):
     one. identity: what decides its problems and verdicts; a run that goes on must have the same.
     default_count: problems that are evaluated where nobody says how many, None for all. notice:
     what a user should know before anything is judged. words: how a command line names it.
+    judging_seconds: how long a judgement in a process of its own may take, beside others; None: it
+    is made in this one.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Task(ABC):
     default_count: int | None = None
     notice: str | None = None
     words: tuple[str, ...]
+    judging_seconds: float | None = None
 
     @abstractmethod
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:

@@ -14,6 +14,7 @@ from decode.commands.task_problems import draw_problems, encode_problems
 from decode.commands.timed_loop import decode
 from decode.decoders import Decoder
 from decode.engine.result import Event
+from decode.evaluation.judge_pool import JudgePool
 from decode.evaluation.scores import score
 from decode.reporting.record import Output, Record
 from decode.reporting.shown_progress import ShownProgress
@@ -73,8 +74,10 @@ def evaluate_jobs(
     pass_at: Sequence[int] = (),
     output: Output | None = None,
     shown: ShownProgress | None = None,
+    judges: JudgePool | None = None,
 ) -> dict[str, Any]:
-    """A task's jobs, `samples` a problem, decoded but for those that `output` has already.
+    """A task's jobs, `samples` a problem, decoded but for those that `output` has already. judges:
+    what judges several responses at a time; without it each is judged here.
 
     `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
     many responses it was for.
@@ -82,7 +85,9 @@ def evaluate_jobs(
     done = {} if output is None else output.done
     pending = [job for job in jobs if job.source.id not in done]
     display = Silent() if shown is None else Counting(shown, len(pending), task.name)
-    new, seconds = decode(model, pending, batch_size=batch_size, display=display, output=output)
+    new, seconds = decode(
+        model, pending, batch_size=batch_size, display=display, output=output, judges=judges
+    )
     by_id = {**done, **{record.id: record for record in new}}
     records = [by_id[job.source.id] for job in jobs]
     return {

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     Raises InputError, SystemExit after --help."""
     options = _parser(offered(arguments)).parse_args(arguments)
     check_model(options)
-    check_least(options, problems=1, batch_size=1)
+    check_least(options, problems=1, batch_size=1, judge_jobs=1)
     check_samples("--samples", options.samples)
     options.pass_at = _pass_at(options.pass_at, options.samples)
     options.tasks = chosen_tasks(options)
@@ -117,6 +117,13 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         "where it stopped) and report.json",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers alone")
+    group.add_argument(
+        "--judge-jobs",
+        type=int,
+        metavar="N",
+        help="processes of the judges python and math, each for a response, at least 1; the "
+        "verdicts do not depend on it (default: a core each, 8 at most)",
+    )
     add_verbose(group)
 
 

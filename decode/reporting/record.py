@@ -91,15 +91,15 @@ class Output(Ledger[int | str, Record]):
         return record
 
 
-def make_record(job: PromptJob, result: Result, seconds: float) -> Record:
-    """A result with the judgement of its text."""
-    problem, task = job.source.problem, job.source.task
+def make_record(job: PromptJob, result: Result, seconds: float, right: bool | None) -> Record:
+    """A result with the judgement of its text, None for a prompt of one's own."""
+    problem = job.source.problem
     return Record(
         id=job.source.id,
         task=problem.task if problem else None,
         question=problem.question if problem else next(reversed(job.source.texts), None),
         text=result.text,
-        right=task.right(problem, result.text or "") if problem and task else None,
+        right=right,
         finish_reason=result.finish_reason,
         prompt_tokens=result.prompt_tokens,
         max_new_tokens=job.decoder.length,

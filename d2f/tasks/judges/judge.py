@@ -32,6 +32,11 @@ class Judge(Section):
         return set()
 
     @property
+    def judging_seconds(self) -> float | None:
+        """As `d2f.tasks.Task` has it: a time after which no verdict will come."""
+        return None
+
+    @property
     def source(self) -> str:
         """A digest of what decides its verdicts beside its options; empty where that is this
         version of the toolkit."""

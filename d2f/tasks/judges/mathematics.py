@@ -26,8 +26,6 @@ class Math(Judge):
             raise ValueError(
                 "the judge math needs math-verify: pip install 'd2f-toolkit[evaluation]'"
             )
-        # It logs each text that it cannot read, which responses are full of.
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)
         return self
 
     def right(self, problem: Problem, text: str) -> bool:
@@ -40,6 +38,12 @@ class Math(Judge):
         if not _parsed(_marked(problem.answer)):
             raise BadRecord(f"the reference is no expression: {problem.answer[-60:]!r}")
 
+    @property
+    def judging_seconds(self) -> float:
+        """Above math-verify's own limits, 5 s each to read two texts and to compare them, which do
+        not end what sympy computes in one long operation."""
+        return 60.0
+
     def answer(self, text: str) -> str | None:
         found = _parsed(text)
         return str(found[0]) if found else None
@@ -48,6 +52,8 @@ class Math(Judge):
 def _parsed(text: str) -> list[Any]:
     from math_verify import parse
 
+    # It logs each text that it cannot read, which responses are full of.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return list(parse(text))
 
 

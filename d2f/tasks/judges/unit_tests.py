@@ -61,6 +61,11 @@ class Python(Judge):
         return (columns_of(self.program) | columns_of(self.tests)) - {"response"}
 
     @property
+    def judging_seconds(self) -> float:
+        """Above its own limit, which ends a program."""
+        return self.seconds + 60.0
+
+    @property
     def notice(self) -> str:
         return f"the code that the model writes is run here, in {protection()}"
 
