@@ -9,6 +9,7 @@ import pytest
 from documents import ROOT, in_small, run
 
 import d2f
+from d2f.tasks import find_task
 from decode.comparison.comparison_report import ComparisonReport
 
 WAYS = ("plain", "ours")
@@ -73,6 +74,18 @@ def test_the_way_to_a_scored_checkpoint_runs(tmp_path):
     assert all("pass@4" in text for text in said[3:])
     for folder in ("sums", "sums-sampled"):
         assert (tmp_path / "runs" / folder / "report.json").is_file()
+
+
+def test_the_task_file_that_builds_on_another_is_one(tmp_path):
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(like: .*?)```", page, re.DOTALL)
+    rows = [{"question": f"{n}+1?", "answer": f"{n + 1}"} for n in range(20)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.yaml").write_text(text)
+    task = find_task(str(tmp_path / "mine.yaml"))
+    problem = task.problems("heldout", 1)[0]
+    assert problem.prompt.count("Question: ") == 5  # with gsm8k's four examples
+    assert task.right(problem, f"about {int(problem.answer) + 0.5}")
 
 
 def table(page: str, heading: str) -> list[list[str]]:

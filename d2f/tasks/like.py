@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.configuration import read_mapping
-from d2f.errors import InputError, repr_of
+from d2f.errors import InputError, one_line, repr_of
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks.task_file import TaskFile
 
@@ -37,7 +37,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         # Said of the file that has it, not of the one that inherits it.
         unknown = [key for key in values if key not in TaskFile.model_fields]
         if unknown:
-            raise InputError(f"{path}: {unknown[0]!s:.60}: there is no such key")
+            raise InputError(f"{path}: {one_line(str(unknown[0]))[:60]}: there is no such key")
         if isinstance(values.get("judge"), str):
             values["judge"] = {"name": values["judge"]}
     if other is None:
@@ -57,7 +57,7 @@ def _find(other: Any, path: Path) -> Path:
     known = shipped(*EVALUATION)
     if isinstance(other, str) and other:
         beside = path.parent / other
-        if beside.is_file():
+        if os.path.isfile(beside):  # unlike Path's, of any name
             return beside
         if other in known:
             return known[other]
@@ -89,11 +89,13 @@ def _other_judge(value: dict[str, Any], there: dict[str, Any]) -> bool:
 def _moved(values: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]:
     """With files that lie beside a task file by their paths from another folder."""
     data, splits = values.get("data"), values.get("splits")
-    if not isinstance(data, str) or not (folder / data).exists():
+    if not isinstance(data, str) or not os.path.exists(folder / data):
         return values  # a data set of the hub
     moved: dict[str, Any] = {"data": os.path.relpath(folder / data, to)}
-    if isinstance(splits, dict) and (folder / data).is_file():
-        files = {k: v for k, v in splits.items() if isinstance(v, str) and (folder / v).is_file()}
+    if isinstance(splits, dict) and os.path.isfile(folder / data):
+        files = {
+            k: v for k, v in splits.items() if isinstance(v, str) and os.path.isfile(folder / v)
+        }
         there = {split: os.path.relpath(folder / file, to) for split, file in files.items()}
         moved |= {"splits": splits | there}
     return values | moved

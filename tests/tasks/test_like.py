@@ -96,6 +96,7 @@ def test_the_identity_has_what_is_inherited(folder):
             r"b.yaml: like: .* circle: \S*mine.yaml -> \S*a.yaml -> \S*b.yaml -> \S*a.yaml$",
         ),
         ({"mine": {"like": "none.yaml"}}, "mine.yaml: like: expected .* gsm8k, .*'none.yaml'$"),
+        ({"mine": {"like": "x" * 300}}, "mine.yaml: like: expected another task file"),
         ({"mine": {"like": 3}}, "mine.yaml: like: expected another task file, .*got 3$"),
         ({"mine": {"like": "base.yaml", "colums": 1}}, "mine.yaml: colums: there is no such key"),
         ({"mine": {"like": "a.yaml"}, "a": {"colums": 1}}, "a.yaml: colums: there is no such key"),
