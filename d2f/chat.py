@@ -28,10 +28,7 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: expected one, the tokenizer has none")
-    prefix = ""
-    if messages and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant":
-        *messages, last = messages
-        prefix = last["content"]
+    messages, prefix = _without_prefix(messages)
     if not messages:
         raise InputError("expected at least one message, got none")
     try:
@@ -58,6 +55,19 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     if "error" in reply:
         raise InputError(quoted(f"{name} refused the messages: {reply['error']}"))
     return reply["text"] + prefix
+
+
+def _without_prefix(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Messages without a last one that begins the answer, and that beginning."""
+    last = messages[-1] if messages else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix") is True:
+        content = last.get("content")
+        if not isinstance(content, str):
+            raise InputError(f"expected text as the beginning of the answer, got {content!r:.60}")
+        return messages[:-1], content
+    return messages, ""
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -65,6 +65,8 @@ def test_an_assistants_last_message_is_no_prefix_unless_it_says_so(tokenizer):
     assert chat.render(tokenizer, begun) == "<|user|>a<|assistant|>b"
     with pytest.raises(InputError, match="expected at least one message"):
         chat.render(tokenizer, [turns[1] | {"prefix": True}])
+    with pytest.raises(InputError, match="expected text as the beginning of the answer, got 3"):
+        chat.render(tokenizer, [turns[0], turns[1] | {"prefix": True, "content": 3}])
 
 
 def test_the_judge_reads_it_only_if_asked_to(tmp_path):
