@@ -18,6 +18,7 @@ from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.quantize import keep_differentiable
 from d2f.save_official import check_official
+from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.config import TrainConfig
 from distill.objectives import OBJECTIVES
@@ -52,7 +53,9 @@ def prepare_model(
     else:
         assert config.model is not None and config.family is not None
         if config.tokenizer is None:
-            tokenizer: Any = train_tokenizer(1024)
+            named = config.data.tasks or {}
+            tasks = [task for task in TASKS if task in DEFAULT_TASKS or task in named]
+            tokenizer: Any = train_tokenizer(1024, tasks=tasks)
         else:
             folder = folder_of(resolve(config.tokenizer), weights=False)
             tokenizer = load_tokenizer(str(folder))

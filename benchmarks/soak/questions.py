@@ -11,7 +11,7 @@ import numpy as np
 
 import decode
 from d2f.model import DiffusionModel
-from d2f.tasks import TASKS, make_problems
+from d2f.tasks import DEFAULT_TASKS, make_problems
 from decode.commands.decoder_settings import DecoderSettings
 from decode.engine.result import Result
 
@@ -57,7 +57,8 @@ class Question:
 def draw_questions(models: Mapping[str, DiffusionModel], count: int, seed: int) -> list[Question]:
     """Questions to these of `DECODERS`' models, the first one the most asked."""
     rng = np.random.default_rng(seed)
-    texts = [p.question for task in TASKS for p in make_problems(task, "heldout", 64, seed=seed)]
+    problems = (make_problems(task, "heldout", 64, seed=seed) for task in DEFAULT_TASKS)
+    texts = [problem.question for some in problems for problem in some]
     names = list(models)
     weights = np.array([2.0] + [1.0] * (len(names) - 1))
     return [

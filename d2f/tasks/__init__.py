@@ -6,11 +6,12 @@ The tokenizer that goes with the tiny ones is made by `d2f.tasks.tokenizer.train
 
 from d2f.tasks.find_task import find_task, find_tasks, task_of_data
 from d2f.tasks.problem import Problem
-from d2f.tasks.registry import TASKS, check
+from d2f.tasks.registry import DEFAULT_TASKS, TASKS, check
 from d2f.tasks.splits import SPLITS, make_problem, make_problems, split_of
 from d2f.tasks.task import Task, before_stop
 
 __all__ = [
+    "DEFAULT_TASKS",
     "SPLITS",
     "TASKS",
     "Problem",

@@ -1,4 +1,4 @@
-"""python -m d2f.tasks.tokenizer --output DIR [--vocab-size 512] [--seed 0]
+"""python -m d2f.tasks.tokenizer --output DIR [--tasks story,sudoku] [--vocab-size 512] [--seed 0]
 
 Trains the tasks' tokenizer on generated problems and saves it in the transformers format.
 """
@@ -6,10 +6,10 @@ Trains the tasks' tokenizer on generated problems and saves it in the transforme
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from d2f.tasks.registry import TASKS
+from d2f.tasks.registry import DEFAULT_TASKS
 from d2f.tasks.splits import make_problem
 
 if TYPE_CHECKING:
@@ -37,15 +37,18 @@ CHAT_TEMPLATE = f"""
 """
 
 
-def train_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on train problems of every task: any text round-trips.
+def train_tokenizer(
+    vocab_size: int = 512, seed: int = 0, tasks: Sequence[str] = DEFAULT_TASKS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on train problems of generated tasks: any text round-trips.
 
     Numbers go digit by digit. `<|endoftext|>` (end and padding), `<|mask|>`, `<|user|>` and
     `<|assistant|>` have the ids 0 to 3, and the chat template uses them. Equal arguments give
     equal bytes when saved. The vocabulary is smaller than vocab_size where the text has no more
     merges to give: len(tokenizer) is its real size.
 
-    Raises ValueError if vocab_size cannot hold the special tokens and the 256 bytes.
+    Raises ValueError if vocab_size cannot hold the special tokens and the 256 bytes, and for an
+    unknown task.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -66,7 +69,7 @@ def train_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_texts(seed), trainer)
+    tokenizer.train_from_iterator(_training_texts(tasks, seed), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -78,8 +81,8 @@ def train_tokenizer(vocab_size: int = 512, seed: int = 0) -> PreTrainedTokenizer
     )
 
 
-def _training_texts(seed: int) -> Iterator[str]:
-    for task in TASKS:
+def _training_texts(tasks: Sequence[str], seed: int) -> Iterator[str]:
+    for task in tasks:
         for index in range(PROBLEMS_A_TASK):
             problem = make_problem(task, "train", index, seed)
             yield problem.question
@@ -94,10 +97,18 @@ def main(arguments: list[str] | None = None) -> None:
         usage=argparse.SUPPRESS,  # the description opens with it
     )
     parser.add_argument("--output", required=True, help="folder to save the tokenizer in")
+    parser.add_argument(
+        "--tasks",
+        default=",".join(DEFAULT_TASKS),
+        help="generated tasks, with commas (default %(default)s)",
+    )
     parser.add_argument("--vocab-size", type=int, default=512, help="most tokens (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
     options = parser.parse_args(arguments)
-    tokenizer = train_tokenizer(options.vocab_size, options.seed)
+    try:
+        tokenizer = train_tokenizer(options.vocab_size, options.seed, options.tasks.split(","))
+    except ValueError as error:
+        parser.error(str(error))
     tokenizer.save_pretrained(options.output)
     print(f"{len(tokenizer)} tokens saved in {options.output}")
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from d2f.command import CommandParser
 from d2f.errors import InputError, repr_of
 from d2f.models import names
-from d2f.tasks import TASKS, Task, find_tasks, task_of_data
+from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
 
 DEFAULT_MODEL = "tiny-d2f"
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -90,7 +90,7 @@ def add_tasks(group: Group, more: str = "") -> None:
         "--tasks",
         metavar="NAMES",
         help="tasks, with commas: generated ones, task files (docs/evaluation.md) by path, or "
-        f"those that `d2f configs` lists under evaluation (default {','.join(TASKS)}){more}",
+        f"those that `d2f configs` lists under evaluation (default {','.join(DEFAULT_TASKS)}){more}",
     )
     group.add_argument(
         "--data",
@@ -118,7 +118,7 @@ def chosen_tasks(options: argparse.Namespace) -> tuple[Task, ...]:
     if (options.data is None) != (options.judge is None):
         raise InputError("--data and --judge go together: expected both or neither")
     if options.data is None:
-        names = TASKS if options.tasks is None else options.tasks.split(",")
+        names = DEFAULT_TASKS if options.tasks is None else options.tasks.split(",")
         try:
             return find_tasks(names, allow_code_execution=allowed)
         except InputError as error:

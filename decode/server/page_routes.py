@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 
-from d2f.tasks import TASKS, make_problems
+from d2f.tasks import DEFAULT_TASKS, make_problems
 
 PAGE = Path(__file__).with_name("page")
 EXAMPLES = 5  # problems a task
@@ -24,7 +24,7 @@ async def page() -> FileResponse:
 
 @router.get("/examples")
 def examples() -> list[dict[str, str]]:
-    """Held-out problems of each task."""
+    """Held-out problems of the tasks that the bundled models know."""
     return _examples()
 
 
@@ -32,6 +32,6 @@ def examples() -> list[dict[str, str]]:
 def _examples() -> list[dict[str, str]]:
     return [
         {"task": task, "question": problem.question, "answer": problem.answer}
-        for task in TASKS
+        for task in DEFAULT_TASKS
         for problem in make_problems(task, "heldout", EXAMPLES)
     ]

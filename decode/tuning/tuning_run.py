@@ -10,7 +10,7 @@ from typing import Any
 from d2f import __version__
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.tasks import TASKS, Task, find_tasks
+from d2f.tasks import DEFAULT_TASKS, Task, find_tasks
 from decode.decoders.checks import whole_number
 from decode.reporting.environment import environment
 from decode.tuning.choose import Goal
@@ -30,7 +30,7 @@ class Tuning:
     final measurement, repetitions of it. seed: of the problems and of halving's draws.
     """
 
-    tasks: Sequence[Task | str] = TASKS
+    tasks: Sequence[Task | str] = DEFAULT_TASKS
     decoder: str = "d2f"
     lists: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
     search: str = "halving"
