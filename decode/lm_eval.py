@@ -2,8 +2,8 @@
     --tasks d2f_story --apply_chat_template --limit 100 --output_path results
 
 lm-evaluation-harness on our models and decoders: its command line and its arguments, with the model
-`d2f` and the tasks d2f_story, d2f_countdown, d2f_sudoku and d2f_coding besides its own. `run --help` and
-`ls tasks` are its, too. --model_args of d2f:
+`d2f` and the tasks d2f_story, d2f_countdown, d2f_sudoku and d2f_coding besides its own.
+`run --help` and `ls tasks` are its, too. --model_args of d2f:
 
   pretrained, adapter, family, dtype, merge, compile
       the model, as the other commands take it

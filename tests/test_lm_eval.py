@@ -18,7 +18,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 from test_train_processes import free_ports, start
 
-from d2f.tasks import TASKS, make_problems
+from d2f.tasks import DEFAULT_TASKS, TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
@@ -71,7 +71,7 @@ def tasks_of(*folders):
     return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DEFAULT_TASKS)
 def test_our_tasks_score_as_decode_evaluate_does(model, task):
     """The same problems, prompts and judge, so the same answers in as many forwards."""
     found = lm_eval.simple_evaluate(

@@ -15,9 +15,7 @@ NAMES = tuple(
     "review digest settle derive".split()
 )
 # What the list is called, and one of its numbers.
-ITEMS = tuple(
-    (f"{one}s", one) for one in "number value score price size point age weight".split()
-)
+ITEMS = tuple((f"{one}s", one) for one in "number value score price size point age weight".split())
 OPENINGS = (
     "Write a Python function {name}({items}) of a list of whole numbers.",
     "Write {name}, a Python function of a list of whole numbers called {items}.",
@@ -132,8 +130,9 @@ STEPS = (
 RESULTS = (
     Result("sum", ("Add them up.", "Take the sum."), ("total = 0",), sum,
            title="Sum", variable="total", add=("total += {n}",)),
-    Result("count", ("Count them.", "Take how many are left."), ("count = 0",), len,
-           title="Number", variable="count", add=("count += 1",)),
+    Result("count", ("Count those above {k}.", "Take how many are above {k}."), ("count = 0",),
+           lambda xs, k: sum(x > k for x in xs), (MIDDLE,),
+           title="Count", variable="count", add=("if {n} > {k}:", "    count += 1")),
     Result("largest", ("Find the largest, or {k} if none is larger.",
                        "Take the largest of them and {k}."),
            ("best = {k}",), lambda xs, k: max([k, *xs]), (MIDDLE,),

@@ -109,7 +109,8 @@ class Function:
                 case ast.If(test, body, orelse):
                     self._run(body if self._value(test) else orelse)
                 case ast.For(ast.Name(name), values, body, []):
-                    for self._names[name] in self._value(values):
+                    for value in self._value(values):
+                        self._names[name] = value
                         with suppress(_Continue):
                             self._run(body)
                 case ast.Return(ast.expr() as value):
@@ -126,14 +127,14 @@ class Function:
                 return _bounded(value)
             case ast.Name(name):
                 return self._names[name]
-            case ast.List([]):
-                return []
             case ast.BinOp(left, op, right):
+                return self._operate(op, self._value(left), self._value(right))
+            case ast.Compare(left, [op], [right]):
                 return self._operate(op, self._value(left), self._value(right))
             case ast.UnaryOp(op, operand):
                 return self._operate(op, self._value(operand))
-            case ast.Compare(left, [op], [right]):
-                return self._operate(op, self._value(left), self._value(right))
+            case ast.List([]):
+                return []
             case ast.Subscript(values, ast.Slice(start, stop, step)):
                 cut = slice(*(part and self._value(part) for part in (start, stop, step)))
                 return self._value(values)[cut]

@@ -90,7 +90,8 @@ def add_tasks(group: Group, more: str = "") -> None:
         "--tasks",
         metavar="NAMES",
         help="tasks, with commas: generated ones, task files (docs/evaluation.md) by path, or "
-        f"those that `d2f configs` lists under evaluation (default {','.join(DEFAULT_TASKS)}){more}",
+        "those that `d2f configs` lists under evaluation "
+        f"(default {','.join(DEFAULT_TASKS)}){more}",
     )
     group.add_argument(
         "--data",

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import d2f
 import decode
-from d2f.tasks import TASKS, make_problems
+from d2f.tasks import DEFAULT_TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.live_display import LiveDisplay
 from decode.commands.panels import Running
@@ -120,7 +120,7 @@ def test_output_has_the_tokens_of_generate(student, tmp_path, batch_size):
     assert header["run"]["decoder"] == "d2f"
     assert header["run"]["options"]["block_size"] == 16
     model = d2f.load(student)
-    for task in TASKS:
+    for task in DEFAULT_TASKS:
         question = make_problems(task, "heldout", 1)[0].question
         decoder = decode.D2F(tau_conf=0.3, max_new_tokens=RESPONSE_LENGTH[task])
         expected = decode.generate(model, [[{"role": "user", "content": question}]], decoder)[0]

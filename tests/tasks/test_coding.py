@@ -1,151 +1,274 @@
-"""The task coding: its descriptions, its reference functions, and the small Python that judges."""
+"""The task coding: its descriptions, its references, and the small Python that judges responses."""
 
-import ast
-import dataclasses
-import random
 import re
-import time
+from itertools import pairwise
 
+import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2f.tasks import check, coding, find_task, make_problem, make_problems
-from d2f.tasks import mini_python as mini
-from d2f.tasks.coding_grammar import CUTS, ENDS, ORDERS, RESULTS, STEPS
+from d2f.tasks import TASKS, Problem, check, coding, find_task, make_problem, make_problems
+from d2f.tasks import coding_grammar as grammar
 from d2f.tasks.judges import make_judge
+from d2f.tasks.mini_python import Function, Refused
+from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.tokenizer import train_tokenizer
 
-repeatable = settings(derandomize=True, deadline=None)
-problems = st.builds(make_problem, st.just("coding"), st.just("train"), st.integers(0, 10**9))
-lists = st.lists(st.integers(-30, 60), max_size=12)
-KEPT = "    if {0} {1} {2}:\n        continue\n"
+PARTS = (
+    *grammar.CUTS, *grammar.ORDERS, *grammar.STEPS, *grammar.RESULTS, *grammar.NUMBER_ENDS,
+    *grammar.LIST_ENDS,
+)  # fmt: skip
+OTHER = {"<": ">", ">": "<", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+", "//": "%",
+         "%": "//", "min": "max", "max": "min", "abs": "sum", "sorted": "len", "continue": "return",
+         "=": "+=", "+=": "-="}  # fmt: skip
+problems = st.builds(make_problem, st.just("coding"), st.just("train"), st.integers(0, 10**6))
+lists = st.lists(st.integers(-40, 60), max_size=12)
 
 
-def named(problem):
+def name_of(problem):
     return problem.answer.removeprefix("def ").partition("(")[0]
 
 
-def in_python(program, name, numbers):
-    """What Python makes of it. Only for what the grammar wrote, with small changes."""
+def asserted(problem):
+    """Unit tests for the judge python, with what Python itself makes of the reference."""
     space = {}
-    exec(compile(program, "program", "exec", dont_inherit=True), space)
-    return space[name](list(numbers))
+    exec(problem.answer, space)
+    function = space[name_of(problem)]
+    tests = coding.tests(problem)
+    return "\n".join(f"assert {name_of(problem)}({xs}) == {function(list(xs))}" for xs in tests)
 
 
 def passes_in_python(problem, program):
-    name = named(problem)
+    """What the judge python would say, without its processes: only for what is written here."""
+    space = {}
     try:
-        return all(
-            in_python(program, name, numbers) == in_python(problem.answer, name, numbers)
-            for numbers in coding.tests(problem)
-        )
+        exec(program, space)
+        exec(asserted(problem), space)
     except Exception:
         return False
+    return True
 
 
-# What a description means, told once more and without any code: to hold the reference against.
-STARTS = {
-    "none": lambda xs, k: xs, "skip": lambda xs, k: xs[k:], "only": lambda xs, k: xs[:k],
-    "second": lambda xs, k: xs[::2], "back": lambda xs, k: xs[::-1], "sort": lambda xs, k: sorted(xs),
-}  # fmt: skip
-PUT_TOGETHER = {
-    "sum": lambda xs, k: sum(xs),
-    "count": lambda xs, k: len(xs),
-    "largest": lambda xs, k: max([k, *xs]),
-    "smallest": lambda xs, k: min([k, *xs]),
-    "turns": lambda xs, k: sum(xs[::2]) - sum(xs[1::2]),
-    "rises": lambda xs, k: sum(b > a for a, b in zip([k, *xs], xs, strict=False)),
-    "list": lambda xs, k: xs,
-    "totals": lambda xs, k: [sum(xs[: i + 1]) for i in range(len(xs))],
-    "records": lambda xs, k: [max([k, *xs[: i + 1]]) for i in range(len(xs))],
-}
-RETURNED = {
-    "as it is": lambda x, k: x, "times": lambda x, k: k * x, "plus": lambda x, k: k + x,
-    "from": lambda x, k: k - x, "end": lambda x, k: x[-k:], "turned": lambda x, k: x[::-1],
-}  # fmt: skip
-EFFECTS = {
-    "multiple": lambda n, k: [n] * (n % k == 0), "indivisible": lambda n, k: [n] * (n % k != 0),
-    "above": lambda n, k: [n] * (n > k), "below": lambda n, k: [n] * (n < k),
-    "least": lambda n, k: [n] * (n >= k), "most": lambda n, k: [n] * (n <= k),
-    "add": lambda n, k: [n + k], "subtract": lambda n, k: [n - k], "multiply": lambda n, k: [n * k],
-    "square": lambda n: [n**2], "divide": lambda n, k: [n // k], "remainder": lambda n, k: [n % k],
-    "absolute": lambda n: [max(n, -n)], "distance": lambda n, k: [max(n - k, k - n)],
-    "raise": lambda n, k: [sorted([n, k])[1]], "cap": lambda n, k: [sorted([n, k])[0]],
-    "lower above": lambda n, k, m: [n - m * (n > k)],
-    "lift below": lambda n, k, m: [n + m * (n < k)],
-    "grow": lambda n, k, m: [n * (m if n % k == 0 else 1)],
-    "fork": lambda n, k, m: [n - m if n % 2 else n + k],
-}  # fmt: skip
+@st.composite
+def programs(draw):
+    """A problem, and its reference with up to three changes of a line or of a word."""
+    problem = draw(problems)
+    lines = problem.answer.split("\n")
+    for _ in range(draw(st.integers(0, 3))):
+        place = draw(st.integers(1, len(lines) - 1))
+        line = lines[place]
+        words = [m for m in re.finditer(r"\d+|[a-z]+|[-+*/%<>=!]+", line) if m[0] in OTHER]
+        numbers = list(re.finditer(r"\d+", line))
+        match draw(st.sampled_from(["drop", "twice", "swap", "dedent", "word", "number"])):
+            case "drop" if len(lines) > 3:
+                del lines[place]
+            case "twice":
+                lines.insert(place, line)
+            case "swap":
+                lines[place - 1 : place + 1] = lines[place - 1 : place + 1][::-1]
+            case "dedent":
+                lines[place] = line.removeprefix("    ")
+            case "word" if words:
+                m = draw(st.sampled_from(words))
+                lines[place] = line[: m.start()] + OTHER[m[0]] + line[m.end() :]
+            case "number" if numbers:
+                m = draw(st.sampled_from(numbers))
+                changed = draw(st.sampled_from(["0", "1", "99", "-2", "1000"]))
+                lines[place] = line[: m.start()] + changed + line[m.end() :]
+    return problem, "\n".join(lines)
 
 
-def meant(key, numbers):
-    """What the function of a key returns."""
-    cut, *steps, result, end = (
-        re.fullmatch("([a-z ]+?)((?: [0-9]+)*)", part).groups() for part in key.split(", ")
+# The descriptions
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.integers(0, 10**6), lists)
+def test_a_reference_does_what_is_described(seed, numbers):
+    """The effects of the parts are told without any code."""
+    rng = np.random.default_rng(seed)
+    description = coding.draw(rng)
+    problem = description.write(rng)
+    assert problem.key == description.key
+    expected = description.apply(numbers)
+    assert Function(problem.answer, name_of(problem))(numbers) == expected
+    space = {}
+    exec(problem.answer, space)
+    assert space[name_of(problem)](list(numbers)) == expected
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_words_tell_what_the_lines_do(part):
+    """Any words of a part name the constants of its lines, and no others."""
+    lines = "".join((*part.lines, *getattr(part, "add", ())))
+    used = {c for c in ("{k}", "{m}") if c in lines}
+    assert used == {"{k}", "{m}"} & set(["{k}", "{m}"][: len(part.among)])
+    for words in part.words:
+        assert {c for c in ("{k}", "{m}") if c in words} == used
+
+
+def test_what_is_written_stays_what_it_was():
+    problem = make_problem("coding", "train", 1)
+    assert problem == Problem(
+        "coding",
+        "In Python, define gather(ages) for a list of whole numbers. Stop after the first 4. "
+        "Divide each by 2 and round down. Multiply multiples of 4 by 6. "
+        "Keep only those below 18. Take how many are above 2. Return that subtracted from 10.",
+        "def gather(ages):\n"
+        '    """Count of what is left of the ages."""\n'
+        "    ages = ages[:4]\n"
+        "    count = 0\n"
+        "    for age in ages:\n"
+        "        age = age // 2\n"
+        "        if age % 4 == 0:\n"
+        "            age = age * 6\n"
+        "        if age >= 18:\n"
+        "            continue\n"
+        "        if age > 2:\n"
+        "            count += 1\n"
+        "    return 10 - count",
+        "only 4, divide 2, grow 4 6, below 18, count 2, from 10",
     )
 
-    def constants(part):
-        return [int(number) for number in part[1].split()]
 
-    numbers = STARTS[cut[0]](numbers, *constants(cut) or [0])
-    for step in steps:
-        numbers = [n for number in numbers for n in EFFECTS[step[0]](number, *constants(step))]
-    found = PUT_TOGETHER[result[0]](numbers, *constants(result) or [0])
-    return RETURNED[end[0]](found, *constants(end) or [0])
-
-
-@repeatable
-@given(problems, lists)
-def test_a_reference_does_what_its_key_says_in_both_pythons(problem, numbers):
-    expected = meant(problem.key, numbers)
-    assert mini.Function(problem.answer, named(problem))(numbers) == expected
-    assert in_python(problem.answer, named(problem), numbers) == expected
+def test_there_are_enough_problems_and_every_part_comes_up():
+    rng = np.random.default_rng(0)
+    found = [coding.draw(rng) for _ in range(1500)]
+    assert len({one.key for one in found}) == len(found)  # of 1e6, about one pair would be equal
+    named = {filled.part for one in found for filled in (one.cut, *one.steps, one.result, one.end)}
+    assert named == set(PARTS)
+    assert {len(one.steps) for one in found} == {3, 4, 5, 6}
 
 
-def test_every_part_comes_up():
-    seen = " ".join(f", {p.key}," for p in make_problems("coding", "train", 600))
-    for part in (*STEPS, *CUTS, *ORDERS, *RESULTS, *ENDS[False], *ENDS[True]):
-        assert re.search(f", {part.name}[ ,0-9]", seen.replace(" , ", ", ")) or part.name in seen
-
-
-@pytest.mark.parametrize("part", (*STEPS, *CUTS, *ORDERS, *RESULTS, *ENDS[False], *ENDS[True]))
-def test_words_tell_every_constant_that_the_lines_have(part):
-    """Else the question would not say what is asked for."""
-    lines = " ".join((*part.lines, *getattr(part, "add", ())))
-    for words in part.words:
-        for constant, among in (("{k}", part.k), ("{m}", part.m)):
-            assert (constant in words) == (constant in lines) == (len(among) > 1)
+def test_responses_fit_and_are_several_blocks_long():
+    tokenizer = train_tokenizer(1024, tasks=TASKS)
+    answers = [make_problem("coding", "train", index).answer for index in range(500)]
+    lengths = sorted(len(tokenizer(answer).input_ids) + 1 for answer in answers)
+    assert lengths[-1] <= RESPONSE_LENGTH["coding"]
+    assert lengths[125] >= 100 and lengths[475] <= 200
 
 
 # The judge
 
 
-def judged(problem, program):
-    return check(problem, program)
-
-
-def test_a_program_without_one_of_the_steps_is_wrong():
-    """Nearly always: what the tests do not tell apart may still be told apart by other lists."""
-    right = total = 0
-    for problem in make_problems("coding", "train", 150):
+def test_a_program_without_a_step_is_wrong():
+    for problem in make_problems("coding", "train", 60):
         lines = problem.answer.split("\n")
-        loop = next(i for i, line in enumerate(lines) if line.startswith("    for "))
-        # A step is a line of the loop's body with what is indented under it and its else.
-        starts = [
-            i for i in range(loop + 1, len(lines) - 1)
-            if re.match(" {8}[a-df-z]", lines[i]) and not lines[i].startswith("        else")
-        ]  # fmt: skip
-        for start, end in zip(starts, [*starts[1:], len(lines) - 1], strict=True):
-            total += 1
-            right += check(problem, "\n".join(lines[:start] + lines[end:]))
-    assert total > 800
-    assert right <= 0.02 * total
+        body = [i for i, line in enumerate(lines) if re.match(r" {8}(?!else)\S", line)]
+        steps = len(problem.key.split(", ")) - 3
+        for start, end in pairwise(body[: steps + 1]):
+            without = "\n".join(lines[:start] + lines[end:])
+            assert not check(problem, without), (problem.key, lines[start])
 
 
-def test_two_steps_in_the_other_order_or_another_name_are_wrong():
-    problem = make_problems("coding", "train", 1)[0]
+def test_a_constant_off_by_one_is_mostly_wrong():
+    """Not always: most of those that pass return the same for any list."""
+    verdicts = []
+    for problem in make_problems("coding", "train", 60):
+        for number in re.finditer(r"[0-9]+", problem.answer):
+            changed = str(int(number[0]) + 1)
+            program = problem.answer[: number.start()] + changed + problem.answer[number.end() :]
+            verdicts.append(check(problem, program))
+    assert len(verdicts) > 300
+    assert sum(verdicts) < 0.15 * len(verdicts)
+
+
+def test_nothing_else_may_be_there():
+    problem = make_problem("coding", "train", 1)
+    name = name_of(problem)
     assert check(problem, problem.answer)
-    assert not check(problem, problem.answer.replace(f"def {named(problem)}", "def other"))
-    assert not check(problem, problem.answer + "\nprint(1)")
-    assert not check(problem, f"Here it is:\n{problem.answer}")
-    print(problem)
+    assert not check(problem, problem.answer.replace(f"def {name}(", "def other("))
+    assert not check(problem, f"{problem.answer}\nprint(1)")
+    assert not check(problem, f"import os\n{problem.answer}")
+    assert not check(problem, f"```python\n{problem.answer}\n```")
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(programs())
+def test_the_verdict_is_that_of_python(drawn):
+    problem, program = drawn
+    assert check(problem, program) == passes_in_python(problem, program)
+
+
+@settings(derandomize=True, deadline=None, max_examples=12)
+@given(programs())
+def test_the_verdict_is_that_of_the_judge_python(drawn):
+    problem, program = drawn
+    judge = make_judge(
+        {"name": "python", "tests": asserted(problem)}, "here", allow_code_execution=True
+    )
+    assert check(problem, program) == judge.right(problem, program)
+
+
+def test_the_task_needs_no_leave_to_run_code():
+    task = find_task("coding")
+    (problem,) = task.problems("heldout", 1)
+    assert task.notice is None and task.right(problem, problem.answer)
+    assert not task.right(problem, "")
+
+
+# The small Python
+
+
+def value(program, numbers=(3, 1, 2)):
+    return Function(program, "f")(numbers)
+
+
+def body(*lines):
+    return "\n".join(["def f(xs):", *(f"    {line}" for line in lines)])
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["ys = xs", "ys += [][:]", "ys.append(7)", "return xs"],  # the same list
+        ["ys = xs", "ys = ys + xs", "return xs"],  # another list
+        ["return xs[0] - xs[-1] + len(xs[1:]) * sum(xs[::2])"],
+        ["return not xs[5:]"],
+        ["for x in xs:", "    if x == 1:", "        return x", "return 0"],
+        ["for x in xs:", "    for y in xs:", "        if y == x:", "            continue",
+         "        x += y", "    xs.append(x)", "    if len(xs) > 9:", "        return xs"],
+        ["sum = 1", "return sum"],
+        ["'''words'''", "if xs[0] < 0:", "    x = 1", "else:", "    x = 2", "return x"],
+        ["x = -xs[0] // 2", "x %= 5", "return max(x, min(xs))"],
+        ["x = 0"],
+        ["return sorted(xs) == xs"],
+    ],
+)  # fmt: skip
+def test_it_means_what_python_means(lines):
+    space = {}
+    exec(body(*lines), space)
+    assert value(body(*lines)) == space["f"]([3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "", "return 1", "f = 1", "def g(xs):\n    return 1", "def f(xs, ys):\n    return 1",
+        "def f(*xs):\n    return 1", "def f(xs=1):\n    return 1", "def f():\n    return 1",
+        "def f(xs: int):\n    return 1", "def f(xs) -> int:\n    return 1",
+        "@abs\ndef f(xs):\n    return 1", "async def f(xs):\n    return 1",
+        body("return 1") + "\n" + body("return 1"), body("return 1") + "\nx = 1",
+        body("return missing"), body("return xs[9]"), body("return 1 // 0"), body("return xs + 1"),
+        body("return sum(xs)", "sum = 1"),  # local already
+        body("continue"), body("return open('x')"), body("return xs.__class__"), body("import os"),
+        body("return (lambda: 1)()"), body("return [x for x in xs]"), body("xs.clear()"),
+        body("return 2 ** 9"), body("return 1.5"), body("return 'a'"), body("return f(xs)"),
+        body("while 1:", "    x = 1"), body("return max(xs, key=abs)"), body("global x"),
+        # Beyond the limits, each at once.
+        body("for x in xs:", "    xs.append(x)"), body("return [] * 9"), body("return xs * 10**9"),
+        body("x = 9", "for a in xs:", *["    x = x * x"] * 60, "return x"),
+        body("for x in xs:", "    xs += xs", "return 1"), body("return " + "9" * 5000),
+        body("return " + "-" * 3000 + "1"), body("return " + "(" * 300 + "1" + ")" * 300),
+        body("xs.append(xs)"), body("return '\ud800'"), body("return 1\0"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused(program):
+    with pytest.raises(Refused):
+        value(program)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.text() | st.text("def rate(sizes):\n    =+-*/%[].append for in if return 019"))
+def test_any_text_is_judged(text):
+    assert check(make_problem("coding", "train", 0), text) is False

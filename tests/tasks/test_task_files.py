@@ -219,7 +219,9 @@ def test_tasks_come_each_once(given):
 
 
 def test_an_unknown_task_lists_what_there_is():
-    with pytest.raises(InputError, match=r"among story, countdown, sudoku, .*gsm8k.*got 'chess'"):
+    with pytest.raises(
+        InputError, match=r"among story, countdown, sudoku, coding, .*gsm8k.*got 'chess'"
+    ):
         find_task("chess")
 
 
