@@ -19,6 +19,7 @@ from d2f.save_transformers import save_model
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Stream, fill_rows
 from distill.objectives import OBJECTIVES
+from distill.prepare_model import prepare_model
 from distill.run import checkpoint
 from distill.run.finite import NonFiniteLossError, ranges
 from distill.train import train
@@ -55,6 +56,17 @@ def teacher(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "teacher"
     save_model(random_model("llada"), folder, dtype=torch.float32, objective="masked_diffusion")
     return folder
+
+
+def test_a_model_from_scratch_has_a_tokenizer_that_knows_its_tasks(tmp_path):
+    """Else the words of a function would be cut into letters, and too long for its response."""
+    data = {"tasks": {"coding": 1.0}, "row_length": 320, "rows": 2}
+    known, unknown = (
+        prepare_model(config, "meta").tokenizer
+        for config in (settings(tmp_path, data=data), settings(tmp_path))
+    )
+    program = "def rate(sizes):"
+    assert len(known(program).input_ids) == 6 < len(unknown(program).input_ids)
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The task coding: its descriptions, its references, and the small Python that judges responses."""
 
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -95,6 +95,23 @@ def test_a_reference_does_what_is_described(seed, numbers):
     space = {}
     exec(problem.answer, space)
     assert space[name_of(problem)](list(numbers)) == expected
+
+
+@pytest.mark.parametrize("part", [*grammar.STEPS, *grammar.RESULTS], ids=lambda part: part.name)
+def test_the_lines_of_a_part_do_what_its_effect_says(part):
+    """For any constants, at each number: where a comparison turns, too."""
+    plain = (grammar.CUTS[0], grammar.STEPS[6], grammar.RESULTS[6], grammar.NUMBER_ENDS[0])
+    cut, step, result, end = (coding.Filled(one, (1,) * len(one.among)) for one in plain)
+    for constants in product(*part.among):
+        filled = coding.Filled(part, constants)
+        is_step = part in grammar.STEPS
+        chosen = ((filled,), result) if is_step else ((step,), filled)
+        description = coding.Description(cut, *chosen, end)
+        problem = description.write(np.random.default_rng(0))
+        space = {}
+        exec(problem.answer, space)
+        for numbers in [list(range(-30, 40))] if is_step else [[n, n] for n in range(35)]:
+            assert space[name_of(problem)](list(numbers)) == description.apply(numbers)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
