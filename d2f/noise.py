@@ -91,6 +91,23 @@ def pipeline_ratios(
     return np.repeat(ratios, block_size)[:length]
 
 
+def clean_prefix_ratios(
+    length: int, block_size: int, low: float, rng: np.random.Generator
+) -> tuple[Ratios, int]:
+    """A state of block diffusion's training (BD3-LM, arXiv 2503.09573, section 3): one block, each
+    as often, is the current one, with a ratio drawn uniformly in [low, 1]; all before it is clean,
+    all after it masked. (ratios, where the current block ends); a response of 6 in blocks of 2,
+    the second of which is drawn, with 0.5::
+
+        position    0 1 | 2 3 | 4 5
+        ratio       0 0 | .5 .5 | 1 1      the current block ends at 4
+    """
+    check_bounds(low, 1.0)
+    start = block_size * int(rng.integers(-(-length // block_size)))
+    end = min(start + block_size, length)
+    return decoding_ratios(length, start, end, float(rng.uniform(low, 1.0))), end
+
+
 def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
     """Each token masked on its own with its ratio, ``[response]``."""
     return rng.random(len(ratios)) < ratios

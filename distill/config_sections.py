@@ -47,20 +47,21 @@ class ModelShape(Section):
 
 
 # What a named schedule of d2f sets: the official code's noise, the paper's, blocks in no order, the
-# states of the decoder's pipeline.
+# states of the decoder's pipeline, block diffusion's states.
 SCHEDULES: dict[str, dict[str, float]] = {
     "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
     "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
     "random": {"monotone_share": 1.0},
     "pipeline": {"monotone_share": 0.0},
+    "clean_prefix": {"monotone_share": 0.0},
 }
 
 
 class Noise(Section):
     """Mask ratios of the objectives masked_diffusion and d2f."""
 
-    schedule: Literal["code", "paper", "random", "pipeline"] | None = None
-    """d2f: sets low, high and monotone_share by name."""
+    schedule: Literal["code", "paper", "random", "pipeline", "clean_prefix"] | None = None
+    """d2f: sets low, high and monotone_share by name; clean_prefix: block diffusion's states."""
     states: Text | None = None
     """d2f: file of recorded pipeline states (`python -m decode.record_states`)."""
     low: Ratio = 0.2

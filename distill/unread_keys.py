@@ -22,14 +22,12 @@ _READERS: list[tuple[str, list[str]]] = [
     ("a model from scratch, init has its own", ["tokenizer"]),
     ("a run that trains a fresh adapter", section_keys("lora")),
     ("d2f, wedlm and wino_plus", ["block_size"]),
-    (
-        "objective d2f",
-        ["distill_target", "noise.schedule", "noise.states", "noise.monotone_share"],
-    ),
+    ("objective d2f", ["distill_target", "noise.schedule", "noise.monotone_share"]),
+    ("objective d2f with samples of pipeline states", ["noise.states"]),
     ("monotone samples of objective d2f (noise.monotone_share)", ["noise.low", "noise.high"]),
     (
-        "masked_diffusion, and d2f with samples of pipeline states that are drawn "
-        "(noise.monotone_share below 1, no noise.states)",
+        "masked_diffusion, and d2f with noise.schedule clean_prefix or samples of pipeline states "
+        "that are drawn (noise.monotone_share below 1, no noise.states)",
         ["noise.min_ratio"],
     ),
     (

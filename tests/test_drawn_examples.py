@@ -2,6 +2,7 @@
 none. Each test is named after the docstring that it holds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from tiny import random_model
 import decode
 from d2f.attention import SpanPlan
 from d2f.cache import SlotPool
-from d2f.noise import decoding_ratios, observed_first
+from d2f.noise import clean_prefix_ratios, decoding_ratios, observed_first
 from d2f.pipeline_states import PipelineStates
 from d2f.span_makers import block_ends, branch_spans, shadow_spans
 from d2f.spans import bidirectional, block_causal, causal, pack, wedlm_training
@@ -362,6 +363,9 @@ def test_slot_pool():
 
 def test_noise():
     assert decoding_ratios(6, 2, 4, 0.5).tolist() == [0, 0, 0.5, 0.5, 1, 1]
+    chosen = SimpleNamespace(integers=lambda blocks: 1, uniform=lambda low, high: 0.5)
+    ratios, end = clean_prefix_ratios(6, 2, 0.05, chosen)
+    assert ratios.tolist() == [0, 0, 0.5, 0.5, 1, 1] and end == 4
     assert observed_first(np.array([0, 1, 0, 1, 0, 0], bool), 3).tolist() == [0, 2, 1, 4, 5, 3]
 
 

@@ -23,7 +23,7 @@ from d2f.save_transformers import save_model
 from d2f.spans import block_causal
 from decode.decoders.d2f_session import D2FSession
 from distill.config import parse_config
-from distill.data import Sample
+from distill.data import Placed, Sample
 from distill.objectives import OBJECTIVES
 from distill.train import train
 
@@ -98,9 +98,45 @@ def test_what_lies_beyond_the_first_appended_block_weighs_as_far():
     assert seen == {False, True}
 
 
+def test_of_a_clean_prefix_only_the_current_block_counts():
+    """Block diffusion's training: before it all is clean, after it all is masked and not learnt."""
+    made = objective(noise={"schedule": "clean_prefix", "min_ratio": 0.25})
+    starts = set()
+    for i in range(60):
+        ratios, weight = made.state(sample(i, response=22))
+        start = int((ratios == 0).sum())
+        end = min(start + 4, 22)
+        assert ratios.tolist() == [0.0] * start + [ratios[start]] * (end - start) + [1.0] * (
+            22 - end
+        )
+        assert 0.25 <= ratios[start] <= 1
+        assert (weight[start:end] == 1 / ratios[start]).all() and not weight[end:].any()
+        starts.add(start)
+    assert starts == {0, 4, 8, 12, 16, 20}, "each block is the current one of some sample"
+
+
+def test_a_batch_of_a_clean_prefix_reads_the_current_blocks_alone():
+    """Hidden is what is masked, read what is masked in the current block; the weights are those of
+    a mean over what is read: the sum of 1 / ratio over the number of tokens."""
+    made = objective(noise={"schedule": "clean_prefix"})
+    samples = [sample(i) for i in range(6)]
+    batch = made.batch([[Placed(s, 0)] for s in samples], slice(0, 6))
+    drawn = [made.draw(s) for s in samples]
+    current = [masked & (weight > 0) for masked, weight in drawn]
+    hidden = (batch.input_ids == made.model.mask_id)[:, 3:27].numpy()
+    assert (hidden == np.stack([masked for masked, _ in drawn])).all()
+    row, column = np.nonzero(np.stack(current))
+    assert (batch.rows.numpy() == row * 96 + 3 + column).all()
+    inverse = np.concatenate([w[read] for (_, w), read in zip(drawn, current, strict=True)])
+    assert batch.weight.numpy() == pytest.approx(inverse / len(row), rel=1e-6)
+    assert any((masked & ~read).any() for (masked, _), read in zip(drawn, current, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"schedule": "clean_prefix", "states": "s"}, "noise.states: nothing reads it here"),
+        ({"schedule": "clean_prefix", "far_weight": 0.1}, "noise.far_weight: nothing reads it"),
         ({"schedule": "code", "low": 0.3}, "schedule code sets low to 0.2, got 0.3"),
         ({"schedule": "pipeline", "monotone_share": 0.5}, "sets monotone_share to 0.0, got 0.5"),
         ({"schedule": "sorted"}, "noise.schedule"),
@@ -116,6 +152,7 @@ def test_a_resolved_configuration_reads_back_as_it_was():
     for changes in (
         {"noise": {"schedule": "paper"}},
         {"noise": {"schedule": "pipeline", "states": "x"}},
+        {"noise": {"schedule": "clean_prefix", "min_ratio": 0.2}},
         {"block_size": {"4": 1.0, "8": 3.0}},
         {"block_size": [4, 8]},
     ):

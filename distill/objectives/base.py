@@ -96,9 +96,9 @@ class Objective(nn.Module):
         causal = self.is_causal(sample)
         return spans.causal(len(sample)) if causal else spans.bidirectional(len(sample))
 
-    def share(self, sample: Sample, masked: np.ndarray) -> float:
+    def share(self, sample: Sample, read: np.ndarray) -> float:
         """What a sample adds to the sum that the step's loss is divided by: here all of its tokens,
-        by importance, whether they are masked or not."""
+        by importance, whether the loss reads them (bool ``[response]``) or not."""
         return float(self.importance(sample).sum())
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -143,17 +143,18 @@ class Objective(nn.Module):
         for r, placed in samples_of(rows):
             sample = placed.sample
             masked, weight = self.draw(sample)
-            total += self.share(sample, masked)
+            # A masked token without weight is hidden from the model, but nothing is learnt of it.
+            read = masked & (weight > 0)
+            total += self.share(sample, read)
             if not 0 <= r - first < len(ids):
                 continue
             # The response's first place in the R x L places of this process.
             start = (r - first) * length + placed.start + len(sample.prompt)
-            places = start + np.flatnonzero(masked)
-            reads.append(places)
-            weights.append(weight[masked])
+            reads.append(start + np.flatnonzero(read))
+            weights.append(weight[read])
             if not self.is_causal(sample):
                 assert self.model.mask_id is not None
-                flat[torch.from_numpy(places)] = self.model.mask_id
+                flat[start + torch.from_numpy(np.flatnonzero(masked))] = self.model.mask_id
         targets = torch.from_numpy(np.concatenate(reads)) if reads else torch.zeros(0).long()
         scaled = np.concatenate(weights) / max(total, 1e-9) if weights else np.zeros(0)
         own, teacher = self.spans(rows[mine], length)

@@ -79,28 +79,34 @@ class D2F(Objective):
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.config.noise, self.block_size(sample)
-        rng, length = self.rng(sample), len(sample.response)
+        rng, length, far_weight = self.rng(sample), len(sample.response), settings.far_weight
+        if settings.schedule == "clean_prefix":
+            # One block a sample. Block diffusion's own code reads every block of a sample at once,
+            # beside its clean copy. Here a step learns from fewer tokens for that, but each counts
+            # as under the other schedules: 1 / ratio, over the tokens that the step reads.
+            ratios, end = noise.clean_prefix_ratios(length, size, settings.min_ratio, rng)
+            far_weight = 0.0
         # The paper's noise, within [low, high]. The all-masked state of a freshly appended block is
         # among the pipeline's states below.
-        if rng.random() < settings.monotone_share:
+        elif rng.random() < settings.monotone_share:
             draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
             ratios = draw(length, size, settings.low, settings.high, rng)
             return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
-        if self.states is not None:
+        elif self.states is not None:
             ratios, end = self.states.draw(length, size, rng)
         else:
             low, most = settings.min_ratio, settings.most_active
             ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
             fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
             end = fresh + size
-        # Blocks that the pipeline would not have opened yet.
+        # Blocks that the decoder would not have opened yet.
         far = np.arange(length) >= end
         weight = 1 / np.where(ratios > 0, ratios, 1.0)
-        return ratios, np.where(far, settings.far_weight, weight)
+        return ratios, np.where(far, far_weight, weight)
 
-    def share(self, sample: Sample, masked: np.ndarray) -> float:
+    def share(self, sample: Sample, read: np.ndarray) -> float:
         # Over masked tokens, as the official code takes its mean; the base divides by all tokens.
-        return float(self.importance(sample)[masked].sum())
+        return float(self.importance(sample)[read].sum())
 
     def sample_spans(self, sample: Sample) -> Tensor:
         return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))

@@ -75,8 +75,10 @@ class D2FKind(Kind):
         return True
 
     def reads(self, keys: TrainKeys) -> set[str]:
-        found = {"block_size", "distill_target"}
-        found |= {"noise.schedule", "noise.states", "noise.monotone_share"}
+        found = {"block_size", "distill_target", "noise.schedule", "noise.monotone_share"}
+        if keys.noise.schedule == "clean_prefix":
+            return found | {"noise.min_ratio"}
+        found.add("noise.states")
         if keys.noise.monotone_share > 0:
             found |= {"noise.low", "noise.high"}
         if keys.noise.monotone_share < 1:  # samples that follow the pipeline's states
