@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+from math import erf
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+import d2f
+import decode
+from benchmarks.ablation import figures
 from benchmarks.ablation.__main__ import main
 from benchmarks.ablation.ablation_config import read_ablation
 from benchmarks.ablation.ablation_report import render
+from benchmarks.ablation.results import Results
+from benchmarks.ablation.runs import untrained
+from benchmarks.ablation.seed_intervals import difference_interval, effective_number
 from d2f.errors import InputError
-from decode.reporting.intervals import mean_interval
+from d2f.tasks import make_problems
+from decode.reporting.intervals import mean_interval, paired
+from distill.config import read_config
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
@@ -45,22 +55,25 @@ def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeyp
     words += ["--runs", str(tmp_path / "runs")]
     assert main(words) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [(r["variant"], r["seed"]) for r in report["runs"]] == [("soft", 1), ("hard", 1)]
-    assert [r["variant"] for r in report["untrained"]] == ["teacher"]
-    for entry in (*report["runs"], *report["untrained"]):
+    runs = report["runs"]
+    assert [(r["variant"], r["seed"]) for r in runs] == [
+        ("teacher", None), ("soft", 1), ("hard", 1)
+    ]  # fmt: skip
+    for entry in runs:
         (row,) = entry["rows"]
         assert row["problems"] == 3 and row["task"] == "sudoku" and row["split"] == "heldout"
-    soft, hard = (r["loss"] for r in report["runs"])
-    assert soft != hard
+        assert row["right_by_problem"].count("1") == row["right"]
+        assert len(row["right_by_problem"]) == 3
+    assert runs[1]["loss"] != runs[2]["loss"]
     configs = [yaml.safe_load(p.read_text()) for p in (tmp_path / "runs").glob("*/config.yaml")]
     assert {c["distill_target"] for c in configs} == {"soft", "hard"}
     assert {(c["seed"], c["steps"], c["data"]["rows"]) for c in configs} == {(1, 2, 2)}
 
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("model.safetensors")}
-    rows = [entry["rows"] for entry in (*report["untrained"], *report["runs"])]
+    rows = [entry["rows"] for entry in runs]
     assert main(words) == 0
     again = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [entry["rows"] for entry in (*again["untrained"], *again["runs"])] == rows
+    assert [entry["rows"] for entry in again["runs"]] == rows
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
     assert main([*words, "--problems", "2"]) == 0
@@ -79,34 +92,119 @@ def test_means_and_intervals():
     assert mean_interval([3])[0] == 3 and str(mean_interval([3])[1]) == "nan"
 
 
-def row(right: int, decoding: str = "one") -> dict[str, object]:
-    keys = ("date", "device", "dtype", "torch", "transformers", "python")
-    return {"task": "sudoku", "decoding": decoding, "problems": 100, "right": right,
-            "visible_tokens": 400, "forwards": 100,
-            "environment": dict.fromkeys(keys, "-")}  # fmt: skip
+def test_it_is_done_in_parts_and_reported_in_between(tmp_path, monkeypatch, capsys):
+    """--only does the runs that match, --report-only none; the report says what there is."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--config", str(written(tmp_path)), "--output", str(tmp_path / "out")]
+    words += ["--runs", str(tmp_path / "runs")]
+    assert main([*words, "--report-only"]) == 2
+    assert "nothing of this ablation is measured yet" in capsys.readouterr().err
+    assert main([*words, "--only", "nothing"]) == 2
+    assert "some of teacher, soft-1, hard-1, soft-2, hard-2" in capsys.readouterr().err
+    assert main([*words, "--only", "soft-2"]) == 0
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["soft-2"]
+    first = (tmp_path / "out" / "report.md").read_text()
+    assert "Measured: 1 of 5 runs, 1 of 5 figures; what is left is not in this report." in first
+    assert "| one | soft | (no 1) " in first and "| one | hard |" not in first
+    assert main([*words, "--report-only"]) == 0
+    assert (tmp_path / "out" / "report.md").read_text() == first
+    assert main([*words, "--report-only", "--problems", "2"]) == 2  # of 2 nothing is measured
 
 
-def test_the_report_compares_at_the_same_seed(tmp_path):
-    """soft 50, 60 against hard 48, 60: hard is 1.0 point lower on average."""
-    config = read_ablation(written(tmp_path, problems=100)).model_dump(mode="json")
-    rights = {("soft", 1): 50, ("soft", 2): 60, ("hard", 1): 48, ("hard", 2): 60}
-    runs = [
-        {"variant": v, "seed": s, "steps": 2, "loss": 0.5, "seconds": 1.0, "rows": [row(right)]}
-        for (v, s), right in rights.items()
+def test_without_training_a_teacher_is_decoded_as_its_student():
+    """No step of a training whose rate is next to nothing is needed for it: a fresh adapter changes
+    nothing, the mask is the student's."""
+    config = read_config("tiny-d2f", ["--block_size", "8", "--init", "tiny-teacher"])
+    model = untrained(config)
+    assert (model.contract.objective, model.contract.block_size) == ("d2f", 8)
+    questions = [problem.question for problem in make_problems("sudoku", "heldout", 4)]
+    found = decode.generate(model, questions, decode.D2F(max_new_tokens=24))
+    teacher = d2f.load("tiny-teacher", dtype="float32")
+    told = decode.generate(teacher, questions, decode.D2F(max_new_tokens=24, block_size=8))
+    assert [(one.raw_tokens, one.calls) for one in found] == [
+        (one.raw_tokens, one.calls) for one in told
     ]
-    report = {
-        "title": "Ablation", "command": "-",
-        "config": config, "runs": runs, "untrained": [{"variant": "teacher", "rows": [row(70)]}],
-    }  # fmt: skip
-    text = render(report)
-    assert "| one | soft | 55.0 | 0.0 to 100.0 | 50 60 |  |  | 4.00 | 1.0 |" in text
-    assert "| one | hard | 54.0 | 0.0 to 100.0 | 48 60 | -1.0 | -13.7 to +11.7 | 4.00 |" in text
-    rights[("soft", 2)] = rights[("hard", 2)] = 50
-    for run in runs:
-        run["rows"] = [row(rights[run["variant"], run["seed"]])]
-    text = render(report)  # where all seeds agree, there is still the choice of problems
-    assert "| one | soft | 50.0 | 40.4 to 59.6 | 50 50 |" in text
-    assert "| one | teacher | 70.0 | 60.4 to 78.1 |  |  |  | 4.00 |" in text
+
+
+ENVIRONMENT = dict.fromkeys(("date", "device", "dtype", "torch", "transformers", "python"), "-")
+
+
+def row(right: str, decoding: str = "one", **more: object) -> dict[str, object]:
+    return {"task": "sudoku", "decoding": decoding, "problems": len(right),
+            "right": right.count("1"), "right_by_problem": right, "visible_tokens": 400,
+            "forwards": 100, "rows_per_forward": 8, "environment": ENVIRONMENT} | more  # fmt: skip
+
+
+def run(variant: str, seed: int | None, right: str) -> dict[str, object]:
+    trained = {} if seed is None else {"steps": 2, "loss": 0.5, "seconds": 1.0}
+    return {"variant": variant, "setting": "", "seed": seed, "rows": [row(right)], **trained}
+
+
+def report_of(tmp_path: Path, runs: list[dict[str, object]], **changes: object):
+    config = read_ablation(written(tmp_path, problems=100, **changes))
+    planned = [{"name": r.name, "rows": len(r.decode)} for r in config.plan(tmp_path)]
+    return {"title": "Ablation", "command": "-", "config": config.model_dump(mode="json"),
+            "planned": planned, "runs": runs}  # fmt: skip
+
+
+def bits(*wrong: int) -> str:
+    return "".join("0" if i in wrong else "1" for i in range(100))
+
+
+def test_the_report_compares_the_same_problems_at_the_same_seeds(tmp_path):
+    runs = [
+        run("soft", 1, bits(0, 1)),
+        run("hard", 1, bits(0, 2, 3)),
+        run("soft", 2, bits(4, 5, 6)),
+    ]
+    text = render(report_of(tmp_path, runs))
+    low, high = (100 * end for end in paired(1, 2, 100))
+    # Of seed 2 there is no `hard` yet: what both have is compared, and that is said.
+    compared = f"-1.0 (of 1 seeds) | {low:+.1f} to {high:+.1f}"
+    assert f"| one | hard | 97 (no 2) | 97.0 | 91.5 to 99.0 | {compared} | 4.00 | 2.0 |" in text
+    assert "| one | soft | 98 97 | 97.5 |" in text
+    assert "Measured: 3 of 5 runs, 3 of 5 figures" in text
+
+
+def test_no_interval_of_a_report_has_no_width(tmp_path):
+    """Where no problem differs there are still the problems that were not asked."""
+    runs = [run(variant, seed, bits()) for seed in (1, 2) for variant in ("soft", "hard")]
+    low, high = (100 * end for end in paired(0, 0, 100))
+    assert low < -3 and high > 3
+    text = render(report_of(tmp_path, runs))
+    assert f"| 100 100 | 100.0 | 96.3 to 100.0 | +0.0 | {low:+.1f} to {high:+.1f} |" in text
+
+
+def test_an_untrained_model_is_compared_with_its_own_decodings(tmp_path):
+    ways = [{"name": n, "decoder": "static", "options": {"block_size": b}}
+            for n, b in (("static", 8), ("other", 4))]  # fmt: skip
+    entry = {"name": "teacher", "model": "tiny-teacher", "decode": ways,
+             "against": {"other": "static"}}  # fmt: skip
+    rows = [row(bits(0), "static"), row(bits(1, 2, 3), "other")]
+    runs = [{"variant": "teacher", "setting": "", "seed": None, "rows": rows}]
+    text = render(report_of(tmp_path, runs, untrained=[entry]))
+    low, high = (100 * end for end in paired(1, 3, 100))
+    assert (
+        f"| other | teacher | 97 | 97.0 | 91.5 to 99.0 | -2.0 | {low:+.1f} to {high:+.1f}" in text
+    )
+
+
+def test_figures_come_from_the_report_alone(tmp_path, capsys):
+    right = [("soft", 1, bits(0)), ("hard", 1, bits(1, 2)), ("soft", 2, bits(3))]
+    report = report_of(tmp_path, [run(*one) for one in right])
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert figures.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / f"variants.{suffix}") for suffix in ("png", "svg")
+    ]
+    # Who is there with how many seeds is in the legend; nothing untrained is measured yet.
+    (panel,) = figures._of_variants(Results(report), "")[0]
+    assert [series.name for series in panel.series] == ["soft, seeds: 2", "hard, seeds: 1"]
+    (point,) = panel.series[0].points
+    assert (point.x, point.accuracy) == (4.0, 0.99) and point.low < 0.99 < point.high
+    (tmp_path / "report.json").write_text('{"title": "of another kind"}')
+    assert figures.main([str(tmp_path)]) == 2
+    assert "no report that this" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,6 +226,16 @@ def test_the_report_compares_at_the_same_seed(tmp_path):
         ),
         ({"decode": [{"name": "static", "decoder": "d2f"}]}, "one name for two ways"),
         ({"set": {"seed": 4}}, "seed is not for a variant to set"),
+        ({"decode": []}, "the decodings of soft: expected at least one, got none"),
+        (
+            {"untrained": [SMALL["untrained"][0] | {"against": {"static": "wino"}}]},
+            "untrained teacher: against must name its decodings, got wino",
+        ),
+        ({"settings": [{"name": "a"}, {"name": "a"}]}, "names of settings must be distinct"),
+        (
+            {"settings": [{"name": "a", "set": {"stepz": 3}}]},
+            "variant soft a: .*stepz",
+        ),
         (
             {
                 "variants": [{"name": "soft"}],
@@ -147,8 +255,25 @@ def test_a_wrong_configuration_is_named_before_any_run(tmp_path, changes, messag
 def test_what_one_variant_sets_is_not_set_for_the_next(tmp_path):
     """Also where it sets a key within a section that is set for all."""
     variants = [{"name": "soft", "set": {"lora.r": 16}}, {"name": "hard"}]
-    found = read_ablation(written(tmp_path, variants=variants)).trainings(tmp_path)
-    assert [config.lora.r for _, config in found] == [16, 2, 16, 2]
+    plan = read_ablation(written(tmp_path, variants=variants, untrained=[])).plan(tmp_path)
+    assert [run.config.lora.r for run in plan] == [16, 2, 16, 2]
+
+
+def test_each_variant_is_trained_in_each_setting(tmp_path):
+    """A variant's keys are over its setting's; what is not trained comes once a setting."""
+    settings = [{"name": "short", "set": {"steps": 3}}, {"name": "long", "set": {"steps": 9}}]
+    variants = [
+        {"name": "soft"},
+        {"name": "one", "set": {"steps": 1}},
+        {"name": "none", "trained": False},
+    ]
+    changes = {"settings": settings, "variants": variants, "untrained": []}
+    plan = read_ablation(written(tmp_path, **changes)).plan(tmp_path)
+    first = ["soft short-1", "one short-1", "none short", "soft long-1", "one long-1", "none long"]
+    later = ["soft short-2", "one short-2", "soft long-2", "one long-2"]
+    assert [run.name for run in plan] == [*first, *later]
+    assert [run.config.steps for run in plan] == [3, 1, 3, 9, 1, 9, 3, 1, 9, 1]
+    assert [run.seed for run in plan] == [1, 1, None, 1, 1, None, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "ablations").glob("*.yaml")))
@@ -156,3 +281,49 @@ def test_the_shipped_ablations_are_configurations(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = read_ablation(path)
     assert len(found.seeds) >= 3 and found.split == "heldout"
+
+
+def test_a_lossless_decoder_stands_beside_static_decoding_under_its_own_cache():
+    """FreeDave gives static decoding's tokens under the same cache: beside another it would seem to
+    gain or lose."""
+    for path in (ROOT / "configs" / "ablations").glob("*.yaml"):
+        for entry in read_ablation(path).untrained:
+            ways = {one.name: one for one in entry.decode}
+            for one in (d for d in entry.decode if d.decoder == "freedave"):
+                static = ways[entry.against[one.name]]
+                same = {k: v for k, v in one.options.items() if k != "drafts"}
+                assert (static.decoder, static.options) == ("static", same), one.name
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.2])
+def test_the_intervals_cover_problems_and_seeds(spread):
+    """Made-up students of three seeds, some better on all problems by chance: of 300 such
+    ablations of 200 problems, nearly all intervals have the true difference. Over five standard
+    deviations below 95 % would be 0.887."""
+    rng, covered = np.random.default_rng(0), 0
+
+    def students(harder: np.ndarray, gain: float) -> np.ndarray:
+        luck = spread * rng.normal(size=(3, 1))
+        return (1 + gain + harder + luck + rng.normal(size=(3, 200)) > 0).astype(float)
+
+    def rate(gain: float) -> float:
+        """Of the sum of three normal draws with variances 1, spread^2 and 1."""
+        return 0.5 * (1 + erf((1 + gain) / (2 * (2 + spread**2)) ** 0.5))
+
+    for _ in range(300):
+        harder = rng.normal(size=200)
+        low, high = difference_interval(students(harder, 0.3), students(harder, 0.0))
+        covered += low <= rate(0.3) - rate(0.0) <= high
+    assert covered / 300 > 0.887
+
+
+def test_seeds_that_differ_count_for_fewer_problems():
+    """And seeds that agree on every problem for no more than one of them."""
+    rng = np.random.default_rng(0)
+    one = (rng.random((1, 100)) < 0.7).astype(float)
+    assert effective_number(one) == 100
+    assert effective_number(np.repeat(one, 3, axis=0)) == pytest.approx(100, rel=0.02)
+    alone = (rng.random((3, 100)) < 0.7).astype(float)  # no problem is harder than another
+    assert 150 < effective_number(alone) <= 300
+    apart = np.repeat([[0.0], [1.0], [1.0]], 100, axis=1)
+    assert effective_number(apart) < 3

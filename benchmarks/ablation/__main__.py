@@ -1,9 +1,11 @@
 """python -m benchmarks.ablation --config d2f --output FOLDER
 
 Trains every variant of a configuration with every seed, decodes the same held-out problems with
-each, and writes report.json and report.md: means over seeds with intervals. Runs are kept in
-`--runs` (default runs/ and the output's name); the same command again goes on where it was.
-Keys of the configuration can be overridden: --problems 50 --set.steps 20.
+each, and writes report.json and report.md: accuracies and paired differences with intervals. Runs
+are kept in `--runs` (default runs/ and the output's name); the same command again goes on where it
+was. `--only "* 300 of 8-11"` does a part, `--report-only` none; the report is of all that is there,
+and says which seeds each figure has. Keys of the configuration can be overridden: --problems 50
+--set.steps 20. `python -m benchmarks.ablation.figures FOLDER` draws it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from benchmarks.ablation.ablation_config import Ablation, read_ablation
+from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
 from benchmarks.ablation.ablation_report import render
-from benchmarks.ablation.runs import measure_untrained, train_and_measure
+from benchmarks.ablation.runs import carry_out, found
 from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
@@ -31,44 +33,46 @@ from decode.commands.parser import check_least
 from decode.commands.run_command import command
 
 
-def run(ablation: Ablation, output: Path, runs: Path, jobs: int, command: str) -> None:
-    """Run what is left of an ablation and write its report. Raises InputError."""
-    configs = ablation.trainings(runs)  # read once: what is edited meanwhile is for the next call
+def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, command: str) -> None:
+    """Do what is left of the runs whose folders' names match `only`, and report all that is there.
+    Raises InputError."""
+    plan = ablation.plan(runs)  # read once: what is edited meanwhile is for the next call
+    chosen = [run for run in plan if fnmatchcase(run.name, only)]
+    if only and not chosen:
+        names = ", ".join(run.name for run in plan)
+        raise InputError(f"--only {only}: expected a pattern that matches some of {names}")
+    if chosen:
+        _carry_out(ablation, chosen, jobs)
+    report = {
+        "title": f"Ablation {output.name}",
+        "command": command,
+        "config": ablation.model_dump(mode="json"),
+        "planned": [
+            {"name": run.name, "rows": len(run.decode) * len(ablation.chosen)} for run in plan
+        ],
+        "runs": [done for run in plan if (done := found(ablation, run)) is not None],
+    }
+    if not report["runs"]:
+        raise InputError(f"{runs}: nothing of this ablation is measured yet")
+    write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
+    write_beside(output / "report.md", render(report))
+
+
+def _carry_out(ablation: Ablation, chosen: Sequence[Run], jobs: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
     context = multiprocessing.get_context("spawn")
     # A process a run: what a run leaves in accelerate or torch cannot reach the next.
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = [
-            pool.submit(measure_untrained, ablation, entry, runs / entry.name)
-            for entry in ablation.untrained
-        ]
-        for variant, config in configs:
-            waiting.append(pool.submit(train_and_measure, ablation, variant, config))
-        found = []
+        waiting = [pool.submit(carry_out, ablation, one) for one in chosen]
         try:
-            for future in waiting:
-                found.append(future.result())
-                print(_line(found[-1]), flush=True)
+            for one, future in zip(chosen, waiting, strict=True):
+                rows = future.result()["rows"]
+                parts = (f"{row['decoding']} {row['task']} {row['right']}" for row in rows)
+                print(f"{one.name}: {'; '.join(parts)} right", flush=True)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    rest = len(ablation.untrained)
-    report = {
-        "title": f"Ablation {output.name}",
-        "command": command,
-        "config": ablation.model_dump(mode="json"),
-        "untrained": found[:rest],
-        "runs": found[rest:],
-    }
-    write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
-    write_beside(output / "report.md", render(report))
-
-
-def _line(found: dict[str, Any]) -> str:
-    name = f"{found['variant']} {found.get('seed', '')}".strip()
-    rows = (f"{row['decoding']} {row['task']} {row['right']}" for row in found["rows"])
-    return f"{name}: {'; '.join(rows)} right"
 
 
 @command(
@@ -87,15 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, type=Path, help="folder of the report")
     parser.add_argument("--runs", type=Path, help="folder of the trained models")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument(
+        "--only", default="*", metavar="PATTERN", help="runs whose folders' names match, as in *-11"
+    )
+    part.add_argument(
+        "--report-only", action="store_const", dest="only", const="", help="train nothing, "
+        "decode nothing: the report of what is there",
+    )  # fmt: skip
     options, overrides = parser.parse_known_args(arguments)
-    given = sys.argv[1:] if arguments is None else list(arguments)
     check_least(options, jobs=1)
     if find_spec("scipy") is None:
         raise InputError("intervals need scipy: pip install 'd2f-toolkit[ablation]'")
     ablation = read_ablation(options.config, overrides)
     runs = options.runs or Path("runs") / options.output.name
+    whole = [*usual.split(), "--config", options.config, "--output", str(options.output)]
     with locked(options.output):
-        run(ablation, options.output, runs, options.jobs, shlex.join([*usual.split(), *given]))
+        command = shlex.join([*whole, *overrides])
+        run(ablation, options.output, runs, options.jobs, options.only, command)
 
 
 if __name__ == "__main__":

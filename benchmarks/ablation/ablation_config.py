@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,8 @@ class Decoding(Section):
     """Its name."""
     options: dict[str, Any] = Field(default_factory=dict)
     """By the names of the command line's flags with underscores."""
+    line: Name | None = None
+    """What it is a point of in the figures, with the others of this name; default itself."""
 
 
 class Variant(Section):
@@ -42,6 +45,20 @@ class Variant(Section):
     """Keys of its configuration (dots lead into sections), over those of all."""
     decode: tuple[Decoding, ...] = ()
     """Ways to decode it beside those of all."""
+    trained: Switch = True
+    """false: the model that the training starts from, read as the training's result is (a D2F
+    student's mask and block size). Measured once, whatever the seeds."""
+
+
+class Setting(Section):
+    """What all variants are trained with once more: each variant is compared within it."""
+
+    name: Name
+    """As in the report, and of the runs' folders."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the training configuration, over those of all and under a variant's."""
+    decode: tuple[Decoding, ...] = ()
+    """Ways to decode its runs beside those of all."""
 
 
 class Untrained(Section):
@@ -53,10 +70,34 @@ class Untrained(Section):
     """Folder, hub name or bundled name."""
     decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
     """Ways to decode it."""
+    against: dict[Name, Name] = Field(default_factory=dict)
+    """Ways to decode it, each with the one that it is compared with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a folder of the ablation is for: a training, or a model as it is, measured.
+
+    setting: empty where the configuration has none. seed: None for what is not trained. config:
+    the training, None for the entries of `untrained`, which have a model instead.
+    """
+
+    folder: Path
+    variant: str
+    setting: str
+    seed: int | None
+    decode: tuple[Decoding, ...]
+    config: TrainConfig | None = None
+    model: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.folder.name
 
 
 class Ablation(Section):
-    """Variants of a training, each with every seed, and how all of them are measured."""
+    """Variants of a training, each with every seed in every setting, and how they are measured."""
 
     train: Text
     """The training configuration that they vary, by path or name."""
@@ -66,9 +107,11 @@ class Ablation(Section):
     """Each variant is trained with each."""
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
     """The trainings."""
+    settings: tuple[Setting, ...] = ()
+    """Each variant is trained in each; none is one that sets nothing."""
     untrained: tuple[Untrained, ...] = ()
     """Models that are measured beside them."""
-    decode: Annotated[tuple[Decoding, ...], Field(min_length=1)]
+    decode: tuple[Decoding, ...] = ()
     """Ways to decode all variants."""
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)]
     """What is measured: generated tasks, or task files."""
@@ -88,13 +131,26 @@ class Ablation(Section):
         names = [variant.name for variant in (*self.variants, *self.untrained)]
         _distinct("names of variants and untrained", names)
         _distinct("seeds", self.seeds)
-        for variant in self.variants:
-            named = (*self.decode, *variant.decode)
-            _distinct(f"names of the decodings of {variant.name}", [d.name for d in named])
+        _distinct("names of settings", [setting.name for setting in self.settings])
+        for setting in self._settings:
+            for variant in self.variants:
+                named = self._decodings(variant, setting)
+                what = f"the decodings of {_joined(variant.name, setting.name)}"
+                if not named:
+                    raise ValueError(f"{what}: expected at least one, got none")
+                _distinct(f"names of {what}", [d.name for d in named])
+        for entry in self.untrained:
+            unknown = {*entry.against, *entry.against.values()} - {d.name for d in entry.decode}
+            if unknown:
+                raise ValueError(
+                    f"untrained {entry.name}: against must name its decodings, "
+                    f"got {', '.join(sorted(unknown))}"
+                )
         if self.against not in [variant.name for variant in self.variants]:
             raise ValueError(f"against must name a variant, got {self.against!r}")
         decodings: dict[str, Decoding] = {}
-        theirs = [d for entry in (*self.variants, *self.untrained) for d in entry.decode]
+        every = (*self.settings, *self.variants, *self.untrained)
+        theirs = [d for entry in every for d in entry.decode]
         for one in (*self.decode, *theirs):
             try:
                 find_decoder(one.decoder)
@@ -107,11 +163,11 @@ class Ablation(Section):
             DecoderSettings(one.decoder, one.options).check(lengths)
             if decodings.setdefault(one.name, one) != one:
                 raise ValueError(f"decode {one.name}: one name for two ways to decode")
-        for values in (self.set, *(variant.set for variant in self.variants)):
+        for values in (self.set, *(one.set for one in (*self.settings, *self.variants))):
             own = sorted({"seed", "output", "tracker"} & set(values))
             if own:
                 raise ValueError(f"set: {', '.join(own)} is not for a variant to set")
-        folders = [_folder(variant, seed) for variant in self.variants for seed in self.seeds]
+        folders = [name for name, *_ in self._trainings()]
         _distinct("folders of the runs", [*folders, *(entry.name for entry in self.untrained)])
         return self
 
@@ -120,26 +176,53 @@ class Ablation(Section):
         """The tasks themselves."""
         return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
 
-    def trainings(self, runs: Path) -> list[tuple[Variant, TrainConfig]]:
-        """Every variant with the configuration of its run, in a folder of `runs` of its own: all
-        variants with one seed before the next, so that what a stop leaves can be compared. Raises
-        InputError."""
+    def plan(self, runs: Path) -> list[Run]:
+        """Every run, in a folder of `runs` of its own: what is not trained, then all variants with
+        one seed before the next, so that what a stop leaves can be compared. Raises InputError."""
         return [
-            (variant, self._training(variant, seed, runs / _folder(variant, seed)))
-            for seed in self.seeds
-            for variant in self.variants
+            *(
+                Run(runs / e.name, e.name, "", None, e.decode, model=e.model)
+                for e in self.untrained
+            ),
+            *(
+                Run(
+                    folder=runs / name,
+                    variant=variant.name,
+                    setting=setting.name,
+                    seed=seed if variant.trained else None,
+                    decode=self._decodings(variant, setting),
+                    config=self._training(variant, setting, seed, runs / name),
+                )
+                for name, variant, setting, seed in self._trainings()
+            ),
         ]
 
-    def _training(self, variant: Variant, seed: int, output: Path) -> TrainConfig:
+    @property
+    def _settings(self) -> tuple[Setting, ...]:
+        return self.settings or (Setting.model_construct(name=""),)
+
+    def _trainings(self) -> list[tuple[str, Variant, Setting, int]]:
+        """Variant, setting and seed of each folder, by its name."""
+        return [
+            (f"{where}-{seed}" if variant.trained else where, variant, setting, seed)
+            for seed in self.seeds
+            for setting in self._settings
+            for variant in self.variants
+            for where in [_joined(variant.name, setting.name)]
+            if variant.trained or seed == self.seeds[0]
+        ]
+
+    def _training(self, variant: Variant, setting: Setting, seed: int, output: Path) -> TrainConfig:
         values = read_mapping(find_config(self.train, *TRAINING))
-        for key, value in {**self.set, **variant.set}.items():
+        for key, value in {**self.set, **setting.set, **variant.set}.items():
             put(values, key, deepcopy(value))  # later keys may lead into it
         values |= {"seed": seed, "output": str(output), "tracker": "none"}
-        return parse_config(values, f"{self.train}, variant {variant.name}")
+        where = _joined(f"{self.train}, variant {variant.name}", setting.name)
+        return parse_config(values, where)
 
-    def decodings(self, variant: Variant) -> tuple[Decoding, ...]:
+    def _decodings(self, variant: Variant, setting: Setting) -> tuple[Decoding, ...]:
         """How the runs of a variant are measured."""
-        return (*self.decode, *variant.decode)
+        return (*self.decode, *setting.decode, *variant.decode)
 
 
 def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
@@ -149,12 +232,12 @@ def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
     values = read_mapping(find_config(path, *ABLATIONS))
     override(values, overrides)
     found = check(Ablation, values, str(path))
-    found.trainings(Path("-"))
+    found.plan(Path("-"))
     return found
 
 
-def _folder(variant: Variant, seed: int) -> str:
-    return f"{variant.name}-{seed}"
+def _joined(name: str, setting: str) -> str:
+    return f"{name} {setting}".strip()
 
 
 def _distinct(what: str, values: Sequence[object]) -> None:

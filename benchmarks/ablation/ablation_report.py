@@ -1,124 +1,145 @@
-"""What an ablation found: means over seeds with their intervals, and a readable report."""
+"""What an ablation found so far, for reading."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from decode.reporting.intervals import mean_interval, wilson
+from benchmarks.ablation.results import Measured, Results
 from decode.reporting.tables import markdown_table
 
-Measured = dict[str, Any]
+VARIANT_COLUMNS = (
+    "variant", "what it sets", "steps", "seeds", "last loss, by seed", "seconds, by seed",
+)  # fmt: skip
+COLUMNS = (
+    "decoding", "variant", "right, by seed", "% right", "95 %", "points more", "95 %",
+    "tokens a forward", "rows a token",
+)  # fmt: skip
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as Markdown: a table for each decoding and task, a line for each variant."""
-    config = report["config"]
-    against = config["against"]
-    seeds = ", ".join(str(seed) for seed in config["seeds"])
+    """The report as Markdown: a table for each setting and task, a line for each decoding and
+    variant."""
+    config, results = report["config"], Results(report)
     lines = [
         f"# {report['title']}",
         "",
         f"`{report['command']}`: variants of {config['train']} with "
-        f"{_settings(config['set']) or 'its own settings'}, seeds {seeds}; "
-        f"{config['problems']} {config['split']} problems a task, greedy, "
-        f"{config['batch_size']} at a time. Visible tokens are those before the first end token.",
+        f"{_settings(config['set']) or 'its own settings'}; {config['problems']} "
+        f"{config['split']} problems a task, greedy, {config['batch_size']} at a time.",
         "",
-        *environments(report),
+        _progress(report),
         "",
-        "Right: the mean over seeds, with the 95 % interval of that mean over seeds (Student's t). "
-        "All seeds decode the same problems, so it leaves out what other problems would give; "
-        "where all seeds agree, and for a model that was not trained here, the interval is that of "
-        f"the share of the problems instead (Wilson). Against {against}: points of accuracy, the "
-        "mean difference at the same seed and its 95 % interval over seeds; none (-) where one "
-        "seed, or the same difference at every seed, leaves no spread to take it from. Of so many "
-        "intervals some miss by chance: one in twenty. Seconds are wall time of the training, "
-        "whatever else the machine did.",
+        *results.environments,
         "",
-        *markdown_table(VARIANT_COLUMNS, [_variant(report, v) for v in config["variants"]]),
+        "By seed: problems right at each seed, (no ...) where not measured yet; what is not "
+        "trained here has one number. The 95 % of % right covers the choice of the "
+        "problems and of the seeds: Wilson's interval at the effective number of problems (an "
+        "analysis of variance of problems and seeds, both random; with one seed, of the problems "
+        "alone). Points more: the difference to what is named above a table, on the same problems "
+        "at the same seeds, those that both have; its 95 % is Tango's score interval of a paired "
+        "difference at its own effective number, so it covers problems and seeds alike and never "
+        "has a width of 0. Of so many intervals one in twenty misses by chance. Tokens are the "
+        "visible ones, before the first end token; a forward and the rows fed are counted for each "
+        "request alone. Seconds are wall time of the training, whatever else the machine did.",
     ]
-    columns = (
-        "decoding", "variant", f"right of {config['problems']}", "95 %", "by seed",
-        f"against {against}", "95 %", "tokens a forward", "forwards",
-    )  # fmt: skip
-    for task in dict.fromkeys(row["task"] for run in report["runs"] for row in run["rows"]):
-        entries = [e for name in decodings(report) for e in _measured(report, task, name)]
-        lines += ["", f"## {task}", "", *markdown_table(columns, entries)]
+    for setting in results.settings:
+        lines += ["", f"## {setting}" if setting else "## Runs"]
+        trained = [_training(report, results, v, setting) for v in config["variants"]]
+        lines += ["", *markdown_table(VARIANT_COLUMNS, [one for one in trained if one])]
+        for task in results.tasks:
+            entries = list(_arms(report, results, setting, task))
+            if entries:
+                lines += ["", f"### {task}", "", f"Against {config['against']}.", ""]
+                lines += markdown_table(COLUMNS, entries)
+    for entry in config["untrained"]:
+        for task in results.tasks:
+            entries = list(_untrained(results, entry, task))
+            if entries:
+                lines += ["", f"## {entry['name']}: {task}", ""]
+                pairs = "; ".join(f"{one} against {base}" for one, base in entry["against"].items())
+                lines += [f"{entry['model']}, not trained here. {pairs}".rstrip(), ""]
+                lines += markdown_table(COLUMNS, entries)
     return "\n".join(lines) + "\n"
 
 
-VARIANT_COLUMNS = (
-    "variant", "what it sets", "steps", "last loss, by seed", "seconds, by seed",
-)  # fmt: skip
+def _progress(report: dict[str, Any]) -> str:
+    """How much of what is planned is measured."""
+    seeds = ", ".join(str(seed) for seed in report["config"]["seeds"])
+    there = sum(len(run["rows"]) for run in report["runs"])
+    planned = sum(run["rows"] for run in report["planned"])
+    left = "" if there == planned else "; what is left is not in this report"
+    runs = f"{len(report['runs'])} of {len(report['planned'])} runs"
+    return f"Seeds {seeds}. Measured: {runs}, {there} of {planned} figures{left}."
 
 
-def _variant(report: dict[str, Any], variant: dict[str, Any]) -> Sequence[object]:
-    runs = [run for run in report["runs"] if run["variant"] == variant["name"]]
-    losses = " ".join(f"{run['loss']:.4f}" for run in runs)
-    seconds = " ".join(f"{run['seconds']:.0f}" for run in runs)
-    sets = _settings(variant["set"]) or "nothing"
-    return variant["name"], sets, runs[0]["steps"], losses, seconds
-
-
-def environments(report: dict[str, Any]) -> list[str]:
-    """A line for each date and machine that anything was measured on."""
-    runs = (*report["untrained"], *report["runs"])
-    return list(
-        dict.fromkeys(
-            "{date}, {device}, {dtype}, torch {torch}, transformers {transformers}, "
-            "Python {python}.".format(**one["environment"])
-            for run in runs
-            for one in run["rows"]
-        )
+def _training(
+    report: dict[str, Any], results: Results, variant: dict[str, Any], setting: str
+) -> Sequence[object] | None:
+    """A line on how a variant was trained; None where it is not there yet."""
+    runs = [
+        run
+        for run in report["runs"]
+        if (run["variant"], run["setting"]) == (variant["name"], setting)
+    ]
+    if not runs:
+        return None
+    sets = {**results.set_of(setting), **variant["set"]}
+    about = variant["name"], _settings(sets) or "nothing"
+    if not variant["trained"]:
+        return *about, 0, "-", "-", "-"
+    return (
+        *about,
+        runs[0]["steps"],
+        " ".join(str(run["seed"]) for run in runs),
+        " ".join(f"{run['loss']:.4f}" for run in runs),
+        " ".join(f"{run['seconds']:.0f}" for run in runs),
     )
 
 
-def decodings(report: dict[str, Any]) -> list[str]:
-    """The names of all decodings, each once."""
-    every = (one for run in (*report["untrained"], *report["runs"]) for one in run["rows"])
-    return list(dict.fromkeys(one["decoding"] for one in every))
-
-
-def measured_of(report: dict[str, Any], variant: str, task: str, decoding: str) -> list[Measured]:
-    """What was measured of a variant, a seed each in the order of the seeds, or of an untrained
-    model."""
-    runs = [r for r in (*report["untrained"], *report["runs"]) if r["variant"] == variant]
-    return [
-        one
-        for run in runs
-        for one in run["rows"]
-        if (one["task"], one["decoding"]) == (task, decoding)
-    ]
-
-
-def _measured(report: dict[str, Any], task: str, decoding: str) -> Iterator[Sequence[object]]:
-    """A line a variant of what one decoding gave on a task."""
+def _arms(
+    report: dict[str, Any], results: Results, setting: str, task: str
+) -> Iterator[Sequence[object]]:
+    """A line for each decoding of each variant in a setting."""
     config = report["config"]
-    trained = {variant["name"] for variant in config["variants"]}
-    base = [one["right"] for one in measured_of(report, config["against"], task, decoding)]
-    names = [entry["name"] for entry in (*config["untrained"], *config["variants"])]
-    for name in names:
-        found = measured_of(report, name, task, decoding)
-        if not found:
-            continue
-        count, right = found[0]["problems"], [one["right"] for one in found]
-        mean, low, high = mean_interval(right)
-        low, high = max(0.0, low), min(count, high)
-        if name not in trained or len(set(right)) == 1:
-            low, high = (count * share for share in wilson(right[0], count))
-        compared = ("", "")
-        if base and name != config["against"] and name in trained:
-            points = [100 * (r - b) / count for r, b in zip(right, base, strict=True)]
-            middle, least, most = mean_interval(points)
-            spread = f"{least:+.1f} to {most:+.1f}" if least < most else "-"
-            compared = (f"{middle:+.1f}", spread)
-        speed = sum(r["visible_tokens"] for r in found) / sum(r["forwards"] for r in found)
-        forwards = sum(r["forwards"] for r in found) / (count * len(found))
-        by_seed = " ".join(str(r) for r in right) if name in trained else ""
-        yield (
-            decoding, name, f"{mean:.1f}", f"{low:.1f} to {high:.1f}", by_seed, *compared,
-            f"{speed:.2f}", f"{forwards:.1f}",
-        )  # fmt: skip
+    for decoding in (one["name"] for one in results.decodings(setting)):
+        base = results.measured(config["against"], setting, task, decoding)
+        for variant in config["variants"]:
+            own = results.measured(variant["name"], setting, task, decoding)
+            if own is not None:
+                compared = base if variant["name"] != config["against"] else None
+                yield _line(decoding, variant["name"], own, compared, config["seeds"])
+
+
+def _untrained(results: Results, entry: dict[str, Any], task: str) -> Iterator[Sequence[object]]:
+    for decoding in entry["decode"]:
+        own = results.measured(entry["name"], "", task, decoding["name"])
+        if own is not None:
+            base = entry["against"].get(decoding["name"])
+            compared = results.measured(entry["name"], "", task, base) if base else None
+            yield _line(decoding["name"], entry["name"], own, compared, ())
+
+
+def _line(
+    decoding: str, variant: str, own: Measured, base: Measured | None, seeds: Sequence[int]
+) -> Sequence[object]:
+    by_seed = " ".join(
+        str(count) if (count := own.counts.get(seed)) is not None else f"(no {seed})"
+        for seed in ((None,) if None in own.counts else seeds)
+    )
+    low, high = own.interval
+    compared = None if base is None else own.against(base)
+    points = ("", "")
+    if base is not None and compared is not None:
+        middle, (least, most), pairs = compared
+        fewer = pairs < max(len(own.counts), len(base.counts))
+        with_pairs = f" (of {pairs} seeds)" if fewer else ""
+        points = f"{100 * middle:+.1f}{with_pairs}", f"{100 * least:+.1f} to {100 * most:+.1f}"
+    return (
+        decoding, variant, by_seed, f"{100 * own.accuracy:.1f}",
+        f"{100 * low:.1f} to {100 * high:.1f}", *points,
+        f"{own.tokens_per_forward:.2f}", f"{own.rows_per_token:.1f}",
+    )  # fmt: skip
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""One run of an ablation, in a process of its own: train, decode held-out problems, keep both.
+"""One run of an ablation: train, decode held-out problems, keep both; and what is kept so far.
 
 What is trained already by the same configuration is not trained again, what is measured already of
 the same weights not measured again.
@@ -8,58 +8,80 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.ablation.ablation_config import Ablation, Decoding, Untrained, Variant
+from benchmarks.ablation.ablation_config import Ablation, Decoding, Run
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.locks import locked
 from distill.config import TrainConfig
 
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+
 MEASURED = "measured.json"
 
 
-def train_and_measure(ablation: Ablation, variant: Variant, config: TrainConfig) -> dict[str, Any]:
-    """A variant's run: its last logged loss, seconds and what was measured of it. Raises InputError
+def carry_out(ablation: Ablation, run: Run) -> dict[str, Any]:
+    """Train and measure what is left of a run; what `found` says of it then. Raises InputError
     where its folder has a run of another configuration, or where it was stopped."""
-    from distill.make_models import hours
     from distill.run.run_folder import RunFolder
     from distill.train import train
 
-    with locked(Path(config.output)):
-        folder = RunFolder(config, extend=False).place
-        if not (folder / "model" / "config.json").is_file():
-            train(config)
-        if not (folder / "model" / "config.json").is_file():
-            raise InputError(f"{folder}: stopped before its end; the same command goes on")
-        measured = measure(ablation, str(folder / "model"), ablation.decodings(variant), folder)
-    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {
-        "variant": variant.name,
-        "seed": config.seed,
-        "steps": log[-1]["step"],
-        "samples": log[-1]["samples"],
-        "loss": log[-1]["loss"],
-        "seconds": 3600 * hours(log),
-        "rows": measured,
-    }
+    with locked(run.folder):
+        if run.config is not None and run.seed is not None:
+            folder = RunFolder(run.config, extend=False)
+            if _is_trained(run):
+                folder.check_inputs()  # a student of another teacher is none of this ablation
+            else:
+                train(run.config)
+            if not _is_trained(run):
+                raise InputError(f"{run.folder}: stopped before its end; the same command goes on")
+        measure(ablation, _model(run), run.decode, run.folder)
+        done = found(ablation, run)
+    assert done is not None
+    return done
 
 
-def measure_untrained(ablation: Ablation, entry: Untrained, folder: Path) -> dict[str, Any]:
-    """What was measured of a model as it is, kept in `folder`."""
-    with locked(folder):
-        measured = measure(ablation, entry.model, entry.decode, folder)
-    return {"variant": entry.name, "rows": measured}
+def found(ablation: Ablation, run: Run) -> dict[str, Any] | None:
+    """What a run's folder has of this ablation, None where that is nothing: what was trained, and
+    a row for each decoding and task that was measured. Nothing is decoded. Raises InputError where
+    it has a run of another configuration."""
+    from distill.make_models import hours
+    from distill.run.run_folder import RunFolder
+
+    trained: dict[str, Any] = {}
+    if run.config is not None and run.seed is not None:
+        folder = RunFolder(run.config, extend=False)
+        if not _is_trained(run):
+            return None
+        folder.check_inputs()
+        log = [json.loads(line) for line in folder.log.read_text().splitlines()]
+        trained = {
+            "steps": log[-1]["step"],
+            "samples": log[-1]["samples"],
+            "loss": log[-1]["loss"],
+            "seconds": 3600 * hours(log),
+        }
+    if not (run.folder / MEASURED).is_file():
+        return None
+    rows = measure(ablation, _model(run), run.decode, run.folder, decode=False)
+    about = {"variant": run.variant, "setting": run.setting, "seed": run.seed}
+    return {**about, **trained, "rows": rows} if rows else None
 
 
 def measure(
-    ablation: Ablation, model_name: str, decodings: Sequence[Decoding], folder: Path
+    ablation: Ablation,
+    model: DiffusionModel,
+    decodings: Sequence[Decoding],
+    folder: Path,
+    *,
+    decode: bool = True,
 ) -> list[dict[str, Any]]:
-    """What decode.evaluate says of each decoding and task. Raises InputError."""
-    import transformers
-
-    import d2f
+    """What decode.evaluate says of each decoding and task, kept in `folder`. decode: False takes
+    what is there already and leaves out the rest. Raises InputError."""
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import weights_hash
     from decode.evaluation.evaluate_task import evaluate
@@ -67,8 +89,6 @@ def measure(
 
     path = folder / MEASURED
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    transformers.logging.disable_progress_bar()
-    model = d2f.load(model_name, dtype="float32")
     weights = weights_hash(model)
     model.merge_adapter()
     measured = []
@@ -85,16 +105,47 @@ def measure(
                 "split": ablation.split,
                 "problems": ablation.problems,
             }
-            found = next((k for k in kept if asked.items() <= k.items()), None)
-            if found is None:
+            judged = next((k for k in kept if asked.items() <= k.items()), None)
+            if judged is None and decode:
                 decoder = chosen.for_task(model, task)
                 decoder.check(model.contract)
                 judged = evaluate(
                     model, decoder, task, ablation.problems,
                     split=ablation.split, batch_size=ablation.batch_size,
                 )  # fmt: skip
-                found = judged | asked | {"environment": environment(model)}
-                kept.append(found)
+                judged = judged | asked | {"environment": environment(model)}
+                kept.append(judged)
                 write_beside(path, json.dumps(kept) + "\n")
-            measured.append(found | {"decoding": decoding.name})
+            if judged is not None:
+                measured.append(judged | {"decoding": decoding.name})
     return measured
+
+
+def _is_trained(run: Run) -> bool:
+    return (run.folder / "model" / "config.json").is_file()
+
+
+def _model(run: Run) -> DiffusionModel:
+    """The model of a run in fp32: what its training made, what that would start from, or the one
+    that it names."""
+    import transformers
+
+    import d2f
+
+    transformers.logging.disable_progress_bar()
+    if run.config is None:
+        assert run.model is not None
+        return d2f.load(run.model, dtype="float32")
+    if run.seed is not None:
+        return d2f.load(str(run.folder / "model"), dtype="float32")
+    return untrained(run.config)
+
+
+def untrained(config: TrainConfig) -> DiffusionModel:
+    """The model that a training starts from, decoded as its result would be: for objective d2f a
+    bidirectional teacher under the block-causal mask of its student."""
+    from distill.prepare_model import prepare_model
+
+    model = prepare_model(config, plain=True)
+    model.contract = replace(model.contract, **config.kind.contract(config))
+    return model

@@ -34,6 +34,8 @@ def score(
         "problems": len(groups),
         "samples": samples,
         "right": sum(right),
+        # Which ones, to compare with what another model or decoder has on the same problems.
+        **({"right_by_problem": "".join(map(str, right))} if samples == 1 else {}),
         **_share([count / samples for count in right]),
         "visible_tokens": tokens,
         "forwards": forwards,

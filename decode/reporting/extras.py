@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from d2f.errors import InputError
 
 
-def require_matplotlib(otherwise: str) -> None:
+def require_matplotlib(otherwise: str | None = None) -> None:
     """Raise InputError if no figure can be drawn here. otherwise: the option that draws none."""
     if find_spec("matplotlib") is None:
         raise InputError(
-            "figures need matplotlib, which is not installed: "
-            f"pip install 'd2f-toolkit[plot]', or give {otherwise}"
+            "figures need matplotlib, which is not installed: pip install 'd2f-toolkit[plot]'"
+            + (f", or give {otherwise}" if otherwise else "")
         )
 
 

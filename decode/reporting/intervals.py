@@ -9,7 +9,7 @@ from collections.abc import Sequence
 Z95 = 1.959964
 
 
-def wilson(right: float, count: int) -> tuple[float, float]:
+def wilson(right: float, count: float) -> tuple[float, float]:
     """95 % interval of a share (Wilson's score interval). right: whole or not; of the sum of values
     in [0, 1] it is wider than needed, as their variance is at most that of a share."""
     share = right / count
@@ -22,20 +22,21 @@ def wilson(right: float, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def paired(gained: int, lost: int, count: int) -> tuple[float, float]:
+def paired(gained: float, lost: float, count: float) -> tuple[float, float]:
     """95 % interval of the difference of two shares on the same `count` problems: the differences
     that a score test does not reject (Tango, Statistics in Medicine 17, 1998; recommended for few
     pairs by Fagerland, Lydersen and Laake, Statistics in Medicine 33, 2014). Where no pair differs
     it is z^2 / (count + z^2) on either side, about 3.8 problems.
 
-    gained, lost: problems that only the first, or only the second, is right on.
+    gained, lost: problems that only the first, or only the second, is right on; whole or not, as
+    `count` is, where they stand for an effective number of problems.
     """
     if not count:
         return -1.0, 1.0
     return -_highest(lost, gained, count), _highest(gained, lost, count)
 
 
-def _highest(gained: int, lost: int, count: int) -> float:
+def _highest(gained: float, lost: float, count: float) -> float:
     """The highest difference that the score test does not reject, found by bisection: it rejects
     all above and none between it and the estimate."""
     low, high = (gained - lost) / count, 1.0  # the estimate is never rejected

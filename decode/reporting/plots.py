@@ -73,10 +73,17 @@ class Panel:
     across: str = "speed, visible tokens per second"
 
 
-def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = None) -> Figure:
+def frontier(
+    panels: Sequence[Panel],
+    caption: str,
+    *,
+    columns: int | None = None,
+    inches: tuple[float, float] = PANEL_INCHES,
+) -> Figure:
     """Accuracy against tokens per second, a panel a task. caption: what was measured, on what.
-    columns: panels in a row, of which all rows have as many; by default there is one row."""
-    figure, grid = new_figure(len(panels), caption, columns=columns)
+    columns: panels in a row, of which all rows have as many; by default there is one row. inches:
+    of a panel."""
+    figure, grid = new_figure(len(panels), caption, columns=columns, inches=inches)
     pairs = list(zip(grid, panels, strict=True))
     for axes, panel in pairs:
         _draw(axes, panel)

@@ -12,6 +12,7 @@ import yaml
 from accelerate import Accelerator
 from tiny import fresh_model
 
+import d2f
 from benchmarks.ablation.ablation_config import Decoding, read_ablation
 from benchmarks.ablation.runs import measure
 from d2f.errors import InputError
@@ -99,13 +100,13 @@ def test_an_ablation_measures_it(task, tmp_path):
     small |= {"tasks": [task], "problems": 2, "seeds": [1]}
     Path("ablation.yaml").write_text(yaml.safe_dump(small))
     one = Decoding(name="one", decoder="d2f", options={})
-    (row,) = measure(read_ablation("ablation.yaml"), "tiny-d2f", [one], tmp_path)
+    (row,) = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
     assert (row["task"], row["problems"], row["max_new_tokens"]) == ("mine", 2, 64)
-    again = measure(read_ablation("ablation.yaml"), "tiny-d2f", [one], tmp_path)
+    again = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
     assert again == [row]  # measured once
     text = Path("rows.jsonl").read_text()
     Path("rows.jsonl").write_text(text.replace("#### ", "#### 1"))
-    (other,) = measure(read_ablation("ablation.yaml"), "tiny-d2f", [one], tmp_path)
+    (other,) = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
     assert other["right"] == 0 < row["right"]  # of other data, so measured again
 
 
