@@ -14,7 +14,7 @@ GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
 
 # What a sample draws; each has a stream of its own, so that none shifts another.
-CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS = range(7)
+CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS, HELD_OUT = range(8)
 
 
 def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:

@@ -18,6 +18,7 @@ from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.run.evaluation import jobs
 from distill.run.export import as_trained
+from distill.run.heldout_loss import HeldoutLoss
 from distill.run.run_folder import RunFolder
 from distill.run.training_step import rows_at_once
 
@@ -97,8 +98,8 @@ class RunForecast:
 def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     """Look at everything that a run reads but the weights. Raises InputError for what would fail
     later: model, family and objective, tokenizer, data (every sample of a file), rows that the
-    processes cannot share, an adapter that does not fit, what is decoded in evaluations, an output
-    of another run, 4-bit weights without bitsandbytes."""
+    processes cannot share, an adapter that does not fit, what evaluations decode or hold out, an
+    output of another run, 4-bit weights without bitsandbytes."""
     RunFolder(config).check_inputs()
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
@@ -112,8 +113,12 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
     parameters = list((model.adapter or model.backbone).parameters())
     notes = doubts(config)
+    if stream.held_out is not None:
+        notes.append(f"held-out loss: {stream.held_out.said}")
     # Encodes all evaluation problems, so a decoder that does not fit is found here.
     if config.eval_every is not None:
+        if stream.held_out is not None:
+            HeldoutLoss(objective, stream.held_out)
         jobs(as_trained(model, config, hashed=False), config)
     if config.optimizer.warmup > config.steps:
         notes.append(

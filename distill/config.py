@@ -61,8 +61,7 @@ class TrainConfig(TrainKeys):
             )
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
-        if self.eval_every is not None and not (self.evaluation.tasks or self.data.tasks):
-            raise ValueError("eval_every needs evaluation.tasks where data.tasks names none")
+        self._check_evaluation()
         if self.noise.low > self.noise.high:
             raise ValueError(
                 f"noise.low must not exceed noise.high {self.noise.high}, got {self.noise.low}"
@@ -74,6 +73,33 @@ class TrainConfig(TrainKeys):
             )
         refuse_unread(self)
         return self
+
+    def _check_evaluation(self) -> None:
+        settings, loss = self.evaluation, self.evaluation.wants_loss
+        if self.eval_every is not None and not (self.decodes_tasks or loss):
+            raise ValueError(
+                "eval_every needs evaluation.tasks where data.tasks names none, or a held-out loss "
+                "(evaluation.loss_rows, evaluation.loss_file)"
+            )
+        lacking = {
+            "accuracy": "" if self.decodes_tasks else "evaluation.tasks or data.tasks",
+            "cross_entropy": "" if loss else "evaluation.loss_rows or evaluation.loss_file",
+        }
+        lacking["kl"] = lacking["cross_entropy"] if self.kind.has_teacher else "objective d2f"
+        if settings.best_by is not None and lacking[settings.best_by]:
+            needs = lacking[settings.best_by]
+            raise ValueError(f"evaluation.best_by: {settings.best_by} needs {needs}")
+
+    @property
+    def decodes_tasks(self) -> bool:
+        """Whether an evaluation decodes problems."""
+        return bool(self.evaluation.tasks or self.data.tasks)
+
+    @property
+    def best_by(self) -> str:
+        """What the best checkpoint is chosen by."""
+        loss = "kl" if self.kind.has_teacher else "cross_entropy"
+        return self.evaluation.best_by or ("accuracy" if self.decodes_tasks else loss)
 
     @property
     def kind(self) -> Kind:

@@ -77,7 +77,7 @@ class TrainKeys(Section):
     eval_every: Positive | None = None
     """Steps between evaluations; the last step is one. Default: none."""
     evaluation: Evaluation = Evaluation()
-    """What is decoded then."""
+    """What is measured then, and what is held back for it."""
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Of the result."""
     export_official: Switch = False

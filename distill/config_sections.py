@@ -168,7 +168,8 @@ class Wedlm(Section):
 
 
 class Evaluation(Section):
-    """Held-out problems that are decoded every `eval_every` steps."""
+    """What is measured every `eval_every` steps: held-out problems that are decoded (`tasks`), a
+    held-out loss (`loss_rows`, `loss_file`), or both."""
 
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Generated ones, or task files; default: those of data.tasks."""
@@ -177,16 +178,36 @@ class Evaluation(Section):
     problems: Problems = 32
     """Problems of each task."""
     split: Literal["tuning", "heldout"] = "tuning"
-    """Which problems."""
+    """Which problems, of a held-out loss too."""
     batch_size: Annotated[int, Field(ge=1, le=10**5)] = 32
-    """Most requests in a forward."""
+    """Most requests, or samples of a held-out loss, in a forward."""
     decoder: Text | None = None
     """Default: the one that suits what is trained."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the decoder, by the names of its command-line flags with underscores."""
+    loss_rows: Positive | None = None
+    """Rows of a held-out loss: drawn by the seed from data.file or data.dataset and never trained
+    on, whatever eval_every is; of loss_file at most so many; of data.tasks, problems of `split`.
+    Default: all of loss_file, else none."""
+    loss_file: Text | None = None
+    """A file of its own for the held-out loss, read as data.file."""
+    loss_ratios: Annotated[tuple[MaskRatio, ...], Field(min_length=1, max_length=100)] = (
+        0.1, 0.3, 0.5, 0.7, 0.9,
+    )  # fmt: skip
+    """Mask ratios that the held-out loss is taken at."""
+    best_by: Literal["accuracy", "kl", "cross_entropy"] | None = None
+    """What the best checkpoint has most of (accuracy) or least of. Default: accuracy where tasks
+    are decoded, else kl of d2f, else cross_entropy."""
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether a held-out loss is asked for."""
+        return self.loss_rows is not None or self.loss_file is not None
 
     @model_validator(mode="after")
     def _known(self) -> Evaluation:
+        if len(set(self.loss_ratios)) < len(self.loss_ratios):
+            raise ValueError(f"loss_ratios must be distinct, got {list(self.loss_ratios)}")
         try:
             self.chosen(())
         except InputError as error:

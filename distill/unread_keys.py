@@ -17,6 +17,9 @@ _OF_TEXT = ["data." + name for name in (
 _OF_TAILS = ["data." + name for name in (
     "train_on_padding", "padded_share", "short_tail", "tail_weight",
 )]  # fmt: skip
+_OF_DECODING = ["evaluation." + name for name in (
+    "allow_code_execution", "problems", "split", "decoder", "options",
+)]  # fmt: skip
 # Every key that some runs do not read, by what does read it.
 _READERS: list[tuple[str, list[str]]] = [
     ("a model from scratch, init has its own", ["tokenizer"]),
@@ -48,6 +51,12 @@ _READERS: list[tuple[str, list[str]]] = [
     ("objective wino_plus", section_keys("wino_plus")),
     ("objective wedlm", section_keys("wedlm")),
     ("rows of text, and wino_plus reads rollouts", _OF_TEXT),
+    ("evaluations that decode (evaluation.tasks or data.tasks)", _OF_DECODING),
+    (
+        "a held-out loss (evaluation.loss_rows, evaluation.loss_file) of an objective that masks "
+        "by a ratio",
+        ["evaluation.loss_ratios"],
+    ),
     ("objectives that train on a response's tail (wino_plus.tail is of its own)", _OF_TAILS),
 ]
 
@@ -62,6 +71,11 @@ def unread(config: TrainKeys) -> dict[str, str]:
         read |= set(section_keys("lora"))
     if kind.reads_text:
         read |= {*_OF_TEXT, *(_OF_TAILS if kind.tail else ())}
+    # While the switch eval_every is off, what belongs to it may stay.
+    if config.eval_every is None or config.evaluation.tasks or config.data.tasks:
+        read |= set(_OF_DECODING)
+    if config.evaluation.wants_loss and kind.masks_by_ratio:
+        read.add("evaluation.loss_ratios")
     return {key: reader for reader, keys in _READERS for key in keys if key not in read}
 
 

@@ -139,6 +139,7 @@ def reading(place: str) -> list[TrainConfig]:
     """Runs that read everything that may be a path."""
     noise = {"schedule": "pipeline", "states": place}
     given = {"init": place, "init_adapter": place, "noise": noise}
+    given["evaluation"] = {"loss_file": place}
     return [
         run_settings(Path("d2f"), {"file": place}, "d2f", **given),
         run_settings(Path("scratch"), {"dataset": place}, tokenizer=place),

@@ -14,27 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distill.data.epoch import Plan, plan
+    from distill.data.held_out import hold_out
     from distill.data.packing import fill_rows, lay_out
-    from distill.data.samples import Placed, Sample
+    from distill.data.samples import HeldOut, Placed, Sample
     from distill.data.stream import Stream, make_stream
 
 __all__ = [
+    "HeldOut",
     "Placed",
     "Plan",
     "Sample",
     "Stream",
     "fill_rows",
+    "hold_out",
     "lay_out",
     "make_stream",
     "plan",
 ]
 
 _HOMES = {
+    "HeldOut": "samples",
     "Placed": "samples",
     "Plan": "epoch",
     "Sample": "samples",
     "Stream": "stream",
     "fill_rows": "packing",
+    "hold_out": "held_out",
     "lay_out": "packing",
     "make_stream": "stream",
     "plan": "epoch",

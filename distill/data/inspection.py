@@ -104,6 +104,8 @@ def show(console: Console, stream: Stream, objective: Objective, samples: int) -
     console.print()
     for line in describe(plan(stream), stream.report()):
         _line(console, line)
+    if stream.held_out is not None:
+        _line(console, f"held-out loss: {stream.held_out.said}")
 
 
 def describe(found: Plan, report: str | None) -> Iterator[str]:

@@ -20,6 +20,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """Samples of a held-out loss, which are never trained on. said: what they are, in a line."""
+
+    samples: list[Sample]
+    said: str
+
+
+@dataclass(frozen=True)
 class Placed:
     """A sample in a packed row: it occupies ``[start, start + len(sample))``."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import IntEnum, auto
 
 import numpy as np
@@ -26,6 +26,7 @@ class Fate(IntEnum):
     LONG_PROMPT = auto()
     LONG_RESPONSE = auto()
     BROKEN = auto()
+    HELD_OUT = auto()
 
 
 def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
@@ -92,6 +93,26 @@ class Screen:
         kept = self._settle(record, len(whole.prompt), len(whole.response))
         return Encoded(whole.prompt, whole.response[:kept]) if kept else None
 
+    def hold_out(self, record: int) -> None:
+        """Leave a record out of training for a held-out loss."""
+        self.fates[record] = Fate.HELD_OUT
+
+    def prompt(self, record: int) -> str:
+        """What a good record asks, to compare with others."""
+        pair = self._pair(self.source.attempt(record))
+        assert isinstance(pair, Pair)
+        return str(pair.messages)
+
+    def count_asking(self, prompts: Collection[str]) -> int:
+        """The number of records to train on that have one of these prompts."""
+        return sum(
+            self.fates[record] <= Fate.TRUNCATED
+            and isinstance(pair, Pair)
+            and str(pair.messages) in prompts
+            for first, pairs in self._pairs()
+            for record, pair in enumerate(pairs, first)
+        )
+
     def count(self, *fates: Fate) -> int:
         """The number of records of these fates, as far as known."""
         return int(np.isin(self.fates, fates).sum())
@@ -112,6 +133,7 @@ class Screen:
             Fate.LONG_PROMPT: "dropped for a long prompt",
             Fate.LONG_RESPONSE: "dropped for a long response",
             Fate.BROKEN: f"broken (first: {self._first_broken})",
+            Fate.HELD_OUT: "held out",
             Fate.UNSEEN: "not measured yet",
         }
         parts = [f"{self.count(fate)} {what}" for fate, what in said.items() if self.count(fate)]

@@ -16,7 +16,7 @@ from d2f.tasks.registry import RESPONSE_LENGTH
 from distill.data.columns import Pair
 from distill.data.data_config import Data
 from distill.data.encode import Encoded, Encoder
-from distill.data.samples import Sample
+from distill.data.samples import HeldOut, Sample
 from distill.data.screen import Screen
 from distill.data.sources import open_source
 
@@ -30,11 +30,13 @@ class Stream:
 
     end_id: fills the tail, and ends a response where `data.end_token` does not say otherwise. tail:
     whether samples carry end tokens after the first. mask_id: the model's, which no text of a file
-    may contain. screen: of the records of a file or data set, None for generated tasks. Raises
-    InputError for data that cannot be trained on.
+    may contain. screen: of the records of a file or data set, None for generated tasks. held_out:
+    what is kept for a held-out loss (`distill.data.held_out`). Raises InputError for data that
+    cannot be trained on.
     """
 
     screen: Screen | None = None
+    held_out: HeldOut | None = None
 
     def __init__(
         self,
@@ -67,7 +69,36 @@ class Stream:
             if not self.screen.measured:  # else it was looked at before the first sample
                 self.screen.refuse_nothing_left()
             return None
-        encoded, full = drawn
+        sample = self._sample(index, *drawn)
+        if len(sample) > self.data.row_length:
+            raise InputError(
+                f"sample {index} has {len(sample)} tokens, data.row_length is "
+                f"{self.data.row_length}"
+            )
+        return sample
+
+    def hold_out(self, most: int | None) -> list[Sample]:
+        """Take records out of the stream, drawn by the seed from those that can be trained on: at
+        most so many, None for all. Their samples, whose index is the record's number."""
+        assert self.screen is not None
+        found: list[Sample] = []
+        rng = noise.sample_rng(self.seed, 0, noise.HELD_OUT)
+        for record in rng.permutation(len(self.screen)).tolist():
+            if len(found) == most:
+                break
+            encoded = self.screen.encoded(record)
+            if encoded is not None:
+                found.append(self._sample(record, encoded, self._full(encoded)))
+                self.screen.hold_out(record)
+        return found
+
+    def generated(self, index: int, split: str) -> Sample:
+        """Sample `index` of another split of the generated tasks than the one that is trained
+        on. Raises InputError."""
+        return self._sample(index, *self._from_tasks(index, split))
+
+    def _sample(self, index: int, encoded: Encoded, full: int) -> Sample:
+        """With its tail. full: length that a padded response is filled up to."""
         response = list(encoded.response)
         kept = len(response)
         if self.tail and response[-1] == self.encoder.end_id:  # else it was cut
@@ -83,13 +114,7 @@ class Stream:
                 # generated sample that does not fit is an error below.
                 extra = min(extra, self.data.row_length - len(encoded.prompt) - kept)
             response += [self.end_id] * extra
-        sample = Sample(index, encoded.prompt, response, kept)
-        if len(sample) > self.data.row_length:
-            raise InputError(
-                f"sample {index} has {len(sample)} tokens, data.row_length is "
-                f"{self.data.row_length}"
-            )
-        return sample
+        return Sample(index, encoded.prompt, response, kept)
 
     @property
     def epoch(self) -> int | None:
@@ -123,11 +148,11 @@ class Stream:
         measure at its start; else nothing, as `report` says all."""
         return {} if self.screen is None or self.screen.measured else self.screen.counts()
 
-    def _from_tasks(self, index: int) -> tuple[Encoded, int]:
+    def _from_tasks(self, index: int, split: str = "train") -> tuple[Encoded, int]:
         # From the index alone: any sample is found without those before it.
         rng = noise.sample_rng(self.seed, index, noise.CONTENT)
         name = self._names[int(rng.choice(len(self._names), p=self._shares))]
-        problem = make_problem(name, "train", index, self.seed)
+        problem = make_problem(name, split, index, self.seed)
         pair = Pair([{"role": "user", "content": problem.question}], problem.answer)
         encoded = self.encoder.encode([pair])[0]
         if isinstance(encoded, BadRecord):
@@ -140,7 +165,11 @@ class Stream:
         encoded = self.screen.encoded(self.record(index))
         if encoded is None:
             return None
-        return encoded, self.data.max_response or self.data.row_length - len(encoded.prompt)
+        return encoded, self._full(encoded)
+
+    def _full(self, encoded: Encoded) -> int:
+        """The full length of a record's response."""
+        return self.data.max_response or self.data.row_length - len(encoded.prompt)
 
 
 def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> Stream:

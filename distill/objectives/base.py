@@ -3,6 +3,7 @@ its loss."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from d2f.attention import SpanPlan, Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
-from distill.data import Placed, Sample, Stream, lay_out, make_stream
+from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
 
 Rows = list[list[Placed]]
 
@@ -56,6 +57,7 @@ class Objective(nn.Module):
         self.config = config
         self.tail = config.kind.tail
         self.attention: Way | None = None  # None: as decoding chooses
+        self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
 
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
@@ -75,8 +77,30 @@ class Objective(nn.Module):
         return reads * model.vocab_size * (logit_bytes(config) + 8)
 
     def stream(self) -> Stream:
-        """The samples that it trains on. Raises InputError."""
-        return make_stream(self.config, self.model, tail=self.tail)
+        """The samples that it trains on, with those that are held out. Raises InputError."""
+        stream = make_stream(self.config, self.model, tail=self.tail)
+        stream.held_out = hold_out(self.config, stream)
+        return stream
+
+    def for_held_out(self, ratio: float | None, row_length: int) -> Objective:
+        """The same on the same modules, as a held-out loss reads it: each response token masked
+        with probability `ratio` (None: as in training), rows of another length, and no weight on
+        what is not counted: the tail of end tokens, and terms that are no loss of masked tokens."""
+        config, changed = self.config, copy.copy(self)
+        data = {"row_length": row_length, "tail_weight": 0.0}
+        changed.mask_ratio = ratio
+        changed.config = config.model_copy(
+            update={
+                "data": config.data.model_copy(update=data),
+                "wedlm": config.wedlm.model_copy(update={"ar_weight": 0.0}),
+                "wino_plus": config.wino_plus.model_copy(update={"kl_weight": 0.0}),
+            }
+        )
+        return changed
+
+    def counted(self, batch: Batch) -> Tensor:
+        """Which rows that the loss reads a held-out loss counts, bool ``[N]``."""
+        return batch.weight > 0
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(mask ratio, loss weight if masked) of each response token, both ``[response]``."""
@@ -104,7 +128,11 @@ class Objective(nn.Module):
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(masked, loss weight) of a sample's response: from (seed, sample index) and nothing
         else."""
-        ratios, weight = self.state(sample)
+        if self.mask_ratio is None:
+            ratios, weight = self.state(sample)
+        else:
+            weight = np.ones(len(sample.response))
+            ratios = self.mask_ratio * weight
         rng = noise.sample_rng(self.config.seed, sample.index, noise.MASK)
         return noise.draw_mask(ratios, rng), weight * self.importance(sample)
 

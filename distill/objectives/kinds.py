@@ -24,6 +24,11 @@ class Kind:
     """Whether it trains on text, a file's or generated; else on rollouts."""
     tail = True
     """Whether samples of text carry end tokens after the first."""
+    masks_by_ratio = False
+    """Whether a held-out loss says which share of the tokens is hidden (`Objective.mask_ratio`); else
+    it masks as training does."""
+    has_teacher = False
+    """Whether it learns a teacher's distribution, so that a held-out KL says how well."""
 
     def trains_adapter(self, keys: TrainKeys) -> bool:
         """Whether the weights of init stay as they are and a LoRA on them is trained."""
@@ -53,7 +58,7 @@ class NextTokenKind(Kind):
 
 class MaskedDiffusionKind(Kind):
     name, home = "masked_diffusion", "distill.objectives.masked_diffusion:MaskedDiffusion"
-    prompt_rule = "bidirectional"
+    prompt_rule, masks_by_ratio = "bidirectional", True
 
     def reads(self, keys: TrainKeys) -> set[str]:
         found = {"noise.min_ratio", "noise.uniform_share", "noise.causal_share"}
@@ -66,7 +71,7 @@ class MaskedDiffusionKind(Kind):
 
 class D2FKind(Kind):
     name, home = "d2f", "distill.objectives.d2f:D2F"
-    prompt_rule = "block"
+    prompt_rule, masks_by_ratio, has_teacher = "block", True, True
 
     def trains_adapter(self, keys: TrainKeys) -> bool:
         return True
@@ -120,7 +125,7 @@ class WinoPlusKind(Kind):
 
 class WeDLMKind(Kind):
     name, home = "wedlm", "distill.objectives.wedlm:WeDLM"
-    prompt_rule = "causal"
+    prompt_rule, masks_by_ratio = "causal", True
 
     def trains_adapter(self, keys: TrainKeys) -> bool:
         return keys.wedlm.adapter

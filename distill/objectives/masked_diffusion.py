@@ -42,6 +42,8 @@ class MaskedDiffusion(Objective):
             )
 
     def is_causal(self, sample: Sample) -> bool:
+        if self.mask_ratio is not None:
+            return False
         draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
         return bool(draw < self.config.noise.causal_share)
 

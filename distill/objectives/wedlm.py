@@ -65,6 +65,8 @@ class WeDLM(Objective):
             raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        if self.mask_ratio is not None:
+            return super().draw(sample)
         size, prompt = self.block_size(sample), len(sample.prompt)
         gammas = self.rng(sample).random(-(-len(sample) // size))
         maskable = np.arange(len(sample)) >= prompt

@@ -27,6 +27,7 @@ The paper has no tail and no L_kl; its code takes R_t from the block of the firs
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,13 +35,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from d2f import spans
+from d2f import noise, spans
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
-from distill.data import Sample, lay_out
+from distill.config_sections import WinoPlus
+from distill.data import HeldOut, Sample, lay_out
+from distill.data.data_config import Data
 from distill.objectives.base import Batch, Objective, Rows, full_spans
-from distill.rollouts.trajectories import State, StateStream, read_rollouts, tokenizer_hash
+from distill.rollouts.trajectories import (
+    Rollout,
+    State,
+    StateStream,
+    read_rollouts,
+    tokenizer_hash,
+)
 from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
@@ -67,16 +76,54 @@ class WinoPlusObjective(Objective):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        self.settings = config.wino_plus
         assert config.data.file is not None
-        run, self.rollouts = read_rollouts(config.data.file)
-        self._check(run)
+        self.rollouts = self._read(config.data.file)
+
+    @property
+    def settings(self) -> WinoPlus:
+        return self.config.wino_plus
 
     def stream(self) -> StateStream:
-        config = self.config
-        return StateStream(
-            config.data, self.rollouts, self.settings, self.model.end_ids, config.seed
-        )
+        config, evaluation = self.config, self.config.evaluation
+        if not evaluation.wants_loss:
+            return self._states(config.data, self.rollouts)
+        # Whole rollouts are held out: the states of one are too much alike.
+        file = evaluation.loss_file
+        others = self.rollouts if file is None else self._read(file)
+        if file is not None and others == self.rollouts:
+            raise InputError(
+                f"evaluation.loss_file {file} is what is trained on: expected other rollouts"
+            )
+        most = len(others) - (file is None)
+        if evaluation.loss_rows is not None and evaluation.loss_rows > most:
+            raise InputError(
+                f"evaluation.loss_rows must be at most {most} of the {len(others)} rollouts of "
+                f"{file or config.data.file}, got {evaluation.loss_rows}"
+            )
+        rng = noise.sample_rng(config.seed, 0, noise.HELD_OUT)
+        held = sorted(rng.permutation(len(others))[: evaluation.loss_rows].tolist())
+        data = config.data.model_copy(update={"file": file or config.data.file})
+        states = self._states(data, others, held, tail=False)
+        rest = set(range(len(others))) - set(held) if file is None else None
+        stream = self._states(config.data, self.rollouts, rest)
+        said = f"{states.report()}, of the {len(others)} of {data.file}"
+        stream.held_out = HeldOut([states.sample(i) for i in range(states.epoch)], said)
+        return stream
+
+    def _states(
+        self,
+        data: Data,
+        rollouts: list[Rollout],
+        chosen: Collection[int] | None = None,
+        tail: bool = True,
+    ) -> StateStream:
+        settings = self.settings.model_copy(update={"tail": tail and self.settings.tail})
+        seed = self.config.seed
+        return StateStream(data, rollouts, settings, self.model.end_ids, seed, chosen)
+
+    def counted(self, batch: Batch) -> Tensor:
+        assert isinstance(batch, StateBatch)
+        return batch.now
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """(masked, whether decided next); a state's mask is that of its trajectory."""
@@ -204,10 +251,11 @@ class WinoPlusObjective(Objective):
     def _rows_at_a_time(self) -> int:
         return max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
 
-    def _check(self, run: dict[str, object]) -> None:
-        """Raise InputError unless the model can read the rollouts, and the configuration's mask is
-        the one that they were decoded under."""
-        file, model, settings = self.config.data.file, self.model, self.settings
+    def _read(self, file: str) -> list[Rollout]:
+        """The rollouts of a file. Raises InputError unless the model can read them, and the
+        configuration's mask is the one that they were decoded under."""
+        run, rollouts = read_rollouts(file)
+        model, settings = self.model, self.settings
         assert model.tokenizer is not None and model.mask_id is not None
         here = {"mask_id": model.mask_id, "tokenizer": tokenizer_hash(model.tokenizer)}
         for name, value in here.items():
@@ -221,7 +269,7 @@ class WinoPlusObjective(Objective):
                 f"{file} was decoded under another mask: expected that of wino_plus.mask, "
                 f"{settings.mask}, got {run.get('mask')}"
             )
-        for number, rollout in enumerate(self.rollouts, 2):
+        for number, rollout in enumerate(rollouts, 2):
             wrong = [t for t in rollout.prompt_ids + rollout.generated_ids if t >= model.vocab_size]
             if wrong or model.mask_id in rollout.prompt_ids + rollout.generated_ids:
                 raise InputError(
@@ -234,6 +282,7 @@ class WinoPlusObjective(Objective):
                     f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
                     f"expected those of block_size, {size}"
                 )
+        return rollouts
 
 
 def _mean_weight(batch: StateBatch, chosen: Tensor) -> Tensor:

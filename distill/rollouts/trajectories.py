@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -196,7 +197,7 @@ def answer_length(rollout: Rollout, end_ids: tuple[int, ...]) -> int:
 
 class StateStream(Stream):
     """Every state of every rollout once an epoch, in an order of the epoch's own. `sample(i)` does
-    not depend on any other call."""
+    not depend on any other call. chosen: numbers of the rollouts that it has, by default all."""
 
     def __init__(
         self,
@@ -205,14 +206,17 @@ class StateStream(Stream):
         settings: WinoPlus,
         end_ids: tuple[int, ...],
         seed: int,
+        chosen: Collection[int] | None = None,
     ):
         self.data, self.rollouts, self.settings, self.seed = data, rollouts, settings, seed
         self.end_ids = end_ids
+        self.chosen = range(len(rollouts)) if chosen is None else chosen
         self.steps = [self._steps(i, rollout) for i, rollout in enumerate(rollouts)]
         self.states = [
             # Distinct steps only: a forward that decided nothing for good leaves no state.
             (i, int(t))
             for i, (rollout, steps) in enumerate(zip(rollouts, self.steps, strict=True))
+            if i in self.chosen
             for t in np.unique(steps if settings.tail else steps[: answer_length(rollout, end_ids)])
         ]
         self._order = (-1, np.zeros(0, dtype=np.int64))
@@ -238,7 +242,7 @@ class StateStream(Stream):
         return f"{self.data.file}, line {i + 2}, before step {t}"
 
     def report(self) -> str:
-        return f"{len(self.states)} states of {len(self.rollouts)} rollouts"
+        return f"{len(self.states)} states of {len(self.chosen)} rollouts"
 
     def _state(self, index: int) -> tuple[int, int]:
         """(rollout, step) of state `index`."""

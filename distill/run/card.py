@@ -17,7 +17,9 @@ from distill.run.progress import extension_text
 CARD = "README.md"
 _HASHED = 256  # samples
 _POINTS = 10  # of the curve
-_EVALUATED = ("evaluation/accuracy", "evaluation/tokens_per_forward")
+_EVALUATED = tuple(
+    f"evaluation/{name}" for name in ("accuracy", "tokens_per_forward", "kl", "cross_entropy")
+)
 
 
 def card(
@@ -39,13 +41,11 @@ def card(
         ("data", data_name(config)),
         (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
     ]
-    if config.data.file is not None:
-        entries.append(
-            (
-                f"SHA-256 of {Path(config.data.file).name}",
-                f"`{file_digest(Path(config.data.file))}`",
-            )
-        )
+    if stream.held_out is not None:
+        entries.append(("held-out loss", stream.held_out.said))
+    for file in (config.data.file, config.evaluation.loss_file):
+        if file is not None:
+            entries.append((f"SHA-256 of {Path(file).name}", f"`{file_digest(Path(file))}`"))
     entries.append(("steps", f"{last['step']:,}, {last['samples']:,} samples"))
     entries += [("", extension_text(config, more)) for more in extended or []]
     table = [f"| {name} | {value} |" for name, value in entries]

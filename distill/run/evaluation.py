@@ -1,4 +1,5 @@
-"""Evaluation while a model trains: held-out problems decoded as a user would, the best result kept.
+"""Evaluation while a model trains: held-out problems decoded as a user would, a held-out loss, the
+best result kept.
 
 The one place besides rollouts where training decodes. It changes nothing that training sees:
 modules' modes and torch's random state are as they were.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,26 +29,35 @@ from decode.decoders import Decoder, find_decoder
 from decode.evaluation.judged import decode_and_judge
 from distill.config import TrainConfig
 from distill.run.export import as_trained, write_result
+from distill.run.heldout_loss import HeldoutLoss, loss_text
 
 REPORT = "evaluation.json"
 
 
 class Evaluator:
-    """Decodes the same problems each time, greedily unless the options say otherwise, and keeps
-    the best result (accuracy, then tokens a forward; the first of equals) in ``best/``.
+    """Decodes the same problems each time, greedily unless the options say otherwise, takes the
+    held-out loss, where there is one, and keeps the best result by `TrainConfig.best_by` (of equal
+    accuracy the faster, of equals the first) in ``best/``.
 
     Raises InputError before any work for an unknown task, decoder or option, a decoder that does
     not fit the model, a problem longer than its context, or weights that are split over processes.
     """
 
-    def __init__(self, model: DiffusionModel, config: TrainConfig, accelerator: Accelerator):
+    def __init__(
+        self,
+        model: DiffusionModel,
+        config: TrainConfig,
+        accelerator: Accelerator,
+        loss: HeldoutLoss | None = None,
+    ):
         settings = config.evaluation
         if not _has_whole_weights(accelerator):
             raise InputError(
-                "eval_every decodes on one process, whose weights must be whole: expected one "
+                "eval_every evaluates on one process, whose weights must be whole: expected one "
                 f"process, DDP or ZeRO-2, got {accelerator.distributed_type.value}"
             )
-        self.config, self.settings = config, settings
+        self.config, self.settings, self.loss = config, settings, loss
+        self.accelerator = accelerator
         self.model = as_trained(model, config)
         self.best = Path(config.output) / "best"
         # Encoded and checked once: every evaluation decodes the same prompts.
@@ -60,39 +71,68 @@ class Evaluator:
         return step % self.config.eval_every == 0 or step == self.config.steps
 
     def run(self, step: int) -> dict[str, Any]:
-        """Decode and judge, keep the best: values for the log and the tracker by name."""
+        """Measure, keep the best: values for the log and the tracker by name."""
         values: dict[str, Any] = {}
-        right = tokens = forwards = count = 0
         with undisturbed(self.model):
-            for task, problems, decoder in self.jobs:
-                judged = decode_and_judge(
-                    self.model, decoder, task, problems, batch_size=self.settings.batch_size
-                )
-                right, count = right + sum(judged.right), count + len(problems)
-                tokens += sum(len(result.tokens) for result in judged.results)
-                forwards += sum(result.forwards for result in judged.results)
-                values[f"evaluation/{task.name}/accuracy"] = sum(judged.right) / len(problems)
-                verdict = "right" if judged.right[0] else "wrong"
-                values[f"evaluation/{task.name}/example"] = (
-                    f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
-                )
-        values["evaluation/accuracy"] = right / count
-        values["evaluation/tokens_per_forward"] = tokens / forwards
+            if self.jobs:
+                values |= self._decode()
+            if self.loss is not None:
+                with self.accelerator.autocast():  # as training computes
+                    values |= self.loss.measure()
         self._keep(step, values)
         return values
 
+    def _decode(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        right = tokens = forwards = count = 0
+        for task, problems, decoder in self.jobs:
+            judged = decode_and_judge(
+                self.model, decoder, task, problems, batch_size=self.settings.batch_size
+            )
+            right, count = right + sum(judged.right), count + len(problems)
+            tokens += sum(len(result.tokens) for result in judged.results)
+            forwards += sum(result.forwards for result in judged.results)
+            values[f"evaluation/{task.name}/accuracy"] = sum(judged.right) / len(problems)
+            verdict = "right" if judged.right[0] else "wrong"
+            values[f"evaluation/{task.name}/example"] = (
+                f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
+            )
+        values["evaluation/accuracy"] = right / count
+        values["evaluation/tokens_per_forward"] = tokens / forwards
+        return values
+
     def _keep(self, step: int, values: dict[str, Any]) -> None:
-        names = ("evaluation/accuracy", "evaluation/tokens_per_forward")
+        by = self.config.best_by
+        score = score_of(by, values)
+        if not all(map(math.isfinite, score)):
+            return
         # A kill while the folder was replaced may have left the old one under another name.
         put_back(self.best)
         # A report that is missing or damaged says of nothing that it was better.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = parse((self.best / REPORT).read_text(encoding="utf-8"), nan=True)
-            # Compared as lists: by accuracy, and tokens a forward where that is equal.
-            if [values[name] for name in names] <= [kept[name] for name in names]:
+            if score <= score_of(by, kept):
                 return
-        report = json.dumps({"step": step, **values}, indent=1) + "\n"
+        report = json.dumps({"step": step, "best_by": by, **values}, indent=1) + "\n"
         write_result(self.model, self.config, self.best, {REPORT: report})
+
+
+def score_of(by: str, values: dict[str, Any]) -> list[float]:
+    """What a better evaluation has more of, compared as a list: accuracy and, where that is equal,
+    tokens a forward; or a loss the other way round."""
+    if by == "accuracy":
+        return [values["evaluation/accuracy"], values["evaluation/tokens_per_forward"]]
+    return [-values[f"evaluation/{by}"]]
+
+
+def said(values: dict[str, Any]) -> str:
+    """An evaluation's values in a line."""
+    parts = loss_text(values)
+    if "evaluation/accuracy" in values:
+        rate = values["evaluation/tokens_per_forward"]
+        parts.append(f"accuracy {values['evaluation/accuracy']:.3f}")
+        parts.append(f"{rate:.2f} tokens a forward")
+    return ", ".join(parts)
 
 
 def jobs(model: DiffusionModel, config: TrainConfig) -> list[tuple[Task, list[Problem], Decoder]]:

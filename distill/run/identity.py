@@ -14,8 +14,9 @@ from d2f.weight_files import ADAPTER_WEIGHTS
 from distill.config import TrainConfig
 from distill.unread_keys import value_of
 
-# Keys whose value is a place. data.dataset and the last three may be hub names too.
-PATHS = ("data.file", "noise.states", "data.dataset", "init", "init_adapter", "tokenizer")
+_FILES = ("data.file", "noise.states", "evaluation.loss_file")
+# Keys whose value is a place. All but the files may be hub names too.
+PATHS = (*_FILES, "data.dataset", "init", "init_adapter", "tokenizer")
 
 
 def same_place(one: str, other: str) -> bool:
@@ -29,7 +30,7 @@ def digests(config: TrainConfig) -> dict[str, str]:
     from d2f.adapter_base import fingerprint
 
     found = {}
-    for key in ("data.file", "noise.states"):
+    for key in _FILES:
         path = value_of(config, key)
         if path is not None:
             found[key] = file_digest(Path(path))

@@ -51,6 +51,11 @@ class Progress:
             flush=True,
         )
 
+    def say(self, text: str) -> None:
+        """Show a line that is no step's."""
+        with self.bar.external_write_mode():
+            print(text, flush=True)
+
     def close(self) -> None:
         self.bar.close()
 

@@ -13,9 +13,10 @@ from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.run import checkpoint, sharding
 from distill.run.attention_choice import check_attention
-from distill.run.evaluation import Evaluator
+from distill.run.evaluation import Evaluator, said
 from distill.run.export import export_run
 from distill.run.finite import FiniteWatch
+from distill.run.heldout_loss import HeldoutLoss
 from distill.run.log import Log
 from distill.run.progress import Progress, result_text
 from distill.run.run_folder import RunFolder, flat
@@ -69,7 +70,11 @@ class Training:
         self.objective = OBJECTIVES[config.objective](model, config)
         self.objective.train()
         self.stream = self.objective.stream()
-        self.evaluator = Evaluator(model, config, accelerator) if config.eval_every else None
+        self.evaluator = None
+        if config.eval_every:
+            held_out = self.stream.held_out
+            loss = None if held_out is None else HeldoutLoss(self.objective, held_out)
+            self.evaluator = Evaluator(model, config, accelerator, loss)
         self.stepper = Stepper(accelerator, self.objective, config)
 
     def _go_on(self) -> None:
@@ -80,10 +85,14 @@ class Training:
             trainable, optimizer = self.stepper.trainable, self.stepper.optimizer
             sharding.write_state(self.accelerator, trainable, optimizer, saved)
         if self.is_main:
-            report = self.stream.report()
-            for said in (report and f"data: {report}", self.folder.begin(self.done)):
-                if said:
-                    print(said)
+            report, held_out = self.stream.report(), self.stream.held_out
+            for line in (
+                report and f"data: {report}",
+                held_out and f"held-out loss: {held_out.said}",
+                self.folder.begin(self.done),
+            ):
+                if line:
+                    print(line)
 
     def _start_tracker(self) -> None:
         if self.config.tracker != "none":
@@ -135,7 +144,9 @@ class Training:
         if self.evaluator is not None and evaluated:
             self.watch.check_state(done, self.stepper.trainable, self.stepper.optimizer)
             # The others wait for the main process at their next common operation.
-            values |= self.evaluator.run(done) if self.is_main else {}
+            if self.is_main:
+                values |= (found := self.evaluator.run(done))
+                self.progress.say(f"evaluation after step {done:,}: {said(found)}")
         self.accelerator.log(values, step=done)
         if self.log is not None:
             seconds = round(time.time() - self.began, 1)
