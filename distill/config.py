@@ -98,8 +98,11 @@ class TrainConfig(TrainKeys):
     @property
     def best_by(self) -> str:
         """What the best checkpoint is chosen by."""
-        loss = "kl" if self.kind.has_teacher else "cross_entropy"
-        return self.evaluation.best_by or ("accuracy" if self.decodes_tasks else loss)
+        if self.evaluation.best_by is not None:
+            return self.evaluation.best_by
+        if self.decodes_tasks:
+            return "accuracy"
+        return "kl" if self.kind.has_teacher and self.distill_target == "soft" else "cross_entropy"
 
     @property
     def kind(self) -> Kind:

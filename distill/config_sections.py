@@ -185,7 +185,7 @@ class Evaluation(Section):
     """Default: the one that suits what is trained."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the decoder, by the names of its command-line flags with underscores."""
-    loss_rows: Positive | None = None
+    loss_rows: Problems | None = None
     """Rows of a held-out loss: drawn by the seed from data.file or data.dataset and never trained
     on, whatever eval_every is; of loss_file at most so many; of data.tasks, problems of `split`.
     Default: all of loss_file, else none."""
@@ -197,7 +197,7 @@ class Evaluation(Section):
     """Mask ratios that the held-out loss is taken at."""
     best_by: Literal["accuracy", "kl", "cross_entropy"] | None = None
     """What the best checkpoint has most of (accuracy) or least of. Default: accuracy where tasks
-    are decoded, else kl of d2f, else cross_entropy."""
+    are decoded, else kl of d2f with a soft target, else cross_entropy."""
 
     @property
     def wants_loss(self) -> bool:

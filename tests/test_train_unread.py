@@ -48,6 +48,7 @@ CASES = [
     ("d2f", INIT | {"init_adapter": "a", "lora": {"dropout": 0.3}}, "lora.dropout"),
     ("wedlm", INIT | {"lora": {"alpha": 4}}, "lora.alpha"),
     ("wedlm", INIT | {"noise": {"low": 0.1}}, "noise.low"),
+    ("next_token", {"evaluation": {"loss_ratios": [0.5]}}, "evaluation.loss_ratios"),
     ("wino_plus", ROLLOUTS | {"noise": {"low": 0.1}}, "noise.low"),
     ("wino_plus", {**INIT, "data": TEXT | {"on_long": "drop"}}, "data.on_long"),
     ("wino_plus", {**INIT, "data": TEXT | {"tail_weight": 0.5}}, "data.tail_weight"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from math import inf, nan
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from data_rows import pairs, write
 from tiny import fresh_model, random_model
 
 import d2f
@@ -177,6 +179,125 @@ def test_evaluation_needs_tasks(tmp_path, teacher):
     data = {"file": "some.jsonl", "row_length": 80, "rows": 2}
     with pytest.raises(InputError, match=r"eval_every needs evaluation\.tasks"):
         settings(tmp_path, teacher, data=data, evaluation={})
+
+
+# The held-out loss.
+
+
+LOSS = {"loss_rows": 4, "loss_ratios": [0.3, 0.8]}
+
+
+def with_loss(output: Path, init: Path, **changes) -> TrainConfig:
+    """A run on rows of the user's own, some of which are held out."""
+    file = write(output.parent / "rows.jsonl", pairs(12, words=5))
+    data = {"file": str(file), "row_length": 80, "rows": 2}
+    return settings(output, init, **{"data": data, "evaluation": LOSS} | changes)
+
+
+def test_a_run_with_a_held_out_loss_trains_as_one_without(tmp_path, teacher, capsys):
+    """It draws and drops nothing of what training does, also where adapter and teacher differ."""
+    train(with_loss(tmp_path / "with", teacher))
+    said = capsys.readouterr().out
+    train(with_loss(tmp_path / "without", teacher, eval_every=None))
+    evaluated, plain = log(tmp_path / "with"), log(tmp_path / "without")
+    assert list(plain) == [3, 6]
+    assert all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
+    files = [
+        (tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes()
+        for run in ("with", "without")
+    ]
+    assert files[0] == files[1]
+    names = [
+        f"evaluation/{loss}{error}{ratio}"
+        for loss in ("cross_entropy", "kl")
+        for error in ("", "_stderr")
+        for ratio in ("", "/0.3", "/0.8")
+    ]
+    for step in (2, 4, 6):
+        assert sorted(name for name in evaluated[step] if "/" in name) == sorted(names)
+        loss, error = (evaluated[step][f"evaluation/kl{end}"] for end in ("", "_stderr"))
+        assert f"evaluation after step {step}: cross-entropy " in said
+        assert f", KL {loss:.4f} ± {error:.4f}\n" in said
+    assert "evaluation/kl" not in evaluated[3]
+    held = f"4 of 12 rows of {tmp_path / 'rows.jsonl'}"
+    assert f"held-out loss: {held}\n" in said
+    card = (tmp_path / "with" / "model" / "README.md").read_text()
+    assert f"| held-out loss | {held} |" in card
+    assert "| step | loss | kl | cross entropy |" in card
+
+
+def test_a_file_of_its_own_changes_nothing_in_training(tmp_path, teacher):
+    other = write(tmp_path / "other.jsonl", pairs(20)[12:])
+    train(with_loss(tmp_path / "with", teacher, evaluation={"loss_file": str(other)}))
+    train(with_loss(tmp_path / "without", teacher, evaluation={}, eval_every=None))
+    evaluated, plain = log(tmp_path / "with"), log(tmp_path / "without")
+    assert all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
+    # What is held out belongs to the run: a resume does not take other rows for it.
+    write(other, pairs(21)[12:])
+    config = with_loss(tmp_path / "with", teacher, evaluation={"loss_file": str(other)}, steps=8)
+    with pytest.raises(InputError, match=r"evaluation\.loss_file had SHA-256"):
+        train(config)
+
+
+def test_a_killed_run_measures_and_keeps_as_a_whole_one(tmp_path, teacher):
+    train(with_loss(tmp_path / "whole", teacher))
+    for _ in range(3):
+        train(with_loss(tmp_path / "killed", teacher, save_every=3), stop_after=3)
+    ours, theirs = log(tmp_path / "killed"), log(tmp_path / "whole")
+    for line in (*ours.values(), *theirs.values()):
+        del line["seconds"]
+    assert ours == theirs
+    for name in ("evaluation.json", "adapter_model.safetensors"):
+        kept = [(tmp_path / run / "best" / name).read_bytes() for run in ("whole", "killed")]
+        assert kept[0] == kept[1]
+    losses = {step: line["evaluation/kl"] for step, line in theirs.items() if step % 2 == 0}
+    report = json.loads((tmp_path / "whole" / "best" / "evaluation.json").read_text())
+    assert (report["best_by"], report["step"]) == ("kl", min(losses, key=losses.__getitem__))
+
+
+def test_accuracy_and_the_held_out_loss_stand_side_by_side(tmp_path, teacher, capsys):
+    """Of generated tasks, too; the best is by accuracy where nothing else is said."""
+    train(settings(tmp_path, teacher, steps=2, evaluation=EVALUATION | {"loss_rows": 3}))
+    line = log(tmp_path)[2]
+    assert {"evaluation/accuracy", "evaluation/kl", "evaluation/cross_entropy"} <= set(line)
+    assert "tokens a forward\n" in capsys.readouterr().out
+    report = json.loads((tmp_path / "best" / "evaluation.json").read_text())
+    assert report["best_by"] == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("by", "best"),
+    [("accuracy", [1, 2, 2, 2]), ("kl", [1, 1, 3, 3]), ("cross_entropy", [1, 2, 2, 2])],
+)
+def test_the_best_is_by_what_was_asked_for(tmp_path, teacher, by, best):
+    evaluation = EVALUATION | {"loss_rows": 3, "best_by": by}
+    evaluator = Evaluator(
+        with_lora(teacher), settings(tmp_path, teacher, evaluation=evaluation), Accelerator()
+    )
+    values = [(0.1, 0.5, 2.0), (0.3, 0.6, 1.0), (0.2, 0.4, 1.5), (0.3, 0.4, 1.0)]
+    found = []
+    for step, (accuracy, kl, entropy) in enumerate(values, 1):
+        scores = {
+            "accuracy": accuracy,
+            "kl": kl,
+            "cross_entropy": entropy,
+            "tokens_per_forward": 2.0,
+        }
+        evaluator._keep(step, {f"evaluation/{name}": value for name, value in scores.items()})
+        found.append(json.loads((tmp_path / "best" / "evaluation.json").read_text())["step"])
+    assert found == best
+
+
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_a_loss_that_is_not_finite_is_no_best(tmp_path, teacher, bad):
+    run = tmp_path / "run"
+    run.mkdir()
+    evaluator = Evaluator(with_lora(teacher), with_loss(run, teacher), Accelerator())
+    evaluator._keep(1, {"evaluation/kl": bad})
+    assert not evaluator.best.exists()
+    evaluator._keep(2, {"evaluation/kl": 3.0})
+    evaluator._keep(3, {"evaluation/kl": bad})
+    assert json.loads((evaluator.best / "evaluation.json").read_text())["step"] == 2
 
 
 def test_weights_that_are_split_over_processes_are_refused(tmp_path, teacher, monkeypatch):

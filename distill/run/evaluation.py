@@ -104,10 +104,10 @@ class Evaluator:
     def _keep(self, step: int, values: dict[str, Any]) -> None:
         by = self.config.best_by
         score = score_of(by, values)
-        if not all(map(math.isfinite, score)):
-            return
         # A kill while the folder was replaced may have left the old one under another name.
         put_back(self.best)
+        if not all(map(math.isfinite, score)):
+            return
         # A report that is missing or damaged says of nothing that it was better.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = parse((self.best / REPORT).read_text(encoding="utf-8"), nan=True)
