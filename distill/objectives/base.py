@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -82,20 +83,13 @@ class Objective(nn.Module):
         stream.held_out = hold_out(self.config, stream)
         return stream
 
-    def for_held_out(self, ratio: float | None, row_length: int) -> Objective:
+    def for_held_out(self, ratio: float | None, row_length: int) -> Self:
         """The same on the same modules, as a held-out loss reads it: each response token masked
         with probability `ratio` (None: as in training), rows of another length, and no weight on
-        what is not counted: the tail of end tokens, and terms that are no loss of masked tokens."""
+        what is not counted (the tail of end tokens)."""
         config, changed = self.config, copy.copy(self)
-        data = {"row_length": row_length, "tail_weight": 0.0}
-        changed.mask_ratio = ratio
-        changed.config = config.model_copy(
-            update={
-                "data": config.data.model_copy(update=data),
-                "wedlm": config.wedlm.model_copy(update={"ar_weight": 0.0}),
-                "wino_plus": config.wino_plus.model_copy(update={"kl_weight": 0.0}),
-            }
-        )
+        data = config.data.model_copy(update={"row_length": row_length, "tail_weight": 0.0})
+        changed.mask_ratio, changed.config = ratio, config.model_copy(update={"data": data})
         return changed
 
     def counted(self, batch: Batch) -> Tensor:

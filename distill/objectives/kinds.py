@@ -25,8 +25,8 @@ class Kind:
     tail = True
     """Whether samples of text carry end tokens after the first."""
     masks_by_ratio = False
-    """Whether a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it hides
-    what training would."""
+    """Whether a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it
+    hides what training would."""
     has_teacher = False
     """Whether it learns a teacher's distribution, so that a held-out KL says how well."""
 

@@ -18,6 +18,7 @@ model. A prompt p q and a response a b c d in blocks of 3, of which b and d are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -63,6 +64,13 @@ class WeDLM(Objective):
         super().check_model(model, config)
         if model.contract.prompt_rule != "causal":
             raise InputError(f"objective wedlm trains the family wedlm, got {model.family}")
+
+    def for_held_out(self, ratio: float | None, row_length: int) -> Self:
+        changed = super().for_held_out(ratio, row_length)
+        # Of the masked tokens alone.
+        settings = self.config.wedlm.model_copy(update={"ar_weight": 0.0})
+        changed.config = changed.config.model_copy(update={"wedlm": settings})
+        return changed
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         if self.mask_ratio is not None:

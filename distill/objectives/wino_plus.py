@@ -39,7 +39,6 @@ from d2f import noise, spans
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
-from distill.config_sections import WinoPlus
 from distill.data import HeldOut, Sample, lay_out
 from distill.data.data_config import Data
 from distill.objectives.base import Batch, Objective, Rows, full_spans
@@ -76,12 +75,9 @@ class WinoPlusObjective(Objective):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
+        self.settings = config.wino_plus
         assert config.data.file is not None
         self.rollouts = self._read(config.data.file)
-
-    @property
-    def settings(self) -> WinoPlus:
-        return self.config.wino_plus
 
     def stream(self) -> StateStream:
         config, evaluation = self.config, self.config.evaluation
@@ -101,10 +97,10 @@ class WinoPlusObjective(Objective):
                 f"{file or config.data.file}, got {evaluation.loss_rows}"
             )
         rng = noise.sample_rng(config.seed, 0, noise.HELD_OUT)
-        held = sorted(rng.permutation(len(others))[: evaluation.loss_rows].tolist())
+        held = set(rng.permutation(len(others))[: evaluation.loss_rows].tolist())
         data = config.data.model_copy(update={"file": file or config.data.file})
         states = self._states(data, others, held, tail=False)
-        rest = set(range(len(others))) - set(held) if file is None else None
+        rest = set(range(len(others))) - held if file is None else None
         stream = self._states(config.data, self.rollouts, rest)
         said = f"{states.report()}, of the {len(others)} of {data.file}"
         stream.held_out = HeldOut([states.sample(i) for i in range(states.epoch)], said)
