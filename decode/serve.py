@@ -57,6 +57,7 @@ def serve(options: argparse.Namespace) -> None:
             body_seconds=options.body_timeout,
             request_seconds=options.request_timeout,
             send_seconds=options.send_timeout,
+            most_unsent=options.max_unsent,
             most_choices=min(options.max_choices, options.max_batch + options.max_waiting),
             api_keys=options.api_key,
             public=options.public,

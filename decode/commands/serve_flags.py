@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise InputError("--compile needs a merged adapter, not --no-merge")
     check_least(
         options, max_batch=1, slots=1, request_slots=1, max_waiting=0, max_model_len=2, max_body=1,
-        max_choices=1, prefill_rows=1, port=0, drain_seconds=0,
+        max_unsent=1, max_choices=1, prefill_rows=1, port=0, drain_seconds=0,
     )  # fmt: skip
     for flag in ("body_timeout", "request_timeout", "send_timeout", "drain_seconds"):
         value = getattr(options, flag)
@@ -194,6 +194,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         default=4_000_000,
         metavar="BYTES",
         help="of a request (default 4000000)",
+    )
+    group.add_argument(
+        "--max-unsent",
+        type=int,
+        default=16_000_000,
+        metavar="BYTES",
+        help="of forwards that wait for a client that asked for events and does not read (default "
+        "16000000)",
     )
     for name, default, text in (
         ("body", 30.0, "until the whole of a request must have come"),

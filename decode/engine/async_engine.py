@@ -7,7 +7,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -223,11 +223,24 @@ class EventStream(AsyncIterator[Event]):
         self._ended = event.result is not None
         return event
 
+    def hand_to(self, take: Callable[[Event | Exception], None]) -> None:
+        """In place of a loop, for one of `AsyncEngine.submit_all`: have `take` called with each
+        event as it comes, in this event loop and without a task, or with what a loop would raise,
+        which is the last. It must not raise."""
+        outbox = self._outbox
+        assert outbox is not None
+
+        def note(item: Event | Exception) -> None:
+            self._ended = self._ended or isinstance(item, Exception) or item.result is not None
+            take(item)
+
+        outbox.hand_to(note)
+
     async def aclose(self) -> None:
         """Cancel the request, if it has not ended; nothing follows."""
         self._leave()
         if self._outbox is not None:
-            self._outbox.wake()
+            self._outbox.hand_to(None)  # it wakes a reader, too
 
     def __del__(self) -> None:
         self._leave()

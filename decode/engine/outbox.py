@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from decode.engine.request import Request
 from decode.engine.result import Event
@@ -18,6 +19,7 @@ class Outbox:
         self.loop = loop
         self.items: deque[Event | Exception] = deque()  # the thread appends, the loop takes
         self._reader: asyncio.Future[None] | None = None
+        self._take: Callable[[Event | Exception], None] | None = None
         self._left = False
 
     async def next(self) -> Event | None:
@@ -33,8 +35,15 @@ class Outbox:
             raise item
         return item
 
+    def hand_to(self, take: Callable[[Event | Exception], None] | None) -> None:
+        """Give everything to a function as it comes, in the loop, in place of `next`."""
+        self._take = take
+        self.wake()
+
     def wake(self) -> None:
         """Let the reader look again; in its loop."""
+        while self._take is not None and self.items and not self._left:
+            self._take(self.items.popleft())
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 

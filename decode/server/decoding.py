@@ -10,16 +10,16 @@ from fastapi.responses import JSONResponse, Response
 
 from decode.engine.prompts import Prompt
 from decode.server.api_error import ApiError
-from decode.server.disconnects import unless_gone
+from decode.server.disconnects import watched
 from decode.server.fields import Asked, ChatFields, CompletionFields, read_fields
 from decode.server.generation import Generation
-from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers, as_json
+from decode.server.openai_answers import Answers, ChatAnswers, CompletionAnswers
 from decode.server.request_body import read_json
 from decode.server.request_decoder import choose_decoder, likelihood_of
 from decode.server.request_frame import Record
 from decode.server.request_prompts import make_jobs
 from decode.server.server_state import state_of
-from decode.server.streaming import stream_answer
+from decode.server.streaming import StreamedAnswer
 
 router = APIRouter()
 
@@ -108,7 +108,7 @@ async def _answer(
     request: Request, generation: Generation, answers: Answers, asked: Asked
 ) -> Response:
     if asked.stream:
-        seconds = state_of(request).settings.send_seconds
-        return stream_answer(generation, answers, asked, seconds)
-    await unless_gone(request, generation.finish())
-    return JSONResponse(as_json(answers.whole()))
+        return StreamedAnswer(generation, answers, asked, state_of(request).settings)
+    with watched(request.receive, generation.leave):
+        await generation.run()
+    return JSONResponse(answers.whole())

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from fastapi import Request
-
-from decode.server.api_error import ApiError
-
-Found = TypeVar("Found")
+from starlette.types import Receive
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """What work gives; it is cancelled where the client leaves first. Raises ApiError (499, which
-    nobody reads but the log)."""
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_gone(request))
+@contextmanager
+def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
+    """Within it `leave` is called once the client has left."""
+    watcher = asyncio.create_task(_gone(receive, leave))
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(499, "the client left")
+        yield
     finally:
-        for one in (task, watcher):
-            one.cancel()
-            with suppress(asyncio.CancelledError, ApiError):
-                await one
+        watcher.cancel()
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _gone(receive: Receive, leave: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+    leave()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from d2f.errors import EngineClosedError
@@ -73,6 +74,9 @@ class Choice:
         return self.logprobs.end
 
 
+Take = Callable[[Choice, Event], None]
+
+
 class Generation:
     """The choices of a request from their entry into the engine to their end.
 
@@ -122,6 +126,10 @@ class Generation:
             Choice(p, ids, kind, SettledText(None, (), ()), None)
             for p, (ids, kind) in enumerate(scored)
         ]
+        self._take: Take | None = None
+        self._over: asyncio.Future[Exception | None] | None = None  # what ended `run`
+        self._left = len(self._all)  # choices that have not ended
+        self._held: list[tuple[Choice, Event]] = []  # until the likelihoods are known
 
     async def start(self) -> None:
         """Queue all choices, or none. Raises ApiError."""
@@ -131,58 +139,82 @@ class Generation:
         except Exception as error:
             raise self._failed(error, "refused") from error
 
-    async def events(self) -> AsyncGenerator[tuple[Choice, Event]]:
-        """The events of all choices as they come. Whoever closes this cancels what still runs.
-        Raises ApiError for the first choice that fails, which cancels the others."""
-        arrived: asyncio.Queue[tuple[Choice, Event | Exception]] = asyncio.Queue()
-        readers = [
-            asyncio.create_task(_read(choice, stream, arrived))
-            for choice, stream in zip(self._all, self._streams, strict=True)
-        ]
-        held: list[tuple[Choice, Event]] = []  # until the likelihoods are known
+    async def run(self, take: Take | None = None) -> None:
+        """Decode all choices to their end. take: called with each event of theirs as it comes, in
+        the event loop, by no task: it must not wait. Raises ApiError for the first choice that
+        fails, which cancels the others, and what `take` raises. Who cancels this cancels all."""
+        loop = asyncio.get_running_loop()
+        self._take, self._over = take, loop.create_future()
+        timer = loop.call_at(self._deadline, self._end, TimeoutError())
         try:
-            left = len(readers)
-            while left:
-                async with asyncio.timeout_at(self._deadline):
-                    choice, event = await arrived.get()
-                if isinstance(event, Exception):
-                    raise event
-                if event.error is not None:
-                    choice.take(event, self.end_ids)
-                    raise event.error
-                left -= event.result is not None
-                if not left:
-                    self.outcome = "finished"
-                if choice in self._scores:
-                    choice.take(event, self.end_ids)
-                else:
-                    held.append((choice, event))
-                if all(score.result for score in self._scores):
-                    for choice, event in held:
-                        choice.take(event, self.end_ids)
-                        yield choice, event
-                    held.clear()
-        except TimeoutError as error:
-            raise self._failed(error, "timeout") from error
-        except EngineClosedError as error:
-            raise self._failed(error, "cancelled") from error
-        except Exception as error:
-            raise self._failed(error, "failed") from error
+            for choice, stream in zip(self._all, self._streams, strict=True):
+                stream.hand_to(partial(self._arrived, choice))
+            error = await self._over
         finally:
-            for stream in self._streams:  # what has not ended is cancelled, and its reader wakes
+            timer.cancel()
+            for stream in self._streams:  # what has not ended is cancelled
                 await stream.aclose()
-            await asyncio.gather(*readers)
+        if error is not None:
+            raise error
+
+    def leave(self) -> None:
+        """The client is gone: have `run` raise ApiError (499, which nobody reads but the log)."""
+        if self._over is not None and not self._over.done():
+            self._over.set_result(ApiError(499, "the client left"))
+
+    def _arrived(self, choice: Choice, item: Event | Exception) -> None:
+        assert self._over is not None
+        if self._over.done():  # it was cancelled, or has failed
+            return
+        error = item if isinstance(item, Exception) else item.error
+        try:
+            if not isinstance(item, Exception):
+                self._note(choice, item)
+        except Exception as mistake:  # this server's own: none that a client is told of
+            self._over.set_result(mistake)
+            return
+        if error is not None:
+            self._end(error)
+        elif self.outcome == "finished":
+            self._over.set_result(None)
+
+    def _note(self, choice: Choice, event: Event) -> None:
+        """Count an event, and hand on those of choices as soon as all likelihoods are known."""
+        if event.error is not None or choice in self._scores:
+            choice.take(event, self.end_ids)
+        else:
+            self._held.append((choice, event))
+        if event.error is not None:
+            return
+        if event.result is not None:
+            self._left -= 1
+            if not self._left:
+                self.outcome = "finished"
+        if all(score.result for score in self._scores):
+            held, self._held = self._held, []
+            for one, its in held:
+                one.take(its, self.end_ids)
+                if self._take is not None:
+                    self._take(one, its)
+
+    def _end(self, error: Exception) -> None:
+        """Have `run` raise what a client is told of an error."""
+        assert self._over is not None
+        if self._over.done():
+            return
+        outcome: Outcome = "failed"
+        if isinstance(error, TimeoutError):
+            outcome = "timeout"
+        elif isinstance(error, EngineClosedError):
+            outcome = "cancelled"
+        self._over.set_result(self._failed(error, outcome))
 
     def _failed(self, error: Exception, outcome: Outcome) -> ApiError:
         """Note how it ended; what its client is told."""
         found = as_api_error(error)
         self.outcome, self.error = outcome, found.message
+        found.__cause__ = error
         return found
-
-    async def finish(self) -> None:
-        """Run all choices to their end. Raises ApiError."""
-        async for _ in self.events():
-            pass
 
     def likelihoods(self, choice: Choice) -> list[TokenLikelihood]:
         """Those of the prompt of a choice: of the choice itself, where it has nothing else."""
@@ -208,13 +240,3 @@ class Generation:
     def calls(self) -> list[tuple[int, int]]:
         """(rows fed, rows cached) of the forwards of all choices, and of likelihoods."""
         return [call for choice in self._all for call in choice.calls]
-
-
-async def _read(
-    choice: Choice, stream: EventStream, arrived: asyncio.Queue[tuple[Choice, Event | Exception]]
-) -> None:
-    try:
-        async for event in stream:
-            arrived.put_nowait((choice, event))
-    except Exception as error:
-        arrived.put_nowait((choice, error))

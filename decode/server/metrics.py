@@ -64,18 +64,22 @@ class Metrics:
         self._requests.labels(*whose, generation.outcome).inc()
         if generation.outcome == "refused":
             return
+        calls = generation.calls
         self._prompt_tokens.labels(*whose).inc(generation.prompt_tokens)
         self._whole.labels(*whose).observe(generation.seconds)
-        self._forwards.labels(*whose).inc(len(generation.calls))
-        self._rows.labels(*whose).inc(sum(fed for fed, _ in generation.calls))
+        self._forwards.labels(*whose).inc(len(calls))
+        self._rows.labels(*whose).inc(sum(fed for fed, _ in calls))
+        self._tokens.labels(*whose).inc(generation.tokens)
+        rate, first, gap = (
+            metric.labels(*whose) for metric in (self._rate, self._first, self._gap)
+        )
         for choice in generation.choices:
-            self._tokens.labels(*whose).inc(choice.tokens)
             if choice.result is not None and choice.calls:
-                self._rate.labels(*whose).observe(choice.tokens / len(choice.calls))
+                rate.observe(choice.tokens / len(choice.calls))
             if choice.grew:
-                self._first.labels(*whose).observe(choice.grew[0] - generation.began)
+                first.observe(choice.grew[0] - generation.began)
             for one, next in pairwise(choice.grew):
-                self._gap.labels(*whose).observe(next - one)
+                gap.observe(next - one)
 
 
 class _Engines(Collector):

@@ -1,4 +1,8 @@
-"""Answers as the `openai` package's types: what clients read."""
+"""Answers as the `openai` package's types: what clients read.
+
+The types are slow to make and to write, so each is written once, empty, and an answer is a copy
+with its own values: it has the fields of the type, in their order.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,29 @@ def as_json(answer: BaseModel) -> dict[str, Any]:
     return answer.model_dump(mode="json", exclude_unset=True)
 
 
+_COMPLETION = as_json(
+    Completion.model_construct(id="", object="text_completion", created=0, model="", choices=[])
+)
+_COMPLETION_CHOICE = as_json(
+    CompletionChoice.model_construct(index=0, text="", logprobs=None, finish_reason=None)
+)
+_CHAT = as_json(ChatCompletion(id="", object="chat.completion", created=0, model="", choices=[]))
+_CHAT_CHOICE = as_json(
+    ChatChoice(
+        index=0,
+        message=ChatCompletionMessage(role="assistant", content="", refusal=None),
+        logprobs=None,
+        finish_reason="stop",
+    )
+)
+_CHAT_CHUNK = as_json(
+    ChatCompletionChunk(id="", object="chat.completion.chunk", created=0, model="", choices=[])
+)
+_CHUNK_CHOICE = as_json(
+    ChunkChoice(index=0, delta=ChoiceDelta(), logprobs=None, finish_reason=None)
+)
+
+
 class CompletionAnswers:
     """/v1/completions."""
 
@@ -74,46 +101,37 @@ class CompletionAnswers:
         """wanted: the log-probabilities that were asked for. echo: the prompts, where each answer
         is to begin with its own."""
         self._generation = generation
-        self._wanted = wanted
-        self._frames: dict[int, dict[str, Any]] = {}  # by choice, chunks without their text
+        self.wanted = wanted
         self._opening: dict[int, str] = {}
         if echo is not None:
             texts = [self._text(prompt) for prompt in echo]
             self._opening = {c.index: texts[c.index // generation.n] for c in generation.choices}
 
-    def whole(self) -> Completion:
-        """The answer to a request that does not stream."""
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream, as JSON has it."""
         choices = []
         for choice in self._generation.choices:
             assert choice.result is not None
             text = self._opening.get(choice.index, "") + (choice.result.text or "")
             found = self._of_prompt(choice) + self._of_response(choice)
             choices.append(self._choice(choice, text, finish_reason(choice.result), found))
-        return self._answer(choices, usage=usage(self._generation))
+        return self._answer(choices) | {"usage": as_json(usage(self._generation))}
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk before the first text of a choice, as JSON has it."""
         opening = self._opening.get(choice.index)
         if opening is None:
             return None
-        return as_json(self._answer([self._choice(choice, opening, None, self._of_prompt(choice))]))
+        return self._answer([self._choice(choice, opening, None, self._of_prompt(choice))])
 
     def chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         """The next text of a choice."""
-        if choice.result is not None or self._wanted is not None:
-            end = None if choice.result is None else finish_reason(choice.result)
-            return as_json(
-                self._answer([self._choice(choice, text, end, self._of_response(choice))])
-            )
-        # Most chunks differ in their text alone, and types are slow to make and to write.
-        if choice.index not in self._frames:
-            self._frames[choice.index] = as_json(self._answer([self._choice(choice, "", None, [])]))
-        frame = self._frames[choice.index]
-        return frame | {"choices": [frame["choices"][0] | {"text": text}]}
+        end = None if choice.result is None else finish_reason(choice.result)
+        return self._answer([self._choice(choice, text, end, self._of_response(choice))])
 
     def last(self) -> dict[str, Any]:
         """The chunk of the usage alone."""
-        return as_json(self._answer([]))
+        return self._answer([])
 
     def _text(self, prompt: str | list[int]) -> str:
         tokenizer: Any = self._generation.served.model.tokenizer
@@ -123,22 +141,22 @@ class CompletionAnswers:
 
     def _choice(
         self, choice: Choice, text: str, finish: Finish | None, found: list[TokenLogprob]
-    ) -> CompletionChoice:
+    ) -> dict[str, Any]:
         tokenizer, logprobs = self._generation.served.model.tokenizer, None
-        if self._wanted is not None and tokenizer is not None:
-            logprobs = completion_logprobs(found, tokenizer, top=self._wanted.top)
-        return CompletionChoice.model_construct(
-            index=choice.index, text=text, logprobs=logprobs, finish_reason=finish
-        )
+        if self.wanted is not None and tokenizer is not None:
+            logprobs = as_json(completion_logprobs(found, tokenizer, top=self.wanted.top))
+        return _COMPLETION_CHOICE | {
+            "index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish,
+        }  # fmt: skip
 
     def _of_prompt(self, choice: Choice) -> list[TokenLogprob]:
-        if self._wanted is None or choice.index not in self._opening:
+        if self.wanted is None or choice.index not in self._opening:
             return []
         tokenizer = self._generation.served.model.tokenizer
         return prompt_logprobs(tokenizer, choice.prompt, self._generation.likelihoods(choice))
 
     def _of_response(self, choice: Choice) -> list[TokenLogprob]:
-        if self._wanted is None:
+        if self.wanted is None:
             return []
         shift, found = len(self._opening.get(choice.index, "")), choice.new_logprobs()
         if choice.result is not None and choice.result.finish_reason == "end":
@@ -147,15 +165,8 @@ class CompletionAnswers:
             found = [*found, choice.end_logprob()]
         return [replace(one, offset=shift + one.offset) for one in found]
 
-    def _answer(self, choices: list[CompletionChoice], **more: Any) -> Completion:
-        return Completion.model_construct(
-            id=f"{self.prefix}-{self._generation.id}",
-            object="text_completion",
-            created=self._generation.created,
-            model=self._generation.served.name,
-            choices=choices,
-            **more,
-        )
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return _COMPLETION | _whose(self._generation, self.prefix) | {"choices": choices}
 
 
 class ChatAnswers:
@@ -166,77 +177,61 @@ class ChatAnswers:
     def __init__(self, generation: Generation, wanted: Wanted | None):
         """wanted: the log-probabilities that were asked for."""
         self._generation = generation
-        self._wanted = wanted
-        self._frames: dict[int, dict[str, Any]] = {}  # by choice, chunks without their text
+        self.wanted = wanted
 
-    def whole(self) -> ChatCompletion:
-        """The answer to a request that does not stream."""
+    def whole(self) -> dict[str, Any]:
+        """The answer to a request that does not stream, as JSON has it."""
         choices = []
         for choice in self._generation.choices:
             assert choice.result is not None
-            message = ChatCompletionMessage(
-                role="assistant", content=choice.result.text or "", refusal=None
-            )
-            choices.append(
-                ChatChoice(
-                    index=choice.index,
-                    message=message,
-                    logprobs=self._logprobs(choice),
-                    finish_reason=finish_reason(choice.result),
-                )
-            )
-        return ChatCompletion(
-            **self._common(), object="chat.completion", choices=choices,
-            usage=usage(self._generation),
-        )  # fmt: skip
+            own = {
+                "index": choice.index,
+                "message": _CHAT_CHOICE["message"] | {"content": choice.result.text or ""},
+                "logprobs": self._logprobs(choice),
+                "finish_reason": finish_reason(choice.result),
+            }
+            choices.append(_CHAT_CHOICE | own)
+        answer = _CHAT | _whose(self._generation, self.prefix) | {"choices": choices}
+        return answer | {"usage": as_json(usage(self._generation))}
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk before the first text of a choice, as JSON has it: whose it is."""
-        return as_json(self._chunk(choice, ChoiceDelta(role="assistant", content=""), None))
+        return self._chunk(choice, {"content": "", "role": "assistant"}, None, None)
 
     def chunk(self, choice: Choice, text: str) -> dict[str, Any]:
         """The next text of a choice."""
-        if choice.result is not None or self._wanted is not None:
-            end = None if choice.result is None else finish_reason(choice.result)
-            return as_json(self._chunk(choice, ChoiceDelta(content=text), end))
-        if choice.index not in self._frames:  # as of completions
-            empty = self._chunk(choice, ChoiceDelta(content=""), None)
-            self._frames[choice.index] = as_json(empty)
-        frame = self._frames[choice.index]
-        one = frame["choices"][0]
-        return frame | {"choices": [one | {"delta": one["delta"] | {"content": text}}]}
+        end = None if choice.result is None else finish_reason(choice.result)
+        return self._chunk(choice, {"content": text}, end, self._logprobs(choice))
 
     def last(self) -> dict[str, Any]:
         """The chunk of the usage alone."""
-        return as_json(self._answer([]))
+        return self._answer([])
 
     def _chunk(
-        self, choice: Choice, delta: ChoiceDelta, finish: Finish | None
-    ) -> ChatCompletionChunk:
-        found = self._logprobs(choice) if delta.role is None else None
-        one = ChunkChoice(index=choice.index, delta=delta, logprobs=found, finish_reason=finish)
-        return self._answer([one])
+        self, choice: Choice, delta: dict[str, str], finish: Finish | None, logprobs: Any
+    ) -> dict[str, Any]:
+        own = {"delta": delta, "finish_reason": finish, "index": choice.index, "logprobs": logprobs}
+        return self._answer([_CHUNK_CHOICE | own])
 
     def _logprobs(self, choice: Choice) -> Any:
         """As an object of JSON: an answer and a chunk have a type of their own for it."""
         tokenizer = self._generation.served.model.tokenizer
-        if self._wanted is None or tokenizer is None:
+        if self.wanted is None or tokenizer is None:
             return None
-        found = chat_logprobs(choice.new_logprobs(), tokenizer, top=self._wanted.top)
+        found = chat_logprobs(choice.new_logprobs(), tokenizer, top=self.wanted.top)
         return {"content": [one.model_dump() for one in found], "refusal": None}
 
-    def _answer(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            **self._common(), object="chat.completion.chunk", choices=choices
-        )
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return _CHAT_CHUNK | _whose(self._generation, self.prefix) | {"choices": choices}
 
-    def _common(self) -> dict[str, Any]:
-        generation = self._generation
-        return {
-            "id": f"{self.prefix}-{generation.id}",
-            "created": generation.created,
-            "model": generation.served.name,
-        }
+
+def _whose(generation: Generation, prefix: str) -> dict[str, Any]:
+    """The fields that all chunks of an answer have."""
+    return {
+        "id": f"{prefix}-{generation.id}",
+        "created": generation.created,
+        "model": generation.served.name,
+    }
 
 
 Answers = CompletionAnswers | ChatAnswers

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
-from sse_starlette.sse import SendTimeoutError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +19,7 @@ from decode.server.generation import Generation
 from decode.server.logs import LOGGER
 from decode.server.server_state import ServerState
 from decode.server.settings import Settings
+from decode.server.streaming import SlowClientError
 
 ID_HEADER = "x-request-id"
 LONGEST_ID = 128
@@ -80,8 +80,8 @@ class RequestFrame:
             await (self._app if refusal is None else refusal.response())(scope, receive, noted)
         except ClientDisconnect:
             record.error = "the client left before its request was whole"
-        except SendTimeoutError:
-            record.error = "the client did not read"
+        except SlowClientError as error:
+            record.error = str(error)
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
             LOGGER.exception("an error of the server", extra={"fields": {"id": record.id}})

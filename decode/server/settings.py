@@ -13,16 +13,19 @@ class Settings:
 
     max_body: bytes of a request. body_seconds: until all of it must have come. request_seconds:
     from its arrival until all of its answer must be decoded. send_seconds: until a client must have
-    taken what it was sent. most_choices: answers to one request, prompts times n. api_keys: one of
-    them must come with a request; none is needed where there are none. public: which of /health,
-    /ready and /metrics need none. allowed_hosts: what a Host header may say, without port; empty
-    allows all. cors_origins: of other pages that may ask. log_prompts: whether the log has them.
+    taken what it was sent. most_unsent: bytes of forwards (``"events": true``) that may wait for a
+    client that does not read. most_choices: answers to one request, prompts times n. api_keys: one
+    of them must come with a request; none is needed where there are none. public: which of
+    /health, /ready and /metrics need none. allowed_hosts: what a Host header may say, without port;
+    empty allows all. cors_origins: of other pages that may ask. log_prompts: whether the log has
+    them.
     """
 
     max_body: int = 4 * MEGABYTE
     body_seconds: float = 30.0
     request_seconds: float = 600.0
     send_seconds: float = 30.0
+    most_unsent: int = 16 * MEGABYTE
     most_choices: int = 128
     api_keys: tuple[str, ...] = ()
     public: tuple[str, ...] = ("/health", "/ready")
