@@ -80,7 +80,6 @@ setup(
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
-            "sse-starlette>=3.0",
             "openai>=2.0",  # its types are what the answers are made of
             "prometheus-client>=0.23",
         ],
@@ -94,7 +93,6 @@ setup(
             "datasets>=4.0",
             "fastapi>=0.120",
             "uvicorn>=0.38",
-            "sse-starlette>=3.0",
             "openai>=2.0",
             "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",

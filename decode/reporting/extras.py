@@ -18,7 +18,7 @@ def require_matplotlib(otherwise: str | None = None) -> None:
 
 def require_serve() -> None:
     """Raise InputError if the server cannot run here."""
-    needed = ("fastapi", "uvicorn", "sse_starlette", "openai", "prometheus_client")
+    needed = ("fastapi", "uvicorn", "openai", "prometheus_client")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise InputError(

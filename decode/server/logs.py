@@ -46,7 +46,6 @@ def set_up_logs(form: Format) -> None:
     for name, level in (
         (LOGGER.name, logging.INFO),
         ("uvicorn", logging.WARNING),
-        ("sse_starlette", logging.WARNING),
     ):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

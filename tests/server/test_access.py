@@ -38,8 +38,7 @@ def lines(monkeypatch):
         return found
 
     yield start
-    for name in ("uvicorn", "sse_starlette"):
-        logging.getLogger(name).handlers = []
+    logging.getLogger("uvicorn").handlers = []
 
 
 def test_a_key_is_needed_where_there_are_some(locked):
