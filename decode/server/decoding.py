@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,6 +21,8 @@ from decode.server.request_frame import Record
 from decode.server.request_prompts import make_jobs
 from decode.server.server_state import state_of
 from decode.server.streaming import StreamedAnswer
+
+SHORT = 1000  # characters, or ids, of all prompts of a request
 
 router = APIRouter()
 
@@ -82,10 +85,11 @@ async def _begin(
     decoder = choose_decoder(served, asked, most or None)
     if most == 0 and kind is not None:
         decoder, kind = kind, None  # there is nothing else to decode
-    # A template may take long, and so may a long text: beside the event loop.
-    jobs = await asyncio.to_thread(
-        make_jobs, served, prompts, decoder, field, fixed=most is not None
-    )
+    make = partial(make_jobs, served, prompts, decoder, field, fixed=most is not None)
+    # A template may take long, and so may a long text: beside the event loop. The way there takes
+    # longer than a short text.
+    short = field == "prompt" and sum(map(len, prompts)) <= SHORT
+    jobs = make() if short else await asyncio.to_thread(make)
     ids = [ids for ids, _ in jobs]
     generation = Generation(
         record.id,
