@@ -47,6 +47,7 @@ def written(tmp_path: Path, **changes: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeypatch, capsys):
     """A second call trains and measures nothing again, but a setting that is new; other settings of
     the training are refused."""
@@ -92,6 +93,7 @@ def test_means_and_intervals():
     assert mean_interval([3])[0] == 3 and str(mean_interval([3])[1]) == "nan"
 
 
+@pytest.mark.slow
 def test_it_is_done_in_parts_and_reported_in_between(tmp_path, monkeypatch, capsys):
     """--only does the runs that match, --report-only none; the report says what there is."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -109,6 +111,11 @@ def test_it_is_done_in_parts_and_reported_in_between(tmp_path, monkeypatch, caps
     assert main([*words, "--report-only"]) == 0
     assert (tmp_path / "out" / "report.md").read_text() == first
     assert main([*words, "--report-only", "--problems", "2"]) == 2  # of 2 nothing is measured
+    capsys.readouterr()
+    record = tmp_path / "runs" / "soft-2" / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"inputs": {"init": "0" * 64}}))
+    assert main([*words, "--report-only"]) == 2  # the student of another teacher
+    assert "a run that was trained on something else (init had" in capsys.readouterr().err
 
 
 def test_without_training_a_teacher_is_decoded_as_its_student():

@@ -3,6 +3,7 @@ problems."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,9 +42,10 @@ class Measured:
 
     @property
     def rows_per_token(self) -> float:
-        """Rows fed for each visible token."""
+        """Rows fed for each visible token, inf where there is none."""
         rows = sum(row["rows_per_forward"] * row["forwards"] for row in self.by_seed.values())
-        return float(rows / self._sum("visible_tokens"))
+        tokens = self._sum("visible_tokens")
+        return float(rows) / tokens if tokens else math.inf
 
     def right(self, seeds: list[int | None]) -> Values:
         """1 where a problem is right, ``[seeds, problems]``."""

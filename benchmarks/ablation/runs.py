@@ -105,7 +105,9 @@ def measure(
                 "split": ablation.split,
                 "problems": ablation.problems,
             }
-            judged = next((k for k in kept if asked.items() <= k.items()), None)
+            # Of before answers were kept by problem: to be measured again.
+            known = (k for k in kept if asked.items() <= k.items() and "right_by_problem" in k)
+            judged = next(known, None)
             if judged is None and decode:
                 decoder = chosen.for_task(model, task)
                 decoder.check(model.contract)
