@@ -190,6 +190,11 @@ def test_of_wino_plus_it_is_cross_entropy_of_what_the_decoder_decided_next(
     made.config = made.config.model_copy(
         update={"evaluation": made.config.evaluation.model_copy(update={"loss_rows": 1})}
     )
+    end = made.model.end_ids[0]  # in the middle, so that there is a tail
+    made.rollouts = [
+        r.model_copy(update={"generated_ids": (*r.generated_ids[:5], end, *r.generated_ids[6:])})
+        for r in made.rollouts
+    ]
     stream = made.stream()
     held = stream.held_out
     assert held is not None and held.samples
