@@ -68,13 +68,14 @@ def made_up(index: int, prompt: int, response: int) -> Sample:
 
 
 samples = st.builds(made_up, st.integers(0, 99), st.integers(1, 20), st.integers(1, 30))
-sizes = st.integers(1, 12)
+sizes = st.one_of(st.integers(1, 12), st.just({3: 1, 8: 1}))  # a mapping draws one a sample
 
 
 @given(samples, sizes)
 def test_each_block_masks_the_rounded_share_of_its_response_tokens(sample, size):
     """Never the prompt; each block has a gamma of its own, which weighs its masks by 1 / gamma."""
     made = objective(block_size=size)
+    size = made.block_size(sample)
     masked, weight = made.draw(sample)
     gammas = noise.sample_rng(0, sample.index, noise.RATIOS).random(-(-len(sample) // size))
     places = len(sample.prompt) + np.arange(len(sample.response))
@@ -99,6 +100,7 @@ def test_masks_of_a_block_are_drawn_uniformly():
 @given(samples, sizes)
 def test_the_second_stream_is_the_text_with_each_blocks_masks_last(sample, size):
     made = objective(block_size=size)
+    size = made.block_size(sample)
     fed, length = made.streams(sample), len(sample)
     clean = np.array(sample.prompt + sample.response)
     mask_id = made.model.mask_id
@@ -126,7 +128,8 @@ def test_packed_streams_see_what_the_paper_allows_and_no_other_sample(packed, si
         row.append(Placed(sample, start))
         start += len(sample)
     data = {"tasks": {"countdown": 1.0}, "row_length": start + 3, "rows": 1}
-    batch = objective(block_size=size, data=data).batch([row], slice(0, 1))
+    made = objective(block_size=size, data=data)
+    batch = made.batch([row], slice(0, 1))
     key = torch.arange(2 * start + 6)
     ranges = batch.spans[0].long()  # [Q, K, 2]
     seen = ((key >= ranges[..., :1]) & (key < ranges[..., 1:])).any(1)
@@ -134,7 +137,7 @@ def test_packed_streams_see_what_the_paper_allows_and_no_other_sample(packed, si
     for placed in row:
         length = len(placed.sample)
         at = torch.arange(2 * length)
-        stream, block = at // length, at % length // size
+        stream, block = at // length, at % length // made.block_size(placed.sample)
         own = (stream[:, None] == stream) & (block[:, None] == block) & (at <= at[:, None])
         earlier = (stream == 0) & (block < block[:, None])
         part = slice(2 * placed.start, 2 * placed.start + 2 * length)
