@@ -46,8 +46,11 @@ class TrainKeys(Section):
     block_size: BlockSizes = 16
     """Of d2f, wedlm and wino_plus (that of its rollouts): one, several with equal shares, or sizes
     with their shares of the samples. Of several, decoders take the first."""
-    distill_target: Literal["soft", "hard"] = "soft"
-    """d2f: the teacher's distribution, or the clean ids."""
+    distill_target: Literal["soft", "reverse", "hard"] = "soft"
+    """d2f: KL(teacher || student), as the official code; reverse: KL(student || teacher), as the
+    paper; hard: cross-entropy with the clean ids."""
+    weighting: Literal["inverse_ratio", "equal"] = "inverse_ratio"
+    """d2f: a masked token's weight, 1 / ratio of its block as the official code has it, or 1."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its rate."""
     noise: Noise = Noise()

@@ -25,7 +25,10 @@ _READERS: list[tuple[str, list[str]]] = [
     ("a model from scratch, init has its own", ["tokenizer"]),
     ("a run that trains a fresh adapter", section_keys("lora")),
     ("d2f, wedlm and wino_plus", ["block_size"]),
-    ("objective d2f", ["distill_target", "noise.schedule", "noise.monotone_share"]),
+    (
+        "objective d2f",
+        ["distill_target", "weighting", "noise.schedule", "noise.monotone_share"],
+    ),
     ("objective d2f with samples of pipeline states", ["noise.states"]),
     ("monotone samples of objective d2f (noise.monotone_share)", ["noise.low", "noise.high"]),
     (

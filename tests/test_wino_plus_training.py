@@ -21,7 +21,7 @@ from d2f.errors import InputError
 from decode.commands.decoder_settings import DecoderSettings
 from distill.config import read_config
 from distill.data import Placed, fill_rows
-from distill.objectives import OBJECTIVES, wino_plus
+from distill.objectives import OBJECTIVES, logit_parts, wino_plus
 from distill.train import train
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
@@ -116,7 +116,7 @@ def test_the_loss_is_its_definition(tmp_path, files, monkeypatch, family, decode
     """Packed, on the rows that are read, in parts of seven rows, against one state after another
     from all logits; the gradient too."""
     made, rows = objective_of(tmp_path, files, family, decoder, **wino)
-    monkeypatch.setattr(wino_plus, "LOGITS_BYTES", 7 * 4 * made.model.vocab_size)
+    monkeypatch.setattr(logit_parts, "LOGITS_BYTES", 7 * 4 * made.model.vocab_size)
     loss = made(made.batch(rows, slice(0, 8)))
     expected, sizes = written_out(made, rows)
     assert (sizes > 0).all()

@@ -8,6 +8,9 @@ A prompt of 2 tokens and a response of 4 in blocks of 2; M is masked, more of th
     student's position 2 sees [0, 4), position 4 [0, 6): the end of its own block
     teacher's positions all see [0, 6)
     loss                KL(teacher || student) at 3, 4, 5, each with weight 1 / ratio of its block
+
+That is the official code's loss. The paper's equation 3 is KL(student || teacher) and has no such
+weight: `distill_target: reverse`, `weighting: equal`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from distill.objectives.base import (
     weighted_cross_entropy,
 )
 from distill.objectives.kinds import KINDS
+from distill.objectives.logit_parts import linear_reverse_kl, rows_at_a_time
 from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_columns
 
@@ -74,6 +78,9 @@ class D2F(Objective):
     def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
         if config.distill_target == "hard":
             return super().loss_bytes(model, config, reads)
+        if config.distill_target == "reverse":
+            reads = min(2 * reads, rows_at_a_time(model.vocab_size))
+            return super().loss_bytes(model, config, reads)
         columns = min(model.vocab_size, tile_columns(reads))  # the kernel's, for two models
         return 2 * reads * columns * (logit_bytes(config) + 8)
 
@@ -91,7 +98,7 @@ class D2F(Objective):
         elif rng.random() < settings.monotone_share:
             draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
             ratios = draw(length, size, settings.low, settings.high, rng)
-            return ratios, 1 / np.where(ratios > 0, ratios, 1.0)
+            return ratios, self._weight(ratios)
         elif self.states is not None:
             ratios, end = self.states.draw(length, size, rng)
         else:
@@ -101,8 +108,13 @@ class D2F(Objective):
             end = fresh + size
         # Blocks that the decoder would not have opened yet.
         far = np.arange(length) >= end
-        weight = 1 / np.where(ratios > 0, ratios, 1.0)
-        return ratios, np.where(far, far_weight, weight)
+        return ratios, np.where(far, far_weight, self._weight(ratios))
+
+    def _weight(self, ratios: np.ndarray) -> np.ndarray:
+        """Of each token where it is masked, by the ratios that it is masked with."""
+        if self.config.weighting == "equal":
+            return np.ones_like(ratios)
+        return 1 / np.where(ratios > 0, ratios, 1.0)
 
     def share(self, sample: Sample, read: np.ndarray) -> float:
         # Over masked tokens, as the official code takes its mean; the base divides by all tokens.
@@ -124,6 +136,8 @@ class D2F(Objective):
         student = self.read(batch, batch.spans)
         # Teacher and student share the frozen head: one matrix, which needs no gradient.
         head = gathered(self.model.backbone.lm_head.weight)
+        if self.config.distill_target == "reverse":
+            return linear_reverse_kl(student, teacher, head, batch.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
 
 

@@ -80,7 +80,8 @@ class D2FKind(Kind):
         return True
 
     def reads(self, keys: TrainKeys) -> set[str]:
-        found = {"block_size", "distill_target", "noise.schedule", "noise.monotone_share"}
+        found = {"block_size", "distill_target", "weighting"}
+        found |= {"noise.schedule", "noise.monotone_share"}
         if keys.noise.schedule == "clean_prefix":
             return found | {"noise.min_ratio"}
         found.add("noise.states")

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from d2f import noise, spans
 from d2f.errors import InputError
@@ -42,6 +41,7 @@ from distill.config import TrainConfig
 from distill.data import HeldOut, Sample, lay_out
 from distill.data.data_config import Data
 from distill.objectives.base import Batch, Objective, Rows, full_spans
+from distill.objectives.logit_parts import rows_at_a_time, sum_in_parts
 from distill.rollouts.trajectories import (
     Rollout,
     State,
@@ -51,8 +51,6 @@ from distill.rollouts.trajectories import (
 )
 from distill.run.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
-
-LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time
 
 
 @dataclass(frozen=True)
@@ -228,12 +226,7 @@ class WinoPlusObjective(Objective):
         # Logits of the others would be computed for a weight of 0.
         rows = ((by_token != 0) | (by_entropy != 0)).nonzero()[:, 0]
         columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        for part in zip(*(column.split(self._rows_at_a_time) for column in columns), strict=True):
-            total = total + checkpoint(
-                self._part_on_logits, *part, use_reentrant=False, preserve_rng_state=False
-            )
-        return total
+        return sum_in_parts(self._part_on_logits, columns, self._rows_at_a_time)
 
     def _part_on_logits(
         self, hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
@@ -245,7 +238,7 @@ class WinoPlusObjective(Objective):
 
     @property
     def _rows_at_a_time(self) -> int:
-        return max(1, LOGITS_BYTES // (4 * self.model.vocab_size))
+        return rows_at_a_time(self.model.vocab_size)
 
     def _read(self, file: str) -> list[Rollout]:
         """The rollouts of a file. Raises InputError unless the model can read them, and the
