@@ -28,6 +28,7 @@ def pipelines(draw: st.DrawFn, **options: st.SearchStrategy) -> decode.D2F:
         tau_add=draw(shares(min(size, length))),
         tau_act=draw(shares(min(size, length))),
         max_new_tokens=length,
+        forced_pick=draw(st.sampled_from(["confidence", "entropy", "margin"])),
         **drawn.pop("sampling", {}),
         **drawn,
     )

@@ -72,7 +72,8 @@ def told(
         assert len(confidence) + len(queried) == count
         both[1][len(confidence) :] = queried
     probability = None if step.queried_tokens is None else both[1]
-    return Predictions(np.full(count, token), both[0], probability)
+    own = both[0]
+    return Predictions(np.full(count, token), own, probability, entropy=1 - own, margin=own)
 
 
 def random_answer(rng: np.random.Generator, tokens: int = 6) -> Callable[[Step], Predictions]:
@@ -82,8 +83,9 @@ def random_answer(rng: np.random.Generator, tokens: int = 6) -> Callable[[Step],
         count = len(step.read)
         token = rng.integers(END, tokens, count)
         token[token == MASK] = 2
-        values = rng.random((2, count)).astype(np.float32)
-        return Predictions(token, values[0], None if step.queried_tokens is None else values[1])
+        confidence, queried, entropy, margin = rng.random((4, count)).astype(np.float32)
+        asked = None if step.queried_tokens is None else queried
+        return Predictions(token, confidence, asked, entropy=entropy, margin=margin)
 
     return answer
 

@@ -98,16 +98,21 @@ def test_what_is_cached_is_final_and_was_fed_with_its_final_tokens(model, prompt
 
 
 def scripted(step: Step, shift: int) -> Predictions:
-    """Predictions that do not depend on the state and are never sure: later positions less so."""
+    """Predictions that do not depend on the state and are never sure: later positions have less
+    confidence, but also less entropy."""
     positions = step.positions[step.read] + shift
-    return Predictions(positions + 5, (0.5 - positions / 1000).astype(np.float32))
+    confidence = (0.5 - positions / 1000).astype(np.float32)
+    return Predictions(positions + 5, confidence, entropy=confidence, margin=1 - confidence)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_where_every_draft_holds_a_forward_takes_d_steps_of_the_pipeline(family):
+@pytest.mark.parametrize("pick", ["confidence", "entropy", "margin"])
+def test_where_every_draft_holds_a_forward_takes_d_steps_of_the_pipeline(family, pick):
     """Blocks of 6, one forced token a step: the first forward has no drafts. The draft that
     completes a block opens the next one in its branch, whose predictions then draft further."""
-    decoder = decode.D2F(6, tau_add=1.0, tau_act=1.0, max_new_tokens=12, lossless=3)
+    decoder = decode.D2F(
+        6, tau_add=1.0, tau_act=1.0, max_new_tokens=12, lossless=3, forced_pick=pick
+    )
     session = decoder.begin([7, 8], MODEL[family].contract)
     taken = []
     while (step := session.step()) is not None:

@@ -60,6 +60,21 @@ def test_the_pipeline_opens_one_block_a_forward_and_only_the_first_is_forced():
     assert session.blocks()[1].tokens == (None,) * 4
 
 
+@pytest.mark.parametrize(("pick", "first"), [("confidence", 1), ("entropy", 2), ("margin", 0)])
+def test_a_forced_pick_goes_by_its_own_score_and_the_others_by_confidence(pick, first):
+    """As the official code: tau_conf is of the confidence whatever the pick goes by."""
+    session = begin(decode.D2F(3, tau_conf=0.8, forced_pick=pick, max_new_tokens=3))
+    step = session.step()
+    assert step.uncertainty == (pick != "confidence")
+    values = np.array([[0.4, 0.5, 0.3], [0.9, 0.8, 0.2], [0.3, 0.1, 0.2]], np.float32)
+    session.accept(Predictions(np.full(3, 9), values[0], entropy=values[1], margin=values[2]))
+    assert [r.position for r in session.revealed] == [first]
+    session.step()
+    values = np.array([[0.85, 0.1], [0.9, 0.1], [0.1, 0.9]], np.float32)
+    session.accept(Predictions(np.full(2, 9), values[0], entropy=values[1], margin=values[2]))
+    assert len(session.revealed) == 1 and session.revealed[0].confidence == np.float32(0.85)
+
+
 def test_a_threshold_is_strict_for_confidence_and_inclusive_for_adding_and_activating():
     session = begin(decode.D2F(2, tau_add=0.5, tau_act=0.5, tau_conf=0.5, max_new_tokens=6))
     session.accept(predictions(session.step(), [0.5, 0.25]))  # not above 0.5: only the forced one

@@ -78,12 +78,11 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
         scratch += branch.stop - low
         fed_rows += len(fed)
     tokens, positions, slots, spans, read = (np.concatenate(column) for column in columns)
-    return Step(tokens, positions, slots, spans, read, own.cached)
+    return Step(tokens, positions, slots, spans, read, own.cached, uncertainty=own.uncertainty)
 
 
 def split(predictions: Predictions, counts: Sequence[int]) -> list[Predictions]:
-    """The predictions of a step with branches, taken apart: tokens and confidences of the own rows,
-    then of each branch. counts: how many rows each of them reads, in that order."""
-    cuts = np.cumsum(counts)[:-1]
-    tokens, confidences = np.split(predictions.token, cuts), np.split(predictions.confidence, cuts)
-    return [Predictions(t, c) for t, c in zip(tokens, confidences, strict=True)]
+    """The predictions of a step with branches, taken apart: those of the own rows, then of each
+    branch. counts: how many rows each of them reads, in that order."""
+    ends = np.cumsum(counts)
+    return [predictions.rows(slice(end - n, end)) for n, end in zip(counts, ends, strict=True)]

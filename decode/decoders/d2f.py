@@ -14,7 +14,7 @@ from decode.decoders.base import Card, Decoder
 from decode.decoders.checks import greedy_only, ratio
 from decode.decoders.d2f_lossless import LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
-from decode.decoders.d2f_session import D2FSession, PipelineRules
+from decode.decoders.d2f_session import D2FSession, Pick, PipelineRules
 from decode.decoders.options import (
     DEFAULT_BLOCK_SIZE,
     block_size_option,
@@ -34,9 +34,11 @@ class D2F(Decoder):
     block_size: None takes the one that the model was trained with, else 32. tau_add: share of the
     last block that must be decoded before another is appended. tau_act: share of a block that
     must be decoded before the next becomes fully active. tau_conf: confidence above which a token
-    is revealed. max_new_tokens: kept exactly, the last block may be short. early_exit: stop when
-    the first end id and all before it are decoded; False finishes all open blocks, as the
-    official code does.
+    is revealed. forced_pick: which token a fully active block reveals where none is above tau_conf:
+    the one of highest confidence, of lowest entropy (the official code's neg_entropy) or of the
+    largest margin between its two likeliest ids. max_new_tokens: kept exactly, the last block may
+    be short. early_exit: stop when the first end id and all before it are decoded; False finishes
+    all open blocks, as the official code does.
 
     lossless: states of the pipeline that a forward checks, the fed one and drafts of the next
     (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts nothing.
@@ -90,6 +92,11 @@ class D2F(Decoder):
     tau_revoke: float = option(
         0.9, "with revoke: probability below which a token is taken back, in [0, 1]", check=ratio
     )
+    forced_pick: Pick = option(
+        "confidence",
+        "which token a fully active block reveals where none is above tau_conf: that of highest "
+        "confidence, lowest entropy or largest margin between its two likeliest",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +141,7 @@ class D2F(Decoder):
             early_exit=self.early_exit,
             states=self.lossless or 1,
             tau_revoke=self.tau_revoke,
+            forced_pick=self.forced_pick,
         )
         kind = D2FSession
         # tau_revoke 0 takes nothing back: then it is the plain pipeline, without shadows.

@@ -36,8 +36,8 @@ from decode.engine.step import Predictions, Step
 class LosslessSession(D2FSession):
     """One request. branches: the states drafted after the one that is fed, each from the last.
 
-    guesses: (token, confidence) by position, the last predictions. counts: ``drafted`` branches,
-    and how many of them were ``accepted``.
+    guesses: (token, confidence, sureness) by position, the last predictions. counts: ``drafted``
+    branches, and how many of them were ``accepted``.
     """
 
     def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
@@ -45,7 +45,7 @@ class LosslessSession(D2FSession):
         # Of branches in a forward; each state decides a token more than the one before.
         self.most = min(rules.states - 1, rules.max_new_tokens)
         self.branches: list[D2FSession] = []
-        self.guesses: dict[int, tuple[int, float]] = {}
+        self.guesses: dict[int, tuple[int, float, float]] = {}
         self.counts |= {"drafted": 0, "accepted": 0}
 
     @property
@@ -87,8 +87,9 @@ class LosslessSession(D2FSession):
 
     def _take(self, found: Predictions) -> None:
         """One step of the pipeline; what it predicted drafts the next ones."""
-        pairs = zip(found.token.tolist(), found.confidence.tolist(), strict=True)
-        self.guesses = dict(zip(self.wanted.tolist(), pairs, strict=True))
+        columns = found.token, found.confidence, self.rules.sureness(found)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        self.guesses = dict(zip(self.wanted.tolist(), rows, strict=True))
         super().accept(found)
 
     def _drafts(self) -> list[D2FSession]:
@@ -97,10 +98,12 @@ class LosslessSession(D2FSession):
         state: D2FSession = self
         while len(states) < self.most and self._tells(state):
             state = _fork(state)
-            unknown = (0, -1.0)  # a block that was not open: it reveals nothing yet
+            unknown = (0, -1.0, -np.inf)  # a block that was not open: it reveals nothing yet
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]
-            tokens, confidence = zip(*guesses, strict=True)
-            stale = Predictions(np.array(tokens), np.array(confidence, dtype=np.float32))
+            tokens, *scores = zip(*guesses, strict=True)
+            confidence, sureness = np.array(scores, dtype=np.float32)
+            # Of entropy and margin the rules look at no more than the one that sureness is.
+            stale = Predictions(np.array(tokens), confidence, entropy=-sureness, margin=sureness)
             # The plain pipeline's step: a fork of this session must not draft in its turn.
             D2FSession.accept(state, stale)
             if not state.advance():  # the request would be done: nothing to feed

@@ -20,13 +20,16 @@ revealed; c is above. In forward 3 block 1 is fed with its final tokens, and d i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.base import MaskedSession
 from decode.engine.result import BlockState, BlockView
-from decode.engine.step import Ints, Predictions, Step, feed
+from decode.engine.step import Floats, Ints, Predictions, Step, feed
+
+Pick = Literal["confidence", "entropy", "margin"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,19 @@ class PipelineRules:
     early_exit: bool
     states: int
     tau_revoke: float
+    forced_pick: Pick
+
+    @property
+    def uncertainty(self) -> bool:
+        """Whether its steps ask for entropy and margin."""
+        return self.forced_pick != "confidence"
+
+    def sureness(self, predictions: Predictions) -> Floats:
+        """How sure each prediction is, ``[N]``, by the option forced_pick."""
+        if self.forced_pick == "confidence":
+            return predictions.confidence
+        assert predictions.entropy is not None and predictions.margin is not None
+        return -predictions.entropy if self.forced_pick == "entropy" else predictions.margin
 
 
 class PipelineBlock:
@@ -101,6 +117,7 @@ class D2FSession(MaskedSession):
             self.wanted,
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
+            uncertainty=self.rules.uncertainty,
         )
         # With this step a finished block's slots hold keys and values of final tokens that saw only
         # final tokens: it is cached without a forward of its own.
@@ -182,7 +199,7 @@ class D2FSession(MaskedSession):
         if not len(chosen) and block.full and len(confidence):
             # Only a fully active block must reveal one: its left context is nearly decided. The
             # first open block always is, so every forward makes progress.
-            chosen = np.array([confidence.argmax()])
+            chosen = self.rules.sureness(predictions)[low:high].argmax(keepdims=True)
         for i in low + chosen:  # indices into wanted
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))

@@ -65,8 +65,22 @@ class Predictions:
     entropy: Floats | None = None
     margin: Floats | None = None
 
+    def rows(self, part: slice) -> Predictions:
+        """Those of some of the rows."""
+        found = {name: column[part] for name, column in vars(self).items() if column is not None}
+        return Predictions(**found)
 
-def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_shift: int) -> Step:
+
+def feed(
+    x: Ints,
+    first: int,
+    ends: Ints,
+    wanted: Ints,
+    *,
+    cached: int,
+    logit_shift: int,
+    uncertainty: bool = False,
+) -> Step:
     """The step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
 
     ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted
@@ -92,4 +106,5 @@ def feed(x: Ints, first: int, ends: Ints, wanted: Ints, *, cached: int, logit_sh
         spans=prefix(ends[first:]),
         read=rows - first,
         cached=cached,
+        uncertainty=uncertainty,
     )

@@ -41,6 +41,19 @@ def predict_positions(
     return list(zip(predictions.token.tolist(), predictions.confidence.tolist(), strict=True))
 
 
+def predict_rows(
+    rows: Tensor, sampler: Sampler, pick: str = "confidence"
+) -> list[tuple[int, float, float]]:
+    """(token, confidence, what a forced pick goes by: the larger, the surer) from the logits
+    ``[N, V]`` of each wanted row."""
+    asked = PredictionRequest(sampler, len(rows), uncertainty=True)
+    found = predict(rows, [asked], forward=0)[0]
+    assert found.entropy is not None and found.margin is not None
+    sure = {"confidence": found.confidence, "entropy": -found.entropy, "margin": found.margin}
+    columns = found.token, found.confidence, sure[pick]
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
 def in_fp32(threshold: float) -> float:
     """A threshold as torch compares an fp32 tensor with it, as the official codes of D2F and SDAR
     do: rounded to fp32."""
@@ -76,16 +89,17 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
         block_of = torch.tensor(number)
         wanted = [p for p, token in enumerate(out) if token is None]
         x = prompt + [contract.mask_id if token is None else token for token in out]
-        found = predict_positions(
-            model, x, block_of[:, None] >= block_of[None, :],  # type: ignore[arg-type]
-            [start + p for p in wanted], contract.logit_shift, sampler,
-        )  # fmt: skip
+        allowed = block_of[:, None] >= block_of[None, :]
+        with torch.inference_mode():
+            logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0]
+        rows = logits[[start + p - contract.logit_shift for p in wanted]]
+        found = predict_rows(rows, sampler, options.forced_pick)
         guess = dict(zip(wanted, found, strict=True))
         for b, block in enumerate(blocks):
             masked = [p for p in block if out[p] is None]
             chosen = [p for p in masked if guess[p][1] > in_fp32(options.tau_conf)]
             if not chosen and masked and b in full:
-                chosen = [max(masked, key=lambda p: (guess[p][1], -p))]
+                chosen = [max(masked, key=lambda p: (guess[p][2], -p))]
             for p in chosen:
                 out[p] = guess[p][0]
                 ended = ended or out[p] in contract.end_ids

@@ -75,6 +75,7 @@ def decode_d2f_revoking(
             torch.cat(shadows),
             [x[start + p] for c in check for p in c],
             sampler,
+            options.forced_pick,
         )
         forwards += 1
         probability = dict(zip([p for c in check for p in c], named, strict=True))
@@ -85,7 +86,7 @@ def decode_d2f_revoking(
             masked = [p for p in block if out[p] is None]
             chosen = [p for p in masked if guess[p][1] > in_fp32(options.tau_conf)]
             if not chosen and masked and b in full:
-                chosen = [max(masked, key=lambda p: (guess[p][1], -p))]
+                chosen = [max(masked, key=lambda p: (guess[p][2], -p))]
             for p in chosen:
                 out[p] = guess[p][0]
             drafted[b] = len(chosen)

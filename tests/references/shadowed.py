@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.engine.sampling import PredictionRequest, Sampler
+from decode.engine.sampling import Sampler
+from tests.references import d2f
 from tests.references.d2f import DensePlan
-from tests.references.predictions import predict
 
 
 def dense_logits(
@@ -69,12 +69,14 @@ def _pair(model: DiffusionModel, x: list[int], allowed: Tensor, p: int) -> Tenso
 
 
 def predict_rows(
-    logits: Tensor, shadows: Tensor, tokens: list[int], sampler: Sampler
-) -> tuple[list[tuple[int, float]], list[float]]:
-    """(token, confidence) of each wanted row, and the probability of each verified token in its
-    shadow."""
-    rows = torch.cat([logits, shadows])
-    found = predict(rows, [PredictionRequest(sampler, len(rows))], forward=0)[0]
-    pairs = list(zip(found.token.tolist(), found.confidence.tolist(), strict=True))
+    logits: Tensor,
+    shadows: Tensor,
+    tokens: list[int],
+    sampler: Sampler,
+    pick: str = "confidence",
+) -> tuple[list[tuple[int, float, float]], list[float]]:
+    """What `tests.references.d2f.predict_rows` says of each wanted row, and the probability of each
+    verified token in its shadow."""
+    found = d2f.predict_rows(torch.cat([logits, shadows]), sampler, pick)
     probability = shadows.float().softmax(-1)[range(len(tokens)), tokens]
-    return pairs[: len(logits)], probability.tolist()
+    return found[: len(logits)], probability.tolist()
