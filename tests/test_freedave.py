@@ -48,21 +48,26 @@ lengths = {
     "max_new_tokens": st.integers(1, 20),
     "early_exit": st.booleans(),
 }
-decoders = st.builds(
-    decode.FreeDave,
-    drafts=drafts,
-    drafting=draftings,
-    cache=st.sampled_from(["none", "prefix", "dual"]),
-    **lengths,
-)
-exact = st.builds(decode.FreeDave, drafts=drafts, drafting=draftings, **lengths)
-eager = st.builds(
-    decode.FreeDave, drafts=drafts, drafting=draftings, eager=st.just(True), **lengths
-)
+
+
+def freedave(each: int | None = None, **options) -> decode.FreeDave:
+    """each: steps a block, so that one reveals several tokens; None for one."""
+    decoder = decode.FreeDave(**options)
+    return decoder if each is None else replace(decoder, steps=each * decoder.block_count)
+
+
+each = st.one_of(st.none(), st.integers(1, 5))
+common = {"each": each, "drafts": drafts, "drafting": draftings} | lengths
+caches = st.sampled_from(["none", "prefix", "dual"])
+decoders = st.builds(freedave, cache=caches, **common)
+exact = st.builds(freedave, **common)
+eager = st.builds(freedave, eager=st.just(True), **common)
+taus = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.4, 1.0])
+plus = st.builds(decode.FreeDave, tau=taus, drafts=drafts, drafting=draftings, **lengths)
 
 
 def static_of(decoder: decode.FreeDave) -> decode.Static:
-    names = ("block_size", "max_new_tokens", "cache", "early_exit")
+    names = ("block_size", "max_new_tokens", "cache", "early_exit", "steps")
     return decode.Static(**{name: getattr(decoder, name) for name in names})
 
 
@@ -106,7 +111,7 @@ def test_drafts_over_the_border_of_a_block_lose_nothing(family, mask, requests, 
 
 
 @settings(max_examples=25)
-@given(families, st.one_of(st.none(), masks), prompts, exact, st.booleans())
+@given(families, st.one_of(st.none(), masks), prompts, st.one_of(exact, plus), st.booleans())
 def test_it_equals_the_plain_algorithm_in_tokens_and_forwards(
     family, mask, prompt, decoder, over_the_border
 ):
@@ -116,6 +121,26 @@ def test_it_equals_the_plain_algorithm_in_tokens_and_forwards(
     result = decode.generate(model, [prompt], decoder)[0]
     assert result.raw_tokens == [token for token in raw if token is not None]
     assert result.forwards == forwards
+
+
+@settings(max_examples=25)
+@given(families, st.one_of(st.none(), masks), prompts, plus, st.booleans(), caches)
+def test_freedave_plus_without_drafts_is_threshold_decoding_and_above_1_static(
+    family, mask, prompt, decoder, over_the_border, cache
+):
+    over_the_border = over_the_border and mask is not None
+    shape = {n: getattr(decoder, n) for n in ("block_size", "max_new_tokens", "early_exit")}
+    if not over_the_border:
+        shape["cache"] = cache
+    model, size = model_of(family, mask), shape["block_size"]
+    shape["block_size"] = size or decoder.length
+    given = decode.FreeDave(tau=decoder.tau, drafts=1, eager=over_the_border, **shape)
+    plain = decode.Threshold(tau=decoder.tau, **shape)
+    alone, expected = (decode.generate(model, [prompt], d)[0] for d in (given, plain))
+    assert alone.raw_tokens == expected.raw_tokens
+    assert alone.forwards == expected.forwards
+    unsure = decode.FreeDave(tau=1.1, drafts=decoder.drafts, eager=over_the_border, **shape)
+    check_lossless(model, [(prompt, unsure)], 1)
 
 
 def visible_slots(step: Step) -> list[np.ndarray]:
@@ -129,7 +154,12 @@ def visible_slots(step: Step) -> list[np.ndarray]:
 
 
 @settings(max_examples=25)
-@given(families, st.one_of(st.none(), masks), prompts, st.one_of(decoders, eager))
+@given(
+    families,
+    st.one_of(st.none(), masks),
+    prompts,
+    st.one_of(decoders, eager, plus.map(lambda d: replace(d, eager=True))),
+)
 def test_a_branch_sees_one_state_and_writes_only_slots_of_its_request(
     family, mask, prompt, decoder
 ):
@@ -239,7 +269,7 @@ def test_the_chain_ends_at_the_first_draft_that_static_decoding_would_not_reveal
     session.accept(first)
     assert session.view(1, 5) == (9, None, None, None)
     step = session.step()
-    assert session.drafts == [(3, 9), (4, 9)]
+    assert session.drafts == [[(3, 9)], [(4, 9)]]
     assert step.tokens[step.read].tolist() == [session.contract.mask_id] * 6  # 3, 2 and 1 masks
     confidence = np.array([0.1, 0.7, 0.6, 0.8, 0.3, 0.9], np.float32)
     session.accept(Predictions(np.full(6, 9), confidence))
@@ -247,6 +277,40 @@ def test_the_chain_ends_at_the_first_draft_that_static_decoding_would_not_reveal
     assert session.view(1, 5) == (9, 9, 9, None)
     assert session.counts == {"drafted": 2, "accepted": 1}
     assert [r.position for r in session.revealed] == [2, 1]
+
+
+def test_a_draft_of_several_tokens_holds_only_whole():
+    """Two steps a block of 4: x reveals one of the two that were drafted, and another."""
+    decoder = decode.FreeDave(6, 6, steps=3, drafts=2)
+    session = decoder.begin([7], model_of("llada", None).contract)
+    session.step()
+    values = np.array([0.9, 0.8, 0.7, 0.6, 0.2, 0.1], np.float32)
+    session.accept(Predictions(np.full(6, 9), values))
+    assert session.view(1, 7) == (9, 9, None, None, None, None)
+    session.step()
+    assert session.drafts == [[(3, 9), (4, 9)]]
+    found = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9], np.float32)  # of x, then of the branch
+    session.accept(Predictions(np.full(6, 9), found))
+    assert session.view(1, 7) == (9, 9, 9, None, 9, None)
+    assert session.counts == {"drafted": 1, "accepted": 0}
+
+
+def test_freedave_plus_takes_the_longest_branch_of_what_the_rule_reveals_and_decides_anew():
+    decoder = decode.FreeDave(5, 5, drafts=3, tau=0.5)
+    session = decoder.begin([7], model_of("llada", None).contract)
+    session.step()
+    values = np.array([0.9, 0.4, 0.3, 0.2, 0.1], np.float32)
+    session.accept(Predictions(np.full(5, 9), values))
+    step = session.step()
+    assert session.drafts == [[(2, 9)], [(3, 9)]]
+    assert len(step.read) == 4 + 3 + 2
+    of_x = [0.6, 0.7, 0.8, 0.1]  # reveals 2, 3 and 4: both branches are among them
+    of_branch = [0.6, 0.7, 0.8]
+    of_last = [0.3, 0.4]  # of 4 and 5: not that sure of 4 any more, the surest is 5
+    found = np.array([*of_x, *of_branch, *of_last], np.float32)
+    session.accept(Predictions(np.full(9, 9), found))
+    assert session.view(1, 6) == (9, 9, 9, None, 9)
+    assert session.counts == {"drafted": 2, "accepted": 2}
 
 
 def test_the_same_position_with_another_token_is_no_match():
@@ -265,6 +329,12 @@ BAD = [
     ({"drafts": 2.0}, "drafts"),
     ({"drafts": True}, "drafts"),
     ({"drafting": "trees"}, "drafting must be one of tree, batch, got 'trees'"),
+    (
+        {"steps": 3, "block_size": 4, "max_new_tokens": 8},
+        "steps must be a multiple of the 2 blocks",
+    ),
+    ({"tau": -0.1}, "tau must be a finite number of at least 0, got -0.1"),
+    ({"tau": 0.9, "steps": 4}, "expected one of them, got steps 4 and tau 0.9"),
     ({"eager": 1}, "eager must be true or false, got 1"),
     ({"eager": True, "cache": "dual"}, "eager needs cache none"),
     ({"temperature": 0.5}, "freedave needs temperature 0.*got 0.5"),

@@ -1,11 +1,11 @@
 """FreeDave (arXiv 2510.00294, algorithm 1): static decoding that drafts itself, without loss.
 
-A forward gives a prediction for every masked position of the block, and static decoding uses one of
-them. The others are drafts: while the state x is fed, the states that follow it if the drafts are
-right are fed beside it as branches. What static decoding reveals in x is then known, and if it is
-the first draft, what it reveals in the first branch is known too, and so on: every forward reveals
-one token and one more for each branch that holds. Its logits draft the next ones, so that no
-forward is spent on drafting.
+A forward gives a prediction for every masked position of the block, and static decoding uses one
+of them, or a few. The others are drafts: while the state x is fed, the states that follow it if the
+drafts are right are fed beside it as branches. What static decoding reveals in x is then known, and
+if it is the first draft, what it reveals in the first branch is known too, and so on: every forward
+does one step of static decoding and one more for each branch that holds. Its logits draft the next
+ones, so that no forward is spent on drafting.
 
 With c_1 .. c_d the paper's candidates, x is c_1, which always holds, and the branches are c_2 ..
 c_d; the candidate that completes a block is settled by the one before it and never fed.
@@ -19,11 +19,25 @@ d = 3, prompt ``7 8``, one block of 4 at positions 2 to 5, in forward 1 all mask
                branch 1       m  b  c  m    reveals d at 5: as drafted, so branch 2 is next
                branch 2       m  b  c  d    reveals a at 2: the block is complete
     had x revealed anything else in forward 2, the branches would count for nothing
+
+Where static decoding reveals n tokens a step, a branch is n drafts more than the one before it, and
+holds if those are the n that are revealed.
+
+FreeDave++ (`tau`) drafts threshold decoding in the same way, each branch one token more than the
+one before. How many tokens the rule reveals is not known beforehand, so a branch is taken where its
+drafts are among those revealed, the longest such branch first; what else the rule would have
+revealed there is decided anew, by the branch's own predictions. So the tokens are not those of
+threshold decoding, unless tau is above 1: then they are static decoding's, one a step::
+
+    forward 2  x              m  m  c  m    reveals b and a: branch 1 is next, for b is among them
+               branch 1       m  b  c  m    reveals d: branch 2 is next; a waits
+               branch 2       m  b  c  d    reveals what it finds at 2
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -31,10 +45,12 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import Card
-from decode.decoders.blockwise import CACHE, MODELS, Blockwise, BlockwiseSession
+from decode.decoders.blockwise import CACHE, MODELS
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.checks import greedy_only
+from decode.decoders.checks import greedy_only, not_negative
 from decode.decoders.options import option
+from decode.decoders.static import Static, StaticSession
+from decode.decoders.threshold import sure
 from decode.decoders.visibility import mask_kind
 from decode.engine.step import Floats, Ints, Predictions, Step
 
@@ -42,9 +58,9 @@ Drafting = Literal["tree", "batch"]
 
 
 @dataclass(frozen=True)
-class FreeDave(Blockwise):
-    """Options of FreeDave: the tokens of `Static` with the same block_size, cache and early_exit
-    (one token a step), in no more forwards. Greedy only.
+class FreeDave(Static):
+    """Options of FreeDave: the tokens of `Static` with the same block_size, steps, cache and
+    early_exit, in no more forwards; steps are those of static decoding. Greedy only.
 
     drafts: states a forward, the paper's d; 1 is static decoding. drafting: ``batch`` feeds in each
     branch all rows that static decoding would feed; ``tree`` feeds only once what the mask keeps
@@ -52,7 +68,8 @@ class FreeDave(Blockwise):
     on their way into the cache (where eager drafts completed them, or a block here spans several of
     the model's). On a bidirectional model every row sees the drafts, and the two coincide. eager:
     on a block-causal model, drafts may go on in the next ceil(d / block_size) blocks. It stays
-    without loss: what is cached there is exact, and each branch is a whole state.
+    without loss: what is cached there is exact, and each branch is a whole state. tau: FreeDave++
+    with that confidence, whose tokens are no other decoder's.
 
     "The same tokens" is up to the rounding of the model: the rows of a branch compute what the rows
     of the state would, in a forward of another shape.
@@ -61,7 +78,8 @@ class FreeDave(Blockwise):
     name: ClassVar[str] = "freedave"
     summary: ClassVar[str] = "static decoding that drafts itself, without loss"
     card: ClassVar[Card] = Card(
-        decides="what `static` would, several steps at once",
+        decides="what `static` would, several steps at once; with `tau` (FreeDave++) nearly what "
+        "`threshold` would",
         rows="up to `drafts` times `static`'s",
         cache=CACHE,
         models=MODELS,
@@ -73,10 +91,21 @@ class FreeDave(Blockwise):
         "tree", "tree feeds once what is the same in all states, batch feeds all of each"
     )
     eager: bool = option(False, "let drafts go on in the next blocks; for block-causal models")
+    tau: float | None = option(
+        None,
+        "FreeDave++: confidence from which a token is revealed, at least 0, and always the surest "
+        "one; not lossless",
+        check=not_negative,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         greedy_only("freedave", self.temperature)
+        if self.tau is not None and self.steps is not None:
+            raise InputError(
+                "steps are static decoding's, tau is FreeDave++'s: expected one of them, got "
+                f"steps {self.steps} and tau {self.tau}"
+            )
         if self.eager and self.cache != "none":
             raise InputError(
                 "eager needs cache none, which on the block-causal models that it is for leaves "
@@ -94,15 +123,22 @@ class FreeDave(Blockwise):
     @property
     def ahead(self) -> int:
         """How many blocks after the current one drafts may lie in."""
-        return -(-self.drafts // self.size) if self.eager else 0
+        a_block = self.block_steps if self.tau is None else self.size  # drafts that fill one
+        return -(-self.drafts // a_block) if self.eager else 0
+
+    @property
+    def completed(self) -> int:
+        """The most blocks that a forward completes beside the one that drafts begin in."""
+        # In the state behind the last draft threshold decoding may reveal a whole block.
+        return self.ahead + (self.eager and self.tau is not None)
 
     def begin(self, prompt: list[int], contract: Contract) -> FreeDaveSession:
         return FreeDaveSession(self, prompt, contract)
 
 
-class FreeDaveSession(BlockwiseSession):
-    """One request. drafts: (position, token) of each branch beyond the branch before it, in the
-    order in which static decoding would reveal them.
+class FreeDaveSession(StaticSession):
+    """One request. drafts: of each branch the (position, token) pairs that it has beyond the branch
+    before it, in the order in which they would be revealed.
 
     counts: ``drafted`` branches, and how many of them were ``accepted``.
     """
@@ -111,7 +147,7 @@ class FreeDaveSession(BlockwiseSession):
 
     def __init__(self, decoder: FreeDave, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
-        self.drafts: list[tuple[int, int]] = []
+        self.drafts: list[list[tuple[int, int]]] = []
         # One slot behind the sequence is the spare one that all blockwise sessions have.
         self.scratch = len(self.x) + 1
         self.counts = {"drafted": 0, "accepted": 0}
@@ -125,55 +161,97 @@ class FreeDaveSession(BlockwiseSession):
         return min(self.end + self.decoder.ahead * self.decoder.size, len(self.x))
 
     def choose(self, predictions: Predictions) -> Ints:
-        """The most confident of the first block that has a mask, ties to the lowest position."""
-        # With eager drafts `wanted` reaches into later blocks, where static decoding reveals
-        # nothing yet.
-        size, first = self.decoder.size, int(self.wanted[0])
-        end = first + size - (first - self.prompt_length) % size
-        inside = int(np.searchsorted(self.wanted, end))
-        return np.array([predictions.confidence[:inside].argmax()])
+        """What the decoding that is drafted for reveals, ties to the lowest position."""
+        # In the first block that has a mask: with eager drafts `wanted` reaches into later ones.
+        inside = self._in_block_of(0, self._blocks())
+        confidence = predictions.confidence[:inside]
+        if self.decoder.tau is not None:
+            return sure(confidence, self.decoder.tau)
+        count = self._due(int(self.wanted[0]), inside)
+        return np.argsort(-confidence, kind="stable")[:count]
 
     def feed_rows(self) -> Step:
         own, branches = super().feed_rows(), []
-        # Each branch is the state before it and one draft more; x, wanted, differs describe it.
+        # Each branch is the state before it and its drafts more; x, wanted, differs describe it.
         x, wanted, differs = self.x, self.wanted, len(self.x)
-        for position, token in self.drafts:
-            x, wanted = x.copy(), wanted[wanted != position]
-            x[position] = token
-            differs = min(differs, position) if self.decoder.drafting == "tree" else 0
+        for pairs in self.drafts:
+            positions, tokens = zip(*pairs, strict=True)
+            x, wanted = x.copy(), wanted[~np.isin(wanted, positions)]
+            x[list(positions)] = tokens
+            differs = min(differs, *positions) if self.decoder.drafting == "tree" else 0
             read, stop = wanted - self.contract.logit_shift, int(own.positions[-1]) + 1
             branches.append(Branch(x, self.ends, stop, differs, read))
         return with_branches(own, branches, self.scratch, spare=self.scratch - 1)
 
     def accept(self, predictions: Predictions) -> None:
-        masks = len(self.wanted)
-        states = split(predictions, [masks - fewer for fewer in range(len(self.drafts) + 1)])
-        revealed = []
-        # A state is only looked at where the one before it revealed what this one was drafted with.
-        for found, draft in zip(states, [*self.drafts, None], strict=True):
-            # Static decoding's own step, on the predictions of the state that is known to be the
-            # next.
-            super().accept(found)
-            revealed += self.revealed
-            position = self.prompt_length + revealed[-1].position
-            left = self.wanted != position
+        fewer = accumulate(map(len, self.drafts), initial=0)
+        states = split(predictions, [len(self.wanted) - drafted for drafted in fewer])
+        self.revealed = []
+        at = 0  # the state that is known to be reached: x, then branches
+        while True:
+            found = states[at]
+            chosen = {
+                int(self.wanted[i]): (int(found.token[i]), float(found.confidence[i]))
+                for i in np.sort(self.choose(found))
+            }
+            further = self._furthest(at, chosen)
+            drafted = sorted(position for pairs in self.drafts[at:further] for position, _ in pairs)
+            for position in drafted or chosen:
+                self.reveal(position, *chosen[position])
+            left = self.masked[self.wanted]
             self.wanted = self.wanted[left]
-            if draft != (position, revealed[-1].token) or self._ended():
+            if further == at or self._ended():
                 break
-        self.revealed = revealed
+            at = further
         self.counts["drafted"] += len(self.drafts)
-        self.counts["accepted"] += len(revealed) - 1  # x itself is no draft
+        self.counts["accepted"] += at
         self.drafts = self._draft(found.token[left], found.confidence[left])
 
-    def _draft(self, tokens: Ints, confidence: Floats) -> list[tuple[int, int]]:
+    def _furthest(self, at: int, chosen: dict[int, tuple[int, float]]) -> int:
+        """The last state whose drafts beyond state `at` are all among the chosen tokens, `at` where
+        there is none."""
+        for pairs in self.drafts[at:]:
+            if any(p not in chosen or chosen[p][0] != token for p, token in pairs):
+                break
+            at += 1
+        return at
+
+    def _draft(self, tokens: Ints, confidence: Floats) -> list[list[tuple[int, int]]]:
         """The next drafts, from predictions of what is wanted yet: block after block, the most
         confident first; never the one that leaves nothing to predict."""
         end = len(self.x) if self.decoder.eager else self.end
-        most = min(self.decoder.drafts, int(self.masked[self.start : end].sum())) - 1
-        blocks = (self.wanted - self.prompt_length) // self.decoder.size
+        most = int(self.masked[self.start : end].sum()) - 1  # tokens in all drafts
+        blocks = self._blocks()
         # By block, then by confidence; stable, as `choose` breaks ties.
-        order = np.lexsort((-confidence, blocks))[:most]
-        return list(zip(self.wanted[order].tolist(), tokens[order].tolist(), strict=True))
+        order = np.lexsort((-confidence, blocks))
+        drafts: list[list[tuple[int, int]]] = []
+        first = 0
+        while len(drafts) < self.decoder.drafts - 1 and first < len(order):
+            count = 1
+            if self.decoder.tau is None:
+                left = self._in_block_of(first, blocks) - first
+                count = self._due(int(self.wanted[order[first]]), left)
+            if first + count > most:
+                break
+            own = order[first : first + count]
+            pairs = zip(self.wanted[own].tolist(), tokens[own].tolist(), strict=True)
+            drafts.append(list(pairs))
+            first += count
+        return drafts
+
+    def _blocks(self) -> Ints:
+        """Of each wanted position the number of its block, ascending."""
+        return (self.wanted - self.prompt_length) // self.decoder.size
+
+    def _in_block_of(self, first: int, blocks: Ints) -> int:
+        """The index behind the wanted positions of the block that holds the one at `first`."""
+        return int(np.searchsorted(blocks, blocks[first], "right"))
+
+    def _due(self, position: int, left: int) -> int:
+        """How many tokens static decoding reveals next in a position's block with `left` masks."""
+        size = self.decoder.size
+        start = position - (position - self.prompt_length) % size
+        return self.decoder.due(min(size, len(self.x) - start), left)
 
     def _branch_rows(self) -> int:
         """The most rows that a branch may feed into slots of its own, over all blocks."""
@@ -181,8 +259,8 @@ class FreeDaveSession(BlockwiseSession):
         for start in range(self.prompt_length, len(self.x), decoder.size):
             end = min(start + (1 + decoder.ahead) * decoder.size, len(self.x))
             stop = end if decoder.cache == "dual" else int(self.ends[end - 1])
-            # What was final when the rows were last fed, at most d tokens ago.
-            before = max(start - decoder.ahead * decoder.size, self.prompt_length)
+            # What was final when the rows were last fed, a forward ago.
+            before = max(start - decoder.completed * decoder.size, self.prompt_length)
             first = int(np.searchsorted(self.ends, before, "right"))
             most = max(most, stop - (first if decoder.cache == "none" else max(first, start)))
         return most

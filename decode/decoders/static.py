@@ -51,20 +51,25 @@ class Static(Blockwise):
     def begin(self, prompt: list[int], contract: Contract) -> StaticSession:
         return StaticSession(self, prompt, contract)
 
+    @property
+    def block_steps(self) -> int:
+        """Forwards a block, of which a short one may need fewer."""
+        return min(self.steps // self.block_count if self.steps else self.size, self.size)
+
+    def due(self, masked: int, left: int) -> int:
+        """How many tokens the next step reveals in a block of `masked` positions of which `left`
+        still are: as even as can be, the larger first (`reveal_count`, by what is left)."""
+        each, rest = divmod(masked, min(self.block_steps, masked))
+        return each + (masked - left < rest * (each + 1))
+
 
 class StaticSession(BlockwiseSession):
-    """One request; done: steps of the current block."""
+    """One request."""
 
     decoder: Static
 
-    def begin_block(self) -> None:
-        self.done = 0
-
     def choose(self, predictions: Predictions) -> Ints:
-        masked, steps = self.end - self.start, self.decoder.steps
-        per_block = steps // self.decoder.block_count if steps else masked
-        count = reveal_count(masked, per_block, self.done)
-        self.done += 1
+        count = self.decoder.due(self.end - self.start, len(self.wanted))
         return np.argsort(-predictions.confidence, kind="stable")[:count]
 
 

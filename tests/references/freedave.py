@@ -1,4 +1,5 @@
-"""FreeDave's plain reference: algorithm 1 of arXiv 2510.00294 on dense masks, without cache."""
+"""FreeDave's plain reference: algorithm 1 of arXiv 2510.00294, and FreeDave++, on dense masks,
+without cache."""
 
 from __future__ import annotations
 
@@ -34,18 +35,46 @@ def decode_freedave(
         current = (masked[0] - start) // size if masked else 0
         return [p for p in masked if (p - start) // size <= current + ahead]
 
-    def see(x: list[int]) -> Guesses:
-        found = predict_positions(model, x, allowed, masks(x), contract.logit_shift, sampler)
-        return dict(zip(masks(x), found, strict=True))
+    def see(x: list[int], window: list[int]) -> Guesses:
+        wanted = [p for p in window if x[p] == mask]
+        found = predict_positions(model, x, allowed, wanted, contract.logit_shift, sampler)
+        return dict(zip(wanted, found, strict=True))
+
+    def ranked(x: list[int], z: Guesses) -> list[int]:
+        known = set(masks(x)) & set(z)
+        return sorted(known, key=lambda p: ((p - start) // size, -z[p][1], p))
+
+    def reveal(x: list[int], z: Guesses, chosen: list[int]) -> list[int]:
+        return [z[p][0] if p in chosen else token for p, token in enumerate(x)]
+
+    def step(x: list[int], z: Guesses) -> list[int]:
+        """One step of the decoding that is drafted for: static, or by the threshold."""
+        low = start + (masks(x)[0] - start) // size * size
+        high = min(low + size, len(x))
+        own = [p for p in ranked(x, z) if p < high]
+        if options.tau is not None:
+            return reveal(x, z, [p for p in own if z[p][1] >= options.tau] or own[:1])
+        blocks = -(-options.length // size)
+        steps = options.steps // blocks if options.steps else high - low
+        counts = [(high - low) // steps + (j < (high - low) % steps) for j in range(steps)]
+        done = sum(token != mask for token in x[low:high])
+        return reveal(x, z, own[: next(n for j, n in enumerate(counts) if sum(counts[:j]) == done)])
 
     def candidates(x: list[int], z: Guesses, count: int) -> list[list[int]]:
-        """c_1, c_2, ...: x with the first, the first two, ... of the predictions revealed."""
-        ranked = sorted(set(masks(x)) & set(z), key=lambda p: ((p - start) // size, -z[p][1], p))
-        found, state = [], x
-        for p in ranked[:count]:
-            state = [*state[:p], z[p][0], *state[p + 1 :]]
-            found.append(state)
+        """c_1, c_2, ...: x after a step, and after more of them by the same predictions (static) or
+        with one more token each (threshold)."""
+        found = [step(x, z)]
+        while len(found) < count and mask in found[-1] and ranked(found[-1], z):
+            last = found[-1]
+            one_more = reveal(last, z, ranked(last, z)[:1])
+            found.append(step(last, z) if options.tau is None else one_more)
         return found
+
+    def agrees(draft: list[int], target: list[int]) -> bool:
+        """Static steps are compared whole; by the threshold a part of one will do."""
+        if options.tau is None:
+            return draft == target
+        return all(d in (mask, t) for d, t in zip(draft, target, strict=True))
 
     def over(x: list[int]) -> bool:
         settled = x[start : next((p for p in range(start, len(x)) if x[p] == mask), len(x))]
@@ -59,7 +88,7 @@ def decode_freedave(
 
     x, forwards = prompt + [mask] * options.length, 0
     while not over(x):
-        z = see(x)  # once a block
+        z = see(x, masks(x))  # once a block
         forwards += 1
         while True:
             drafted = candidates(x, z, d)
@@ -67,13 +96,16 @@ def decode_freedave(
                 x = drafted[0]
                 break
             drafted = [c for c in drafted if open_after(c, x)]
-            seen = [see(c) for c in drafted]
+            window = masks(drafted[0])  # what the blocks that are open have in it, in all of them
+            seen = [see(c, window) for c in drafted]
             forwards += 1
             best = 0
-            while best + 1 < len(drafted) and not over(drafted[best]):
-                if drafted[best + 1] != candidates(drafted[best], seen[best], 1)[0]:
+            while not over(drafted[best]):
+                target = step(drafted[best], seen[best])
+                later = range(best + 1, len(drafted))
+                if not (fitting := [j for j in later if agrees(drafted[j], target)]):
                     break
-                best += 1
+                best = fitting[-1]
             x, z = drafted[best], seen[best]
             if over(x):
                 break
