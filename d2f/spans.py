@@ -49,11 +49,11 @@ def block_causal(length: int, prompt_length: int, block_size: int) -> Tensor:
     return _tensor(prefix(block_ends(length, prompt_length, block_size)))
 
 
-def wedlm_training(length: int, block_size: int) -> Tensor:
+def wedlm_training(length: int, block_size: int, *, bidirectional: bool = False) -> Tensor:
     """Spans ``[2 * length, 2, 2]`` on ``[clean; reordered]`` (WeDLM, section 3).
 
     A clean query is plain causal; a reordered query sees the clean blocks before its own and its
-    own block, causally in the physical order::
+    own block, causally in the physical order, or all of it where that is bidirectional::
 
         wedlm_training(4, block_size=2)    keys 0 1 2 3 are clean, 4 5 6 7 reordered
 
@@ -68,7 +68,8 @@ def wedlm_training(length: int, block_size: int) -> Tensor:
     q = np.arange(length)
     starts = q // block_size * block_size  # of each position's block
     clean = stack((0, q + 1), (0, np.zeros_like(q)))
-    reordered = stack((0, starts), (length + starts, length + q + 1))
+    ends = np.minimum(starts + block_size, length) if bidirectional else q + 1
+    reordered = stack((0, starts), (length + starts, length + ends))
     return _tensor(np.concatenate((clean, reordered)))
 
 

@@ -163,6 +163,9 @@ class Wedlm(Section):
     """1 / gamma, or as the official code normalised by their sum."""
     ar_weight: Weight = 1.0
     """Weight of the next-token loss."""
+    attention: Literal["causal", "bidirectional"] = "causal"
+    """Of a block's noisy rows among themselves; bidirectional is the paper's ablation, decoded with
+    refill block and window_attention bidirectional."""
     adapter: Switch = False
     """Train a LoRA (section lora) instead of all weights."""
 

@@ -305,7 +305,7 @@ def test_freedave_plus_takes_the_longest_branch_of_what_the_rule_reveals_and_dec
     assert session.drafts == [[(2, 9)], [(3, 9)]]
     assert len(step.read) == 4 + 3 + 2
     of_x = [0.6, 0.7, 0.8, 0.1]  # reveals 2, 3 and 4: both branches are among them
-    of_branch = [0.6, 0.7, 0.8]
+    of_branch = [0.1, 0.1, 0.9]  # would not reveal 3: not asked, the other branch is longer
     of_last = [0.3, 0.4]  # of 4 and 5: not that sure of 4 any more, the surest is 5
     found = np.array([*of_x, *of_branch, *of_last], np.float32)
     session.accept(Predictions(np.full(9, 9), found))

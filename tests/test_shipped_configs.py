@@ -88,7 +88,7 @@ def test_the_published_wino_plus_is_two_stages_that_fit_each_other_and_their_col
         assert config.block_shares == {asked.block_size: 1.0}
         assert (asked.tau1, asked.tau2) == (terms.tau1, terms.tau2)
         assert asked.temperatures == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
-        assert [task.splits["train"] is not None for task in asked.tasks] == [True]
+        assert ["train" in task.file.splits for task in asked.tasks] == [True]
 
 
 def test_a_file_comes_before_a_name_and_a_folder_does_not(tmp_path):

@@ -101,15 +101,19 @@ def test_block_diffusion_training_on_noisy_then_clean(length, size):
     same(block_diffusion_training(length, size), 2 * length, 2 * length, allow)
 
 
-@given(lengths, sizes)
-def test_wedlm_training_on_clean_then_reordered(length, size):
+@given(lengths, sizes, st.booleans())
+def test_wedlm_training_on_clean_then_reordered(length, size, bidirectional):
+    """Bidirectional, a reordered query sees all of its block; clean ones stay causal."""
+
     def allow(q, k):
         q_stream, k_stream = q // length, k // length
         q_block, k_block = q % length // size, k % length // size
-        own = q_stream == k_stream and q_block == k_block and k <= q
+        sees = k <= q or (bidirectional and q_stream == 1)
+        own = q_stream == k_stream and q_block == k_block and sees
         return own or (k_stream == 0 and k_block < q_block)
 
-    same(sp.wedlm_training(length, size), 2 * length, 2 * length, allow)
+    made = sp.wedlm_training(length, size, bidirectional=bidirectional)
+    same(made, 2 * length, 2 * length, allow)
 
 
 @given(st.data())

@@ -37,9 +37,18 @@ greedy = {
     "refill": st.sampled_from(["paper", "repository"]),
     "max_new_tokens": st.integers(1, 24),
 }
+refills = st.sampled_from(
+    [
+        {"refill": "paper"},
+        {"refill": "repository"},
+        {"refill": "block"},
+        {"refill": "block", "window_attention": "bidirectional"},
+    ]
+)
 decoders = st.builds(
-    lambda chosen, **options: decode.WeDLM(**options, **chosen),
+    lambda chosen, way, **options: decode.WeDLM(**(options | chosen | way)),
     sampling,
+    refills,
     seed=st.integers(0, 9),
     **greedy,
 )
@@ -81,6 +90,9 @@ def test_the_official_tokens_forwards_and_rows(batch_size):
         (rows, cached), *later = case["calls"]
         expected = [(rows + cached, 0), *map(tuple, later[:-1])]
         assert result.calls == expected
+        # The same rows but for the forward that only commits, and that of the prompt.
+        assert result.counts["window_rows"] == rows + sum(fed for fed, _ in later[:-1])
+        assert result.p_cache == len(result.tokens) / result.counts["window_rows"]
         assert result.forwards == case["forwards"] - 1
 
 
@@ -233,7 +245,7 @@ def test_a_draft_that_fails_becomes_the_greedy_token_and_later_ones_are_masked_a
     assert step.read.tolist() == list(range(8))
     session.accept(predictions(step, [3, 8, 9, 9, 9, 9, 9, 9], [0.1] * 8))
     assert session.settled == [7, 3, 8]
-    assert session.counts == {"accepted": 1, "rejected": 2}
+    assert session.counts == {"accepted": 1, "rejected": 2, "window_rows": 4 + 8}
     step = session.step()
     assert (step.tokens.tolist(), step.cached) == ([8, 1, 1, 1], 3)
     assert session.blocks()[-1].tokens == (8, None, None, None)
@@ -247,7 +259,9 @@ BAD = [
     ),
     ({"entropy_threshold": float("nan")}, "entropy_threshold .* got nan"),
     ({"distance_penalty": "far"}, "distance_penalty .* got 'far'"),
-    ({"refill": "both"}, "refill must be one of paper, repository, got 'both'"),
+    ({"refill": "both"}, "refill must be one of paper, repository, block, got 'both'"),
+    ({"refill": "block", "verify": "ar"}, "expected another refill, got block"),
+    ({"window_attention": "bidirectional"}, "needs refill block.*got refill paper"),
     ({"verify": True}, "verify must be one of ar, got True"),
     ({"verify": "ar", "temperature": 0.2}, "verify needs temperature 0, got 0.2"),
     ({"max_new_tokens": 0}, "max_new_tokens"),
@@ -272,6 +286,25 @@ def test_a_bad_option_is_named_with_what_came(options, message):
 def test_a_model_that_is_not_causal_is_refused_with_the_alternative(model, message):
     with pytest.raises(InputError, match=message):
         decode.generate(model, [[5]], decode.WeDLM())
+
+
+def test_block_by_block_a_window_stands_until_it_is_filled_and_is_committed_whole():
+    """Windows of 3; in brackets what each forward fills. Its rows see all of it where it is
+    bidirectional, and are committed causally."""
+    for attention in ("causal", "bidirectional"):
+        decoder = decode.WeDLM(3, None, 0.0, 6, refill="block", window_attention=attention)
+        session = decoder.begin([5], CONTRACT)
+        fed, last_ends = [], []
+        while (step := session.step()) is not None:
+            fed.append(step.positions.tolist())
+            last_ends.append((step.spans[:, 0, 1]).tolist())
+            count = len(step.read)
+            session.accept(predictions(step, [7] * count, [0.1] * count))
+        assert fed[:4] == [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5, 6]]
+        causal = [[1, 2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 3, 4, 5, 6, 7]]
+        whole = [[1, 4, 4, 4], [4, 4, 4], [4, 4, 4], [2, 3, 4, 7, 7, 7]]
+        assert last_ends[:4] == (causal if attention == "causal" else whole)
+        assert session.counts["window_rows"] == 3 + 3 + 3 + 6 + 3 + 3
 
 
 @pytest.mark.parametrize("refill", ["paper", "repository"])

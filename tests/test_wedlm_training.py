@@ -161,7 +161,10 @@ def written_out(made: WeDLM, row: list[Sample]) -> float:
         allow = torch.zeros(2 * length, 2 * length, dtype=torch.bool)
         allow[:length, :length] = at <= at[:, None]
         allow[length:, :length] = block < block[:, None]
-        allow[length:, length:] = (block[:, None] == block) & streaming_mask((~hidden).tolist())
+        own = torch.ones(length, length, dtype=torch.bool)
+        if config.wedlm.attention == "causal":
+            own = streaming_mask((~hidden).tolist())
+        allow[length:, length:] = (block[:, None] == block) & own
         x_t = torch.where(hidden, torch.tensor(model.mask_id), clean)
         logits = model.forward(
             torch.cat((clean, x_t))[None], DensePlan(allow), torch.cat((at, at))[None]
@@ -181,10 +184,12 @@ def written_out(made: WeDLM, row: list[Sample]) -> float:
 
 @pytest.mark.parametrize("weights", ["paper", "code"])
 @pytest.mark.parametrize("ar_weight", [0.0, 1.0, 0.5])
-def test_the_loss_is_the_written_out_one(weights, ar_weight):
+@pytest.mark.parametrize("attention", ["causal", "bidirectional"])
+def test_the_loss_is_the_written_out_one(weights, ar_weight, attention):
     row = [made_up(3, 7, 20), made_up(4, 12, 9), made_up(5, 1, 5)]
     data = {"tasks": {"countdown": 1.0}, "row_length": 60, "rows": 2, "tail_weight": 0.25}
-    made = objective(data=data, wedlm={"weights": weights, "ar_weight": ar_weight})
+    keys = {"weights": weights, "ar_weight": ar_weight, "attention": attention}
+    made = objective(data=data, wedlm=keys)
     rows = [[Placed(row[0], 0), Placed(row[1], len(row[0]))], [Placed(row[2], 0)]]
     with torch.no_grad():
         whole = made(made.batch(rows, slice(0, 2))).item()

@@ -245,6 +245,7 @@ WORK: list[Column] = [
     ("forwards a request", lambda r: number(r.forwards, 1)),
     ("tokens a forward", lambda r: number(r.tokens_per_forward, 2)),
     ("rows a forward", lambda r: number(r.rows_per_forward, 1)),
+    ("p_cache", lambda r: number(r.p_cache, 2)),
     ("tokens a model call", lambda r: number(r.tokens_per_call, 2)),
     ("peak memory, MiB", lambda r: number(r.peak_bytes and r.peak_bytes / 2**20)),
     ("failed", lambda r: f"{r.failed} of {r.requests * r.repetitions}"),
@@ -261,7 +262,8 @@ COUNTED = [
     "- Prefill ends with the first forward that a request was in (streamed: its first piece). The "
     "first token is the first that a reader could be shown: nothing before it is undecided.",
     "- A forward is a call of the model that a request was in; rows are what was fed for it. For a "
-    "server, one forward a token that it counts, and no rows for padding.",
+    "server, one forward a token that it counts, and no rows for padding. p_cache is WeDLM's: "
+    "tokens over the rows fed after the prompt's.",
     "- Peak memory is resident memory of the entry's processes on a CPU (pages that two of them "
     "share count twice), allocated memory on a GPU.",
     "- Accuracy: all problems, once, with Wilson's interval; its difference to the baseline's, on "

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from decode.comparison.records import Judged, Record
+from decode.engine.result import p_cache_of
 from decode.reporting.intervals import paired, wilson
 
 
@@ -22,8 +23,8 @@ class Speed:
     prefill: to the end of the first forward; decode_throughput: visible tokens a second after
     that, of one request. tokens, forwards: mean a request; calls_tokens: visible tokens a call of
     the model, whichever requests share it. peak_bytes: most over the runs. failed, retried: of the
-    timed requests. series: the sweep that the entry is of. counts: what its decoder counted, a
-    request.
+    timed requests. p_cache: `decode.engine.result.p_cache_of`. series: the sweep that the entry is
+    of. counts: what its decoder counted, a request.
     """
 
     entry: str
@@ -46,6 +47,7 @@ class Speed:
     forwards: float | None
     tokens_per_forward: float | None
     rows_per_forward: float | None
+    p_cache: float | None
     tokens_per_call: float | None
     peak_bytes: int | None
     failed: int
@@ -124,6 +126,9 @@ def _speed_of(runs: list[Record], series: str | None) -> Speed:
     fed = [a for a in good if a.forwards]
     # A forward that several requests share counts once for each of them here, and once in `calls`.
     forwards = sum(a.forwards or 0 for a in fed)
+    names = dict.fromkeys(name for a in good for name in a.counts)
+    counts = {name: sum(a.counts.get(name, 0) for a in good) / len(good) for name in names}
+    tokens = sum(a.tokens for a in good) / max(1, len(good))
     return Speed(
         entry=runs[0].entry,
         series=series,
@@ -141,18 +146,16 @@ def _speed_of(runs: list[Record], series: str | None) -> Speed:
         finished_95=_percentile(ends),
         prefill=_median(prefills),
         decode_throughput=_median([_decode_speed(a) for a in good]),
-        tokens=sum(a.tokens for a in good) / max(1, len(good)),
+        tokens=tokens,
         forwards=forwards / len(fed) if fed else None,
         tokens_per_forward=sum(a.tokens for a in fed) / forwards if fed else None,
         rows_per_forward=sum(a.rows or 0 for a in fed) / forwards if fed else None,
+        p_cache=p_cache_of(tokens, counts),
         tokens_per_call=sum(r.tokens for r in runs) / sum(calls) if calls else None,
         peak_bytes=max(peaks) if peaks else None,
         failed=sum(a.error is not None for a in answers),
         retried=sum(a.attempts > 1 for a in answers),
-        counts={
-            name: sum(a.counts.get(name, 0) for a in good) / len(good)
-            for name in dict.fromkeys(name for a in good for name in a.counts)
-        },
+        counts=counts,
     )
 
 

@@ -199,7 +199,7 @@ class D2FSession(MaskedSession):
         if not len(chosen) and block.full and len(confidence):
             # Only a fully active block must reveal one: its left context is nearly decided. The
             # first open block always is, so every forward makes progress.
-            chosen = self.rules.sureness(predictions)[low:high].argmax(keepdims=True)
+            chosen = np.array([self.rules.sureness(predictions)[low:high].argmax()])
         for i in low + chosen:  # indices into wanted
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))

@@ -126,12 +126,6 @@ class FreeDave(Static):
         a_block = self.block_steps if self.tau is None else self.size  # drafts that fill one
         return -(-self.drafts // a_block) if self.eager else 0
 
-    @property
-    def completed(self) -> int:
-        """The most blocks that a forward completes beside the one that drafts begin in."""
-        # In the state behind the last draft threshold decoding may reveal a whole block.
-        return self.ahead + (self.eager and self.tau is not None)
-
     def begin(self, prompt: list[int], contract: Contract) -> FreeDaveSession:
         return FreeDaveSession(self, prompt, contract)
 
@@ -259,8 +253,9 @@ class FreeDaveSession(StaticSession):
         for start in range(self.prompt_length, len(self.x), decoder.size):
             end = min(start + (1 + decoder.ahead) * decoder.size, len(self.x))
             stop = end if decoder.cache == "dual" else int(self.ends[end - 1])
-            # What was final when the rows were last fed, a forward ago.
-            before = max(start - decoder.completed * decoder.size, self.prompt_length)
+            # What was final when the rows were last fed, a forward ago: where that completed more
+            # blocks, it left nothing to draft from.
+            before = max(start - decoder.ahead * decoder.size, self.prompt_length)
             first = int(np.searchsorted(self.ends, before, "right"))
             most = max(most, stop - (first if decoder.cache == "none" else max(first, start)))
         return most

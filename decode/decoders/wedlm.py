@@ -59,7 +59,7 @@ from decode.decoders.visibility import mask_kind
 from decode.engine.result import BlockView
 from decode.engine.step import Floats, Ints, Predictions, Step
 
-Refill = Literal["paper", "repository"]
+Refill = Literal["paper", "repository", "block"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,11 @@ class WeDLM(Decoder):
     decoding stops at the first end id. refill: ``paper`` keeps W slots and none beyond
     max_new_tokens (a window without masks goes on with the next one in the same forward);
     ``repository`` adds a mask for each slot that is about to be committed, before it is, and goes
-    on past max_new_tokens by up to W - 1 positions, which are then cut off. verify: ``ar``
-    commits only the model's own greedy next tokens; None takes the masks' word.
+    on past max_new_tokens by up to W - 1 positions, which are then cut off; ``block``, the paper's
+    ablation, leaves the window where it is until all of it is filled, and commits it whole.
+    window_attention: ``bidirectional`` lets the rows of a window that is not filled yet see all of
+    it, for a model trained so; what is committed is causal all the same. verify: ``ar`` commits
+    only the model's own greedy next tokens; None takes the masks' word.
     """
 
     name: ClassVar[str] = "wedlm"
@@ -107,7 +110,13 @@ class WeDLM(Decoder):
         check=not_negative,
     )
     max_new_tokens: int | None = max_new_tokens_option()
-    refill: Refill = option("paper", "paper tops the window up after it commits, repository before")
+    refill: Refill = option(
+        "paper",
+        "paper tops the window up after it commits, repository before, block once all is filled",
+    )
+    window_attention: Literal["causal", "bidirectional"] = option(
+        "causal", "bidirectional: rows of a window see all of it; with refill block, if trained so"
+    )
     verify: Literal["ar"] | None = option(
         None, "commit only what greedy autoregressive decoding of the model confirms"
     )
@@ -118,6 +127,13 @@ class WeDLM(Decoder):
             raise InputError(
                 f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "
                 "cannot be confirmed"
+            )
+        if self.verify and self.refill == "block":
+            raise InputError("verify commits token by token: expected another refill, got block")
+        if self.window_attention == "bidirectional" and self.refill != "block":
+            raise InputError(
+                "window_attention bidirectional needs refill block, as a row that saw all of the "
+                f"window is not final before it, got refill {self.refill}"
             )
 
     def check(self, contract: Contract) -> None:
@@ -158,7 +174,7 @@ class WeDLMSession(MaskedSession):
 
     limit: where the response ends; with refill ``repository`` x goes on beyond it. committed: rows
     before it are fed no longer. end: of the window, from the first step on. wanted: int64 ``[N]``,
-    the masks of the window, ascending.
+    the masks of the window, ascending. counts: ``window_rows`` after the prompt's, in all forwards.
     """
 
     def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
@@ -167,6 +183,7 @@ class WeDLMSession(MaskedSession):
         self.limit = len(prompt) + decoder.length
         self.committed = 0
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
+        self.counts["window_rows"] = 0
 
     @property
     def leading(self) -> int:
@@ -192,16 +209,21 @@ class WeDLMSession(MaskedSession):
     def step(self) -> Step | None:
         if self.done:
             return None
-        leading = self.leading
+        leading, begin = self.leading, self.begin_of_window
         step = self.feed_window(leading)
-        self.committed = leading  # its rows saw no mask: final with this forward
+        # Its rows saw no mask: final with this forward. Block by block, only a whole window is.
+        part = self.decoder.refill == "block" and leading < begin + self.decoder.window
+        self.committed = begin if part else leading
         return step
+
+    @property
+    def begin_of_window(self) -> int:
+        return max(self.committed, self.prompt_length)
 
     def feed_window(self, first: int) -> Step:
         """The step that reads the filled rows from position `first` up to the first mask, then
         the masks of the window. It feeds what is not committed, at first with it the prompt."""
-        size, leading = self.decoder.window, self.leading
-        begin = max(self.committed, self.prompt_length)  # of the window
+        size, leading, begin = self.decoder.window, self.leading, self.begin_of_window
         self.end = begin + size
         if self.decoder.refill == "repository" or leading >= self.end:
             # The official code appends before it commits: up to 2 W rows, and more masks compete.
@@ -212,6 +234,11 @@ class WeDLMSession(MaskedSession):
         # Observed tokens come first, so that under a causal mask every mask sees all of them, also
         # those to its right in the text.
         order = np.concatenate((filled, self.wanted))
+        ends = fed + 1
+        if self.decoder.window_attention == "bidirectional":
+            # A window that is filled is committed causally, beside the next one's masks.
+            ends[fed >= (leading if leading >= begin + size else begin)] = self.end
+        self.counts["window_rows"] += int((fed >= self.prompt_length).sum())
         return Step(
             tokens=self.x[order],
             # RoPE has the positions of the text; a row is visible by its slot. The two agree for
@@ -219,7 +246,7 @@ class WeDLMSession(MaskedSession):
             # closed.
             positions=order,
             slots=fed,
-            spans=prefix(fed + 1),
+            spans=prefix(ends),
             read=np.concatenate(  # by slot: the filled rows before the gap, then the masks
                 (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
             ),
@@ -273,7 +300,7 @@ class VerifiedSession(WeDLMSession):
     def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.known = len(prompt)
-        self.counts = {"accepted": 0, "rejected": 0}
+        self.counts |= {"accepted": 0, "rejected": 0}
 
     @property
     def settled(self) -> list[int]:

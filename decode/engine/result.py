@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,6 +85,11 @@ class Result:
         """Visible tokens a call of the model, 0 where none was made."""
         return len(self.tokens) / self.forwards if self.forwards else 0.0
 
+    @property
+    def p_cache(self) -> float | None:
+        """WeDLM's figure (`p_cache_of`); None for other decoders."""
+        return p_cache_of(len(self.tokens), self.counts)
+
     @staticmethod
     def failed(
         error: Exception,
@@ -107,6 +113,14 @@ class Result:
             seed=seed,
             error=error,
         )
+
+
+def p_cache_of(tokens: float, counts: Mapping[str, float]) -> float | None:
+    """WeDLM's p_cache (arXiv 2512.22737), N_gen / N_fwd: new tokens, here the visible ones, over
+    the rows fed after the prompt's, in all forwards (the decoder's count ``window_rows``). 1 where
+    each token is fed once and nothing else; None where nothing counted such rows."""
+    rows = counts.get("window_rows")
+    return tokens / rows if rows else None
 
 
 @dataclass(frozen=True)

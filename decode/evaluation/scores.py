@@ -8,6 +8,7 @@ from math import comb
 from typing import Any
 
 from d2f.tasks import Task
+from decode.engine.result import p_cache_of
 from decode.reporting.intervals import wilson
 from decode.reporting.record import Record
 
@@ -23,12 +24,13 @@ def score(
 
     accuracy is the share of right responses; its interval is over problems, as the samples of one
     are alike. forwards adds the calls that each request was in, so tokens_per_forward is that of a
-    request alone.
+    request alone. p_cache is there where the decoder counts what it is made of.
     """
     groups = [records[i : i + samples] for i in range(0, len(records), samples)]
     right = [sum(bool(record.right) for record in group) for group in groups]
     forwards = sum(record.forwards for record in records)
     tokens = sum(len(record.tokens) for record in records)
+    counts = dict(sum((Counter(record.counts) for record in records), Counter()))
     found = {
         "task": task.name,
         "problems": len(groups),
@@ -42,8 +44,10 @@ def score(
         "tokens_per_forward": tokens / forwards,
         "rows_per_forward": sum(record.rows for record in records) / forwards,
         "unfinished": sum(record.finish_reason == "length" for record in records),
-        "counts": dict(sum((Counter(record.counts) for record in records), Counter())),
+        "counts": counts,
     }
+    if (p_cache := p_cache_of(tokens, counts)) is not None:
+        found["p_cache"] = p_cache
     if pass_at:
         found["pass_at"] = {
             str(k): _share([pass_at_k(samples, count, k) for count in right]) for k in pass_at
@@ -91,6 +95,7 @@ def line(on: dict[str, Any]) -> str:
         f"({on['accuracy']:6.1%}, 95 % {_interval(on)})  "
         f"{on['tokens_per_forward']:5.2f} visible tokens a forward  "
         f"{on['forwards'] / responses:6.1f} forwards a problem{seconds}"
+        + (f"  p_cache {on['p_cache']:.2f}" if "p_cache" in on else "")
     ]
     for k, share in on.get("pass_at", {}).items():
         parts.append(f"{'':<10} pass@{k} {share['accuracy']:.1%} (95 % {_interval(share)})")

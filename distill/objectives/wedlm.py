@@ -13,6 +13,8 @@ model. A prompt p q and a response a b c d in blocks of 3, of which b and d are 
     position  0 1 2   3 4 5 | 0 1 2   4  3  5
     row 10 sees rows [0, 3) and [9, 11), and predicts b; row 11 [0, 3) and [9, 12), and d
     row 4 sees rows [0, 5), and predicts d; rows 1 to 3 predict a, b and c in the same way
+
+With `wedlm.attention: bidirectional`, the paper's ablation, rows 9 to 11 all see [9, 12).
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class WeDLM(Objective):
         return masked, self.importance(sample) / np.where(masked, gamma, 1.0)
 
     def sample_spans(self, sample: Sample) -> Tensor:
-        return spans.wedlm_training(len(sample), self.block_size(sample))
+        both = self.config.wedlm.attention == "bidirectional"
+        return spans.wedlm_training(len(sample), self.block_size(sample), bidirectional=both)
 
     def streams(self, sample: Sample) -> Streams:
         """A sample as it is fed, with its noise; `sample_spans` says what its rows see."""

@@ -45,6 +45,11 @@ def test_a_speed_is_what_it_says():
     assert speed.decode_throughput == 6.0  # of 11/1.5, 9/3.5 and 9/1.5
     assert speed.tokens_per_forward == pytest.approx(32 / 15)
     assert speed.rows_per_forward == 10
+    assert speed.p_cache is None
+    windows = record(
+        answers=[judged(counts={"window_rows": 8}), judged(1, counts={"window_rows": 32})]
+    )
+    assert speeds_of([windows])[0].p_cache == 20 / 40  # of all requests together
     assert speed.tokens_per_call == 3.2
     assert (speed.failed, speed.retried, speed.requests, speed.repetitions) == (1, 1, 2, 2)
 

@@ -40,17 +40,23 @@ def decode_wedlm(
         if len(known) == options.length or set(known) & set(contract.end_ids):
             response = text[start:limit]
             return response + [None] * (options.length - len(response)), forwards
-        if options.refill == "repository":
+        if options.refill == "block":
+            committed = gap if gap >= committed + size else committed  # a window that is all filled
+            end = min(committed + size, limit)
+        elif options.refill == "repository":
             end = committed + size + (gap - committed)
         else:
             end = min(committed + size, limit)
         text += [None] * (end - len(text))
         masked = [p for p, token in enumerate(text) if token is None]
-        committed = gap
+        if options.refill != "block":
+            committed = gap
         if not masked:
             continue  # a forward that only commits; the decoder does it within the next one
         x = [contract.mask_id if token is None else token for token in text]
         allowed = streaming_mask([token is not None for token in text])
+        if options.window_attention == "bidirectional":
+            allowed[committed:] = True
         with torch.inference_mode():
             logits = model.forward(torch.tensor([x]), DensePlan(allowed))[0, masked]
         wanted = PredictionRequest(sampler, len(masked), uncertainty=True)
