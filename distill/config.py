@@ -102,7 +102,7 @@ class TrainConfig(TrainKeys):
             return self.evaluation.best_by
         if self.decodes_tasks:
             return "accuracy"
-        return "kl" if self.kind.has_teacher and self.distill_target == "soft" else "cross_entropy"
+        return "kl" if self.kind.has_teacher and self.distill_target != "hard" else "cross_entropy"
 
     @property
     def kind(self) -> Kind:

@@ -200,7 +200,7 @@ class Evaluation(Section):
     """Mask ratios that the held-out loss is taken at."""
     best_by: Literal["accuracy", "kl", "cross_entropy"] | None = None
     """What the best checkpoint has most of (accuracy) or least of. Default: accuracy where tasks
-    are decoded, else kl of d2f with a soft target, else cross_entropy."""
+    are decoded, else kl of d2f that learns by it, else cross_entropy."""
 
     @property
     def wants_loss(self) -> bool:

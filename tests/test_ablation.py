@@ -182,6 +182,17 @@ def test_no_interval_of_a_report_has_no_width(tmp_path):
     assert f"| 100 100 | 100.0 | 96.3 to 100.0 | +0.0 | {low:+.1f} to {high:+.1f} |" in text
 
 
+def test_p_cache_is_of_all_seeds_and_only_where_it_is_counted(tmp_path):
+    """400 tokens over 800 rows and 400 over 1,000."""
+    runs = [run("soft", 1, bits()), run("soft", 2, bits()), run("hard", 1, bits())]
+    assert "p_cache |" not in render(report_of(tmp_path, runs))
+    for one, p_cache in zip(runs, (0.5, 0.4), strict=False):
+        one["rows"] = [row(bits(), p_cache=p_cache)]
+    text = render(report_of(tmp_path, runs))
+    assert "| p_cache |" in text
+    assert "| 4.00 | 2.0 | 0.44 |" in text and "| 4.00 | 2.0 |  |" in text
+
+
 def test_an_untrained_model_is_compared_with_its_own_decodings(tmp_path):
     ways = [{"name": n, "decoder": "static", "options": {"block_size": b}}
             for n, b in (("static", 8), ("other", 4))]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import d2f
-from d2f.device import parse_device
+from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
 from decode.comparison.comparison_config import Transformers
 from decode.comparison.hf import TransformersRunner
@@ -37,3 +37,18 @@ def test_devices_that_are_there():
     assert parse_device("cpu") == parse_device(torch.device("cpu")) == torch.device("cpu")
     assert parse_device("meta").type == "meta"
     assert parse_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_dtype_by_each_of_its_names(dtype):
+    full = str(dtype).removeprefix("torch.")
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[full]
+    cpu = torch.device("cpu")
+    assert parse_dtype(full, cpu) == parse_dtype(short, cpu) == parse_dtype(dtype, cpu) == dtype
+
+
+def test_the_dtype_where_none_is_named():
+    assert parse_dtype(None, torch.device("cpu")) == torch.float32
+    assert parse_dtype(None, torch.device("meta")) == torch.bfloat16
+    with pytest.raises(InputError, match=r"dtype must be one of .*got 'fp8'"):
+        parse_dtype("fp8", torch.device("cpu"))

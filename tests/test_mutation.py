@@ -67,6 +67,10 @@ from helper import scaled
 def test_quick():
     assert scaled(3)
 """
+SAID = """
+def test_said():
+    assert len("TIMES") == 5
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +78,16 @@ def measured(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
     for folder, files in [
         ("made_up", {"code.py": CODE, "times.py": TIMES}),
-        ("tests", {"test_code.py": TESTS, "test_quick.py": QUICK, "helper.py": HELPER}),
+        (
+            "tests",
+            {
+                "test_code.py": TESTS,
+                "test_quick.py": QUICK,
+                "test_said.py": SAID,
+                "test_other.py": "def test_other(): pass",
+                "helper.py": HELPER,
+            },
+        ),
     ]:
         (root / folder).mkdir()
         for name, text in files.items():
@@ -100,7 +113,7 @@ def test_the_tests_that_run_are_those_that_reach_the_line(measured):
     """Also through a fixture of the module or in another process; then what may not have been
     measured: the others of the file that names the module, and for what runs at the import all."""
     reaching = {row["line"]: row["reaching"] for row in measured[0]}
-    assert reaching == {1: 6, 7: 6, 11: 5, 15: 5, 19: 5}
+    assert reaching == {1: 8, 7: 6, 11: 5, 15: 5, 19: 5}
 
 
 def test_tests_of_each_kind_come_in_turns(measured):
@@ -110,7 +123,7 @@ def test_tests_of_each_kind_come_in_turns(measured):
     reach = Reach(kept, root)
     fault = next(fault for fault in sample(root, ["made_up"], 0) if fault.line == 7)
     times = {"first": 1.0, "scaled": 1.1, "in_a_process": 3.0, "quick": 2.0, "biggest": 1.5}
-    times["in_a_process_that_is_not_measured"] = 2.5
+    times |= {"in_a_process_that_is_not_measured": 2.5, "said": 4.5, "other": 3.0}
     for test, about in reach.tests.items():
         about["seconds"] = times[test.partition("::test_")[2]]
     found = [test.partition("::test_")[2] for test in reach.tests_of(fault)]
@@ -118,6 +131,10 @@ def test_tests_of_each_kind_come_in_turns(measured):
     # 1.5 and 4 of those that only name it.
     assert found == ["first", "biggest", "quick", "scaled",
                      "in_a_process_that_is_not_measured", "in_a_process"]  # fmt: skip
+    # What runs at the import any test may see: one that says TIMES has a turn of its own.
+    fault = next(fault for fault in sample(root, ["made_up"], 0) if fault.line == 1)
+    found = [test.partition("::test_")[2] for test in reach.tests_of(fault)]
+    assert found.index("said") < found.index("biggest")
 
 
 def test_how_json_is_laid_out_and_what_only_a_gpu_runs_have_no_faults(tmp_path):

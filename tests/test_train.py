@@ -17,7 +17,7 @@ import d2f
 from d2f.errors import CheckpointError, InputError
 from d2f.save_transformers import save_model
 from distill.config import TrainConfig, parse_config, read_config
-from distill.data import Stream, fill_rows
+from distill.data import Sample, Stream, fill_rows
 from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.run import checkpoint
@@ -226,6 +226,17 @@ def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
         assert not masked[:start].any() and masked[start + 4 :].all()
         tail = np.arange(len(sample.response)) >= sample.answer
         assert drawn[tail] == pytest.approx(weight[tail] * 0.1)
+
+
+def test_which_samples_are_causal_follows_from_the_seed(tmp_path):
+    """And from the sample's index: half of them, others with another seed."""
+    model, chosen = fresh_model("dream"), []
+    for seed in (0, 1):
+        config = settings(tmp_path, noise={"causal_share": 0.5}, seed=seed)
+        made = OBJECTIVES["masked_diffusion"](model, config)
+        chosen.append([made.is_causal(Sample(i, [5], [6, 7], 2)) for i in range(200)])
+    differ = sum(a != b for a, b in zip(*chosen, strict=True))
+    assert all(70 < sum(causal) < 130 for causal in chosen) and 70 < differ < 130
 
 
 def test_causal_samples_are_next_token_prediction(tmp_path):

@@ -42,6 +42,20 @@ def test_a_run_with_the_kernel_learns_what_one_without_does(tmp_path):
         torch.testing.assert_close(kernel[name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_a_run_chooses_once_by_its_first_batch(tmp_path, monkeypatch):
+    asked = []
+
+    def choose(wanted, model, spans, dtype, place):
+        asked.append((wanted, *spans.shape[:2], dtype, place))
+        return "sdpa"
+
+    monkeypatch.setattr("distill.run.training_step.choose_attention", choose)
+    config = settings(tmp_path / "run", steps=3)
+    train(config)
+    data = config.data
+    assert asked == [("auto", data.rows, data.row_length, torch.float32, tmp_path / "run")]
+
+
 def test_a_cpu_takes_sdpa_and_measures_nothing(tmp_path):
     model = random_model("llada")
     assert choose_attention("auto", model, SPANS, torch.float32, tmp_path) == "sdpa"

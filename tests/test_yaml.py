@@ -157,6 +157,12 @@ WRITTEN = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("text", SCALARS)
+def test_text_that_looks_like_a_value_is_written_as_text(text):
+    """Of either schema: 1e-4 is text to YAML 1.1 and a number here, no is the other way round."""
+    assert load(dump([text]), "x") == [text] == yaml.safe_load(dump([text]))
+
+
 @given(WRITTEN)
 def test_what_is_written_reads_back_the_same(value):
     """By this reader and by those of YAML 1.1."""

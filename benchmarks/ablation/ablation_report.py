@@ -13,7 +13,7 @@ VARIANT_COLUMNS = (
 )  # fmt: skip
 COLUMNS = (
     "decoding", "variant", "right, by seed", "% right", "95 %", "points more", "95 %",
-    "tokens a forward", "rows a token",
+    "tokens a forward", "rows a token", "p_cache",
 )  # fmt: skip
 
 
@@ -41,7 +41,8 @@ def render(report: dict[str, Any]) -> str:
         "difference at its own effective number, so it covers problems and seeds alike and never "
         "has a width of 0. Of so many intervals one in twenty misses by chance. Tokens are the "
         "visible ones, before the first end token; a forward and the rows fed are counted for each "
-        "request alone. Seconds are wall time of the training, whatever else the machine did.",
+        "request alone; p_cache is WeDLM's, tokens over the rows fed after the prompt's. Seconds "
+        "are wall time of the training, whatever else the machine did.",
     ]
     for setting in results.settings:
         lines += ["", f"## {setting}" if setting else "## Runs"]
@@ -51,7 +52,7 @@ def render(report: dict[str, Any]) -> str:
             entries = list(_arms(report, results, setting, task))
             if entries:
                 lines += ["", f"### {task}", "", f"Against {config['against']}.", ""]
-                lines += markdown_table(COLUMNS, entries)
+                lines += _table(entries)
     for entry in config["untrained"]:
         for task in results.tasks:
             entries = list(_untrained(results, entry, task))
@@ -59,7 +60,7 @@ def render(report: dict[str, Any]) -> str:
                 lines += ["", f"## {entry['name']}: {task}", ""]
                 pairs = "; ".join(f"{one} against {base}" for one, base in entry["against"].items())
                 lines += [f"{entry['model']}, not trained here. {pairs}".rstrip(), ""]
-                lines += markdown_table(COLUMNS, entries)
+                lines += _table(entries)
     return "\n".join(lines) + "\n"
 
 
@@ -139,7 +140,15 @@ def _line(
         decoding, variant, by_seed, f"{100 * own.accuracy:.1f}",
         f"{100 * low:.1f} to {100 * high:.1f}", *points,
         f"{own.tokens_per_forward:.2f}", f"{own.rows_per_token:.1f}",
+        "" if own.p_cache is None else f"{own.p_cache:.2f}",
     )  # fmt: skip
+
+
+def _table(lines: list[Sequence[object]]) -> list[str]:
+    """Without the last column, p_cache, where no decoder has it."""
+    if not any(line[-1] for line in lines):
+        return markdown_table(COLUMNS[:-1], [line[:-1] for line in lines])
+    return markdown_table(COLUMNS, lines)
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -47,6 +47,15 @@ class Measured:
         tokens = self._sum("visible_tokens")
         return float(rows) / tokens if tokens else math.inf
 
+    @property
+    def p_cache(self) -> float | None:
+        """WeDLM's figure (`decode.engine.result.p_cache_of`); None for other decoders."""
+        rows = list(self.by_seed.values())
+        if any(not row.get("p_cache") for row in rows):
+            return None
+        fed = sum(row["visible_tokens"] / row["p_cache"] for row in rows)
+        return float(self._sum("visible_tokens") / fed)
+
     def right(self, seeds: list[int | None]) -> Values:
         """1 where a problem is right, ``[seeds, problems]``."""
         return np.array(

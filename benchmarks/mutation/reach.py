@@ -24,6 +24,9 @@ disable_warnings = no-data-collected, module-not-imported, no-ctracer, already-i
 """
 
 
+WORD = re.compile(r"\w{3,}")
+
+
 class Reach:
     """What `record` found. root: where the tests are, for their text."""
 
@@ -32,6 +35,7 @@ class Reach:
         self.tests: dict[str, dict] = found["tests"]
         self.unusable: list[str] = found["failing"]
         self._root = root
+        self._words_of: dict[str, set[str]] = {}  # by test file
         self._data = CoverageData(str(folder / "coverage"))
         self._data.read()
         measured = self._data.measured_files()
@@ -43,7 +47,8 @@ class Reach:
         They reach a line of its statement, or their file names its module: compiled functions are
         not seen, nor a process that was killed or that several tests share. What runs when a module
         is imported may be seen by any test. There is a limit of time: those that reach the line and
-        name the module, the others that reach it, and the rest come in turns, of each the quickest
+        name the module, those whose files have the rarest words around the change (a key, what a
+        message says), the others that reach it, and the rest come in turns, of each the quickest
         first.
         """
         names = _naming(mutant.path)
@@ -58,12 +63,34 @@ class Reach:
         naming = {file for file in files if self._contains(file, names)}
         named = {test for test in self.tests if test.split("::")[0] in naming}
         others = set() if mutant.reached_at else set(self.tests) - reaching - named
+        worded = self._worded(mutant, files) & (reaching | others) - (reaching & named)
         ends: dict[str, float] = {}  # of each in its group, in seconds
-        for group in (reaching & named, reaching - named, named - reaching, others):
+        for group in (
+            reaching & named,
+            worded,
+            reaching - named - worded,
+            named - reaching,
+            others - worded,
+        ):
             tests = self._quickest_first(group)
             seconds = [self.tests[test]["seconds"] for test in tests]
             ends |= zip(tests, itertools.accumulate(seconds), strict=True)
         return sorted(ends, key=lambda test: (ends[test], test))
+
+    def _worded(self, mutant: Mutant, files: set[str]) -> set[str]:
+        """Tests in the files that have any of the three rarest words around a change."""
+        lines = mutant.diff.splitlines()
+        around = {word for line in lines if line[:1] in " -" for word in WORD.findall(line)}
+        having = {word: {file for file in files if word in self._words(file)} for word in around}
+        rarest = sorted((len(found), word) for word, found in having.items() if found)[:3]
+        chosen = set().union(*(having[word] for _, word in rarest))
+        return {test for test in self.tests if test.split("::")[0] in chosen}
+
+    def _words(self, path: str) -> set[str]:
+        if path not in self._words_of:
+            text = (self._root / path).read_text(encoding="utf-8")
+            self._words_of[path] = set(WORD.findall(text))
+        return self._words_of[path]
 
     def _contains(self, path: str, names: re.Pattern[str]) -> bool:
         return bool(names.search((self._root / path).read_text(encoding="utf-8")))
