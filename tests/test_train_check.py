@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -50,7 +51,10 @@ def folder(tmp_path: Path, shape: str) -> Path:
     place = tmp_path / shape
     place.mkdir()
     shutil.copy(ROOT / "tests" / "published" / shape / "config.json", place)
-    tokenizer().save_pretrained(place)
+    made = copy.deepcopy(tokenizer())
+    if shape == "llada-8b":
+        made.add_special_tokens({"additional_special_tokens": ["<|eot_id|>"]})  # ends its turns
+    made.save_pretrained(place)
     return place
 
 

@@ -48,6 +48,7 @@ def measure(options: argparse.Namespace, root: Path, kept: Path) -> list[dict[st
     from benchmarks.mutation.workplace import Workplace
 
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
+        Path(scratch).chmod(0o755)  # some tests run programs as another user
         places = [Workplace(root, Path(scratch, str(job))) for job in range(options.jobs)]
         tree = places[0].tree  # as it is now, whatever is edited meanwhile
         kept = kept.resolve() / _fingerprint(tree, [*options.folders, "of", *options.tests])

@@ -101,7 +101,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
         (["--steps", "4", "--tau-add", "0.1"], "no decoder has all of the options"),
         (
             ["--steps", "4"],
-            "by default: name a decoder that has them, static",
+            "by default: name a decoder that has them, freedave or static",
         ),
         (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau; it has"),
         (["--temperature", "-1"], "temperature must be 0 or more, got -1.0"),

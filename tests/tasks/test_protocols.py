@@ -77,6 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         SUDOKU, "<answer>\n3142243142131324\n</answer>", "<answer>\n1111222233334444\n</answer>",
     ),
     "wino-countdown": (COUNTDOWN, BOXED % "(3 + 4) \\times 5", BOXED % "3 * 4 * 5"),
+    "wino-plus-countdown": (COUNTDOWN, BOXED % "(3 + 4) * 5", BOXED % "3 * 4 * 5"),
 }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def problem_of(folder: Path, name: str):
         {k: v.replace("{}", str(i)) if isinstance(v, str) else v for k, v in row.items()}
         for i in range(6)
     ]
-    if name in ("wino-sudoku", "wino-countdown"):  # a file, from the folder of the call
+    if values["data"].endswith(".jsonl"):  # a file, from the folder of the call
         (folder / values["data"]).write_text(json.dumps(rows[0]) + "\n")
     else:
         made = datasets.Dataset.from_list(rows)
@@ -107,7 +108,7 @@ def problem_of(folder: Path, name: str):
     path = folder / f"{name}.yaml"
     path.write_text(dump({key: value for key, value in values.items() if value is not None}))
     task = find_task(str(path), allow_code_execution=True)
-    return task, task.problems("heldout", 1)[0]
+    return task, task.problems("train" if name == "wino-plus-countdown" else "heldout", 1)[0]
 
 
 def test_these_are_all():
@@ -133,7 +134,8 @@ def shots(prompt: list[dict[str, Any]]) -> int:
 
 PREFIXES = {
     "wino-gsm8k": "<reasoning>", "wino-math-500": "<reasoning>", "wino-sudoku": "<reasoning>",
-    "wino-countdown": "<reasoning>", "wino-arc-easy": "<reasoning>",
+    "wino-countdown": "<reasoning>", "wino-plus-countdown": "<reasoning>",
+    "wino-arc-easy": "<reasoning>",
     "wino-arc-challenge": "<reasoning>", "wino-mbpp": ">>> Code:\n```python\n",
     "wino-humaneval": f"Here is the completed function:\n```python\n{HUMANEVAL['prompt']}\n",
     "freedave-humaneval": f"Here is the completed function:\n```python\n{HUMANEVAL['prompt']}\n",
@@ -278,6 +280,6 @@ def test_the_commands_of_the_page_are_protocols():
         named |= {task.name, Path(options.config).stem}
         assert settings.name == decoder.name
     assert len(lines) >= 25
-    assert set(CASES) <= named
+    assert set(CASES) - {"wino-plus-countdown"} <= named  # that one is for training
     decoding = {path.stem for path in (ROOT / "configs" / "published").glob("*.yaml")}
     assert decoding - {"static-llada", "static-dream"} <= named
