@@ -63,13 +63,18 @@ class Function:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise Refused from error
         match tree.body:
-            case [ast.FunctionDef(body=body, decorator_list=[], returns=None) as found]:
+            case [ast.FunctionDef(its_name, arguments, body, decorator_list=[], returns=None)]:
                 self._body = body
-                self._argument = ast.unparse(found.args)
             case _:
                 raise Refused
-        # One argument, without annotation, default or star.
-        if found.name != name or not self._argument.isidentifier():
+        # One argument, without annotation, default or star; looked at here and not unparsed, which
+        # goes as deep as what was written.
+        match arguments:
+            case ast.arguments([], [ast.arg(argument, None)], None, [], [], None, []):
+                self._argument = argument
+            case _:
+                raise Refused
+        if its_name != name:
             raise Refused
         # What is assigned anywhere is local everywhere, whatever builtin has its name.
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]

@@ -278,6 +278,8 @@ def test_it_means_what_python_means(lines):
         body("for x in xs:", "    xs += xs", "return 1"), body("return " + "9" * 5000),
         body("return " + "-" * 3000 + "1"), body("return " + "(" * 300 + "1" + ")" * 300),
         body("xs.append(xs)"), body("return '\ud800'"), body("return 1\0"),
+        f"def f(xs={'1+' * 500}1):\n    return 1", f"def f(xs={'-' * 700}1):\n    return 1",
+        f"def f(xs: a{'[1]' * 500}):\n    return 1",
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(program):
