@@ -44,8 +44,10 @@ class Choice:
     def take(self, event: Event, end_ids: Sequence[int]) -> None:
         """Count an event."""
         self.calls.append(event.call)
+        if event.error is not None:  # its result is none of an answer: what came before stays
+            return
         self.result = event.result
-        if self.logprobs is not None and event.error is None:
+        if self.logprobs is not None:
             self.logprobs.take(event)
         settled = len(event.settled)
         for place in range(self.settled, settled):

@@ -91,10 +91,11 @@ def test_a_client_that_leaves_cancels_all_its_choices(gated, stream):
 
 def test_a_client_that_does_not_read_is_cancelled():
     """Its stream is longer than what the kernel takes for it."""
-    model = random_model("causal")
-    with real(model, Settings(send_seconds=0.3)) as (client, engine, state):
+    model = fresh_model("causal")
+    gate = Gate(model)
+    with real(model, Settings(send_seconds=0.3), batch_size=48) as (client, engine, state):
         body = {
-            "model": "m", "prompt": [[9, 10, 11]] * 16, "max_tokens": 200, "ignore_eos": True,
+            "model": "m", "prompt": [[9, 10, 11]] * 48, "max_tokens": 200, "ignore_eos": True,
             "stream": True, "events": True,
         }  # fmt: skip
         content = json.dumps(body).encode()
@@ -105,9 +106,11 @@ def test_a_client_that_does_not_read_is_cancelled():
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
         connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
         wait_until(lambda: state.in_flight == 1)
-        wait_until(lambda: state.in_flight == 0)
+        # Forward by forward: else all may be decoded, and finished, before his time is over.
+        wait_until(lambda: gate.let() or state.in_flight == 0)
+        gate.open()
         # Some may have come to their end before that.
-        wait_until(lambda: engine.stats.cancelled + engine.stats.finished == 16)
+        wait_until(lambda: engine.stats.cancelled + engine.stats.finished == 48)
         assert engine.stats.running == 0 and engine.stats.slots_used == 0
         short = {"model": "m", "prompt": [9], "max_tokens": 3}
         assert client.post("/v1/completions", json=short).status_code == 200

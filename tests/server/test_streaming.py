@@ -73,6 +73,46 @@ def test_text_that_waits_for_a_slow_client_is_joined():
     assert alone.forwards == 40 and len(chunks) <= 3
 
 
+def test_text_that_waits_where_its_answer_fails_has_no_end_of_an_answer():
+    """A slow client is told what a fast one is: the text, then the error, and nothing finished."""
+    model, sent, forwards = fresh_model("llada"), [], []
+    rows = model.decode_rows
+
+    def broken(*arguments):
+        forwards.append(None)
+        if len(forwards) > 20:
+            raise RuntimeError("no such row")
+        return rows(*arguments)
+
+    model.decode_rows = broken
+    served = stock("m", model)
+    body = {**LONG, "block_size": 1, "stream": True, "stream_options": {"include_usage": True}}
+    body["stream_options"]["continuous_usage_stats"] = True
+
+    async def main() -> None:
+        reads = asyncio.Event()
+
+        async def send(message: dict) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1]:
+                await reads.wait()
+
+        asking = asyncio.create_task(ask(create_app([served]), body, send))
+        while served.engine.stats.failed == 0:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.01)  # and the last event has arrived
+        reads.set()
+        await asking
+        await served.engine.close()
+
+    asyncio.run(main())
+    *chunks, error = map(json.loads, sse(b"".join(sent).decode()))
+    assert "no such row" in error["error"]["message"]
+    assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
+    assert len(chunks) == 2 and len(pieces(chunks)) > 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 20
+
+
 def test_what_waits_for_a_client_that_does_not_read_is_bounded(monkeypatch):
     """Descriptions of forwards cannot be joined: he is cut off, long before --send-timeout."""
     waiting, most = [], 300_000
