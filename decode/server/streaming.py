@@ -77,15 +77,15 @@ class StreamedAnswer(Response):
     async def _decode(self) -> None:
         try:
             await self._generation.run(self._unsent.take)
+            self._unsent.end(None)
         except ApiError as error:
             self._unsent.end(error)
         except Exception as mistake:
             self._unsent.fail(mistake)
-        else:
-            self._unsent.end(None)
 
     def _give_up(self) -> None:
-        """Have the send that is under way time out now."""
+        """Have the send that is under way time out now; if it ends just then, nothing follows."""
+        self._unsent.fail(TimeoutError())
         if not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
 

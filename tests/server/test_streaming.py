@@ -145,6 +145,32 @@ def test_what_waits_for_a_client_that_does_not_read_is_bounded(monkeypatch):
     assert most / 2 < max(waiting) <= most
 
 
+def test_a_client_that_reads_as_it_is_given_up_is_sent_no_end(monkeypatch):
+    """What was dropped is missing: nothing may look like a whole answer."""
+    dropped, sent = [], []
+
+    class Noted(Unsent):
+        def __init__(self, *what) -> None:
+            super().__init__(*what[:-1], lambda: (dropped.append(None), what[-1]()))
+
+    monkeypatch.setattr(streaming, "Unsent", Noted)
+    served = stock("m", random_model("llada"))
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        while "body" in message and not dropped:
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        app = create_app([served], Settings(most_unsent=2000))
+        await ask(app, {**LONG, "stream": True, "events": True}, send)
+        await served.engine.close()
+
+    asyncio.run(main())
+    assert dropped and len(sent) == 2
+    assert sent[1]["more_body"] and sent[1]["body"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("logprobs", [True, False])
