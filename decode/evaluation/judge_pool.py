@@ -65,7 +65,7 @@ class JudgePool:
         try:
             while todo or busy:
                 while todo and len(busy) < self.jobs:
-                    process = self._idle.pop() if self._idle else _Process()
+                    process = self._free()
                     busy[process.connection] = process, todo[0]
                     process.ask(asked[todo.popleft()])
                 first = min(process.deadline for process, _ in busy.values())
@@ -86,6 +86,15 @@ class JudgePool:
                 process.stop()
         return [found[number] for number in range(len(asked))]
 
+    def _free(self) -> _Process:
+        """One that waits, else a new one; one that ended meanwhile would fail what it is asked."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.stop()
+        return _Process()
+
 
 class _Process:
     """The parent's end of one."""
@@ -98,6 +107,10 @@ class _Process:
         self._process.start()
         other.close()  # the child has its own: were this one open, its death would go unseen
         self.deadline = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
 
     def ask(self, asked: Asked) -> None:
         with suppress(OSError):  # it has ended, which `verdict` will find

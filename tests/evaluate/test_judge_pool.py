@@ -53,6 +53,16 @@ def test_a_crash_is_wrong_and_hurts_no_other(pool):
     assert pool.failed == failed + 2
 
 
+def test_a_process_that_ends_while_it_waits_judges_nothing_wrong():
+    with JudgePool(2) as own:
+        own.right(asked("yes", "yes"))
+        for process in own._idle:
+            process._process.kill()
+            process._process.join()
+        assert own.right(asked("yes", "no", "yes")) == [1, 0, 1]
+        assert own.failed == 0
+
+
 def test_a_hang_is_wrong_when_its_time_is_over(pool):
     failed = pool.failed
     hang = asked("hang", judging_seconds=0.5)
