@@ -39,6 +39,8 @@ def test_every_file_is_found_and_no_two_have_one_name():
     assert len({path.stem for path in FILES}) == len(FILES) > 20
     folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, *EVALUATION, "accelerate"}
     assert folders == {path.parent.name for path in FILES}
+    for folder in folders:  # as `d2f configs` lists them: gsm8k before gsm8k-chat
+        assert list(shipped.shipped(folder)) == sorted(shipped.shipped(folder))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
