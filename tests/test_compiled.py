@@ -129,3 +129,15 @@ def test_without_a_compiler_the_error_says_what_is_missing():
     with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
         model.compile()
     assert not model.is_compiled
+
+
+@pytest.mark.skipif(
+    not d2f.packed.can_pack(random_model("llada").backbone), reason="nothing is packed here"
+)
+def test_a_packed_model_keeps_no_other_copy_of_the_weights():
+    """Beside the packed layers themselves: norms, embeddings and RoPE's tables are the model's."""
+    backbone = random_model("llada").backbone
+    twin = d2f.packed.PackedModel(backbone).model
+    ours = {tensor.data_ptr() for tensor in (*backbone.parameters(), *backbone.buffers())}
+    shared = [*twin.parameters(), *twin.buffers()]
+    assert shared and all(tensor.data_ptr() in ours for tensor in shared)

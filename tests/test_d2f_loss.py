@@ -79,6 +79,21 @@ def test_the_loss_and_its_gradient_are_the_formula(
     assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
 
 
+def test_dropout_is_the_students_alone(tmp_path):
+    """Reading the teacher leaves a training student as it was."""
+    model = fresh_model("llada")
+    model.backbone.requires_grad_(False)
+    new_lora(model, r=4, alpha=4, dropout=0.5)
+    torch.manual_seed(0)
+    for weight in (p for p in model.backbone.parameters() if p.requires_grad):
+        torch.nn.init.normal_(weight, std=0.3)
+    made, rows = batch_of("d2f", model, settings(tmp_path, "d2f", init="unused"))
+    made.train()
+    batch = made.batch(rows, slice(0, 2))
+    assert torch.equal(made.read_teacher(batch), made.read_teacher(batch))
+    assert made(batch).item() != made(batch).item()
+
+
 def test_the_reverse_loss_of_no_rows_is_zero():
     hidden, head = torch.zeros(0, 8), torch.zeros(30, 8)
     assert logit_parts.linear_reverse_kl(hidden, hidden, head, torch.zeros(0)).item() == 0.0
