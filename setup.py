@@ -83,6 +83,8 @@ setup(
             "openai>=2.0",  # its types are what the answers are made of
             "prometheus-client>=0.23",
         ],
+        "ray": ["ray[serve,data]>=2.60,<2.61"],
+        "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "ablation": ["scipy>=1.13"],
         "evaluation": ["datasets>=4.0", "lm-eval>=0.4.11", "math-verify>=0.9"],
         "4bit": ["bitsandbytes>=0.48"],
@@ -96,6 +98,8 @@ setup(
             "openai>=2.0",
             "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",
+            "ray[serve,data]>=2.60,<2.61",
+            "torchao>=0.18,<0.19",
             "playwright>=1.55",  # drives a chromium that is there already
             "pillow>=11.0",  # benchmarks/record_page.py
             "pytest>=9.0",
