@@ -45,7 +45,7 @@ def start(arguments: list[str], processes: int, ports: list[int]) -> list[subpro
     """The same command in several processes, as torchrun starts them, on the CPU."""
     shared = {
         "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-        "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1",
+        "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(ports[0]), "PORTS": ",".join(map(str, ports)),
     }  # fmt: skip
     running = []

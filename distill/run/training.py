@@ -7,6 +7,7 @@ import time
 from contextlib import AbstractContextManager
 
 import accelerate
+import torch
 
 from distill.data import fill_rows
 from distill.objectives import OBJECTIVES
@@ -37,6 +38,9 @@ class Training:
         self.folder, self.config = folder, folder.config
         config = self.config
         self.accelerator = accelerate.Accelerator(
+            # Where it is not told, accelerate makes no group of processes without an accelerator:
+            # each would train the whole run, in one folder.
+            cpu=not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision,
             gradient_accumulation_steps=config.gradient_accumulation,
             log_with=None if config.tracker == "none" else config.tracker,
