@@ -25,3 +25,9 @@ def require_serve() -> None:
             f"the server needs {', '.join(missing)}, not installed: "
             "pip install 'd2f-toolkit[serve]'"
         )
+
+
+def require_ray() -> None:
+    """Raise InputError if there can be no more than one process here."""
+    if find_spec("ray") is None:
+        raise InputError("Ray is not installed: pip install 'd2f-toolkit[ray]'")

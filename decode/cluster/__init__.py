@@ -1,0 +1,1 @@
+"""Work beyond one process: Ray started or joined, and workers on it."""
