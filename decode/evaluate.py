@@ -26,6 +26,7 @@ from decode.reporting.shown_progress import ShownProgress, standard_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
+    from decode.cluster.workers import Crew
     from decode.commands.prompt_jobs import PromptJob
 
 
@@ -41,24 +42,32 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
-    from decode.commands.load_model import load
+    from decode.cluster.workers import workers
+
+    given, jobs = _jobs(options)
+    _give_notices(options, jobs)
+    with workers(options) as crew:
+        return _measure(options, crew, given, jobs, folder)
+
+
+def _measure(
+    options: argparse.Namespace,
+    crew: Crew,
+    given: dict[str, Any],
+    jobs: dict[str, list[PromptJob]],
+    folder: Path | None,
+) -> dict[str, Any]:
     from decode.evaluation.evaluate_task import evaluate_jobs
     from decode.evaluation.judge_pool import JudgePool, default_jobs
     from decode.evaluation.scores import line
-    from decode.reporting.environment import environment
-    from decode.reporting.notices import doubt_of
     from decode.reporting.record import Output
 
-    given, jobs = _jobs(options)
     every = [job for some in jobs.values() for job in some]
-    _give_notices(options, jobs)
-    model, weights = load(options)
-    doubt = doubt_of(model, every[0].decoder)
+    settled, around, doubt = crew.ask(_about, every)
     if doubt is not None:
         say(f"notice: {doubt}")
     output = None
     if folder is not None:
-        settled = describe(options, model, weights, every)
         output = Output(folder / "answers.jsonl", settled, [job.source.id for job in every])
         if output.torn:
             say(f"notice: {output.path}: its last line was cut short and is decoded again")
@@ -70,7 +79,7 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         for task in options.tasks:
             measured.append(
                 evaluate_jobs(
-                    model,
+                    crew,
                     task,
                     jobs[task.name],
                     split=options.split,
@@ -87,12 +96,23 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
         say(f"notice: {judges.failed} responses were judged wrong because their judge did not end")
     return {
         "model": options.model,
-        "adapter": options.adapter,
+        "adapter": settled["adapter"],
         "decoder": every[0].decoder.name,
         "settings": given,
-        "environment": environment(model),
+        "environment": around,
         "rows": measured,
     }
+
+
+def _about(
+    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """Of a loaded model: what decides the run, what it is measured on, what to doubt."""
+    from decode.reporting.environment import environment
+    from decode.reporting.notices import doubt_of
+
+    settled = describe(options, model, weights, jobs)
+    return settled, environment(model), doubt_of(model, jobs[0].decoder)
 
 
 def _jobs(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:

@@ -46,6 +46,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 
 def _run(options: argparse.Namespace, console: Console) -> None:
     with _waiting(options, console):
+        from decode.cluster.workers import OneWorker
         from decode.commands.decoder_settings import read_settings
         from decode.commands.load_model import check_options, load, outline
         from decode.commands.prompt_jobs import known_lengths, make_jobs, read_sources
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     # Results that --output has from an earlier run of the same settings are not decoded again.
     pending = [job for job in jobs if job.source.id not in done]
     new, seconds = decode(
-        model,
+        OneWorker(model),
         pending,
         batch_size=options.batch_size,
         display=_display(options, console, model, len(pending)),

@@ -14,6 +14,7 @@ from benchmarks.paper.paper_table import Table
 from benchmarks.paper.paper_tasks import WholeResponse
 from d2f.model import DiffusionModel
 from d2f.tasks import Task
+from decode.cluster.workers import OneWorker
 from decode.commands.load_model import check_options, load, outline
 from decode.commands.prompt_jobs import PromptJob, known_lengths, make_jobs, task_sources
 from decode.commands.run_command import say
@@ -124,7 +125,7 @@ def _measure(
         say(f"notice: {len(output.done)} of {len(jobs)} answers are already in {path}")
     with ShownProgress(standard_output(), "answers") as shown, JudgePool(default_jobs()) as judges:
         row = evaluate_jobs(
-            model,
+            OneWorker(model),
             task,
             jobs,
             split="heldout",

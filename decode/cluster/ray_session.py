@@ -44,7 +44,7 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
     import ray
 
     if ray.is_initialized():
-        yield share(_nodes(ray), workers, option, gpus)
+        yield share(nodes(), workers, option, gpus)
         return
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
@@ -57,12 +57,12 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"no Ray cluster can be used at {address}: {reason}") from error
-        yield cores if address == "local" else share(_nodes(ray), workers, option, gpus)
+        yield cores if address == "local" else share(nodes(), workers, option, gpus)
     finally:  # also of a Ctrl-C while it starts
         ray.shutdown()
 
 
-def share(nodes: Sequence[Mapping[str, float]], workers: int, option: str, gpus: int = 0) -> int:
+def share(there: Sequence[Mapping[str, float]], workers: int, option: str, gpus: int = 0) -> int:
     """Most whole cores that each of so many workers can have, each on one node with its GPUs.
     Raises InputError where a worker would have none.
 
@@ -72,19 +72,27 @@ def share(nodes: Sequence[Mapping[str, float]], workers: int, option: str, gpus:
     def held(cores: int) -> int:
         room = [
             min(node.get(what, 0) // each for what, each in (("CPU", cores), ("GPU", gpus)) if each)
-            for node in nodes
+            for node in there
         ]
         return int(sum(room))
 
     if held(1) < workers:
         what = f"cores with {gpus} GPU each" if gpus else "cores"
         raise InputError(f"{option} {workers}: there are {what} for {held(1)}")
-    most = int(max(node.get("CPU", 0) for node in nodes))
+    most = int(max(node.get("CPU", 0) for node in there))
     return max(cores for cores in range(1, most + 1) if held(cores) >= workers)
 
 
-def _nodes(ray: Any) -> list[Mapping[str, float]]:
+def nodes() -> list[Mapping[str, float]]:
+    """What each machine of the cluster has (CPU, GPU), in a session."""
+    import ray
+
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def has_gpus() -> bool:
+    """Whether a machine of the cluster has any, in a session."""
+    return any(node.get("GPU", 0) for node in nodes())
 
 
 def _cores_here() -> int:

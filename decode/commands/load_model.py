@@ -30,6 +30,8 @@ def check_options(options: argparse.Namespace) -> None:
     if options.dtype is not None:
         # Only whether it is a dtype at all; the device is not known to work yet.
         parse_dtype(options.dtype, torch.device("cpu"))
+    if options.address is not None:
+        return  # its machines may have other devices than this one
     try:
         device = parse_device(options.device)
     except InputError as error:

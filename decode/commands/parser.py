@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any, NoReturn
 
 from d2f.command import CommandParser
 from d2f.errors import InputError, repr_of
 from d2f.models import names
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
+from decode.reporting.extras import require_ray
 
 DEFAULT_MODEL = "tiny-d2f"
 Group = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -73,7 +75,7 @@ def add_model(
     for name, flag in _MODEL_FLAGS.items():
         if name in ("adapter", "dtype", "device", *more):
             group.add_argument(f"--{name}", **flag)
-    group.set_defaults(family=None, merge=True, compile=False)
+    group.set_defaults(family=None, merge=True, compile=False, workers=1, address=None)
 
 
 def check_model(options: argparse.Namespace) -> None:
@@ -82,6 +84,40 @@ def check_model(options: argparse.Namespace) -> None:
         raise InputError("--no-merge needs --adapter")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
+
+
+def add_workers(group: Group) -> None:
+    """Add --workers and --address; `check_workers` reads them."""
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that decode, each with the model and its share of the cores, or a GPU "
+        "(default 1; more need the extra ray). What is decoded does not depend on it",
+    )
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="Ray cluster for the --workers (default: RAY_ADDRESS, else one on this machine while "
+        "the command runs)",
+    )
+
+
+def check_workers(options: argparse.Namespace) -> None:
+    """Raise InputError unless there can be so many workers; with one there is no cluster."""
+    check_least(options, workers=1)
+    if options.workers == 1:
+        if options.address is not None:
+            raise InputError("--address is of a Ray cluster, for more --workers than 1")
+        return
+    require_ray()
+    options.address = options.address or os.environ.get("RAY_ADDRESS")
+    if ":" in (options.device or ""):
+        raise InputError(
+            f"--device {options.device}: each of several --workers has a GPU of its own: expected "
+            "cuda, which CUDA_VISIBLE_DEVICES may narrow"
+        )
 
 
 def add_tasks(group: Group, more: str = "") -> None:

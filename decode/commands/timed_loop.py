@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 from d2f.errors import NonFiniteLogitsError
 from d2f.model import DiffusionModel
 from decode.api import stream
+from decode.cluster.workers import Crew, OneWorker, chunk_size
 from decode.commands.live_display import Silent
 from decode.commands.prompt_jobs import PromptJob
 from decode.commands.trace_file import Trace
+from decode.decoders import Decoder
 from decode.engine.result import Event, Result
 from decode.evaluation.judge_pool import JudgePool
 from decode.reporting.record import Output, Record, make_record
 
 WARM_UP_FORWARDS = 2
+Key = TypeVar("Key")
+EncodedPrompt = tuple[list[int], Decoder]
 Finished = tuple[PromptJob, Result, float]
 """A job, its result, and the seconds that it was decoded."""
 
 
 def decode(
-    model: DiffusionModel,
+    crew: Crew,
     jobs: list[PromptJob],
     *,
     batch_size: int,
@@ -31,21 +37,26 @@ def decode(
     trace: Trace | None = None,
     judges: JudgePool | None = None,
 ) -> tuple[list[Record], float]:
-    """The records of the jobs as they were finished, and the seconds that the decoding took.
+    """The records of the jobs as they were finished, and the seconds that the decoding took: of
+    several workers, whose events come when a request is done, all that passed.
 
     The output and the display are opened after the checks and the warm-up. judges: what judges
     several responses at a time, while no decoding is timed: those of a task that allows it wait
     until there are as many. Raises InputError
     before any work, RequestError that names what was being decoded.
     """
-    prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
-    # All prompts and decoders are checked here; nothing is decoded before the first event is asked
-    # for.
-    events = stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
-    if jobs:
-        _warm_up(model, jobs[0])
     records: list[Record] = []
     watch = Stopwatch()
+    if not isinstance(crew, OneWorker):
+        timed = watch.over_workers(_spread(crew, jobs, batch_size))
+    else:
+        prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
+        # All prompts and decoders are checked here; nothing is decoded before the first event is
+        # asked for.
+        events = stream(crew.model, prompts, decoders, batch_size=batch_size, on_error="return")
+        if jobs:
+            _warm_up(crew.model, jobs[0])
+        timed = watch.over(events)
     waiting: list[Finished] = []
 
     def settle() -> None:
@@ -62,7 +73,7 @@ def decode(
     if output is not None:
         output.start()
     with display:
-        for event, seconds in watch.over(events):
+        for event, seconds in timed:
             job = jobs[event.request]
             if event.error is not None:
                 # One failed request ends the command; the records written before it stay in the
@@ -97,6 +108,25 @@ def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool |
         right = judges.right(list(asked.values()))
     by_place = dict(zip(asked, right, strict=True))
     return [by_place.get(place) for place in range(len(finished))]
+
+
+def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
+    """The last event of each job."""
+    items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
+    size = chunk_size(len(jobs), crew.count, batch_size)
+    for place, result in crew.spread(partial(results, batch_size=batch_size), items, size):
+        yield Event(place, result.forwards, [], result=result)
+
+
+def results(
+    model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
+) -> Iterator[tuple[Key, Result]]:
+    """The result of each prompt, by its key, as it is done; one that failed has its error."""
+    keys, prompts = zip(*items, strict=True)
+    ids, decoders = zip(*prompts, strict=True)
+    for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
+        if event.result is not None:
+            yield keys[event.request], event.result
 
 
 def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
@@ -134,3 +164,12 @@ class Stopwatch:
             self.seconds = left - began - paused
             yield event, own
             paused += time.perf_counter() - left
+
+    def over_workers(self, events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
+        """Last events from elsewhere, each with its result's own seconds. What the consumer does
+        meanwhile is no pause: the workers go on."""
+        began = time.perf_counter()
+        for event in events:
+            assert event.result is not None
+            self.seconds = time.perf_counter() - began
+            yield event, event.result.seconds

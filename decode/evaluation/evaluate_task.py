@@ -8,6 +8,7 @@ from typing import Any
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import Task, find_task
+from decode.cluster.workers import Crew, OneWorker
 from decode.commands.live_display import Silent
 from decode.commands.prompt_jobs import PromptJob, task_sources
 from decode.commands.task_problems import draw_problems, encode_problems
@@ -60,11 +61,11 @@ def evaluate(
             zip(task_sources(task, problems), ids, strict=True)
         )
     ]
-    return evaluate_jobs(model, task, jobs, split=split, batch_size=batch_size)
+    return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
 
 
 def evaluate_jobs(
-    model: DiffusionModel,
+    crew: Crew,
     task: Task,
     jobs: Sequence[PromptJob],
     *,
@@ -80,13 +81,13 @@ def evaluate_jobs(
     what judges several responses at a time; without it each is judged here.
 
     `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
-    many responses it was for.
+    many responses it was for, `workers` how many processes decoded them at a time.
     """
     done = {} if output is None else output.done
     pending = [job for job in jobs if job.source.id not in done]
     display = Silent() if shown is None else Counting(shown, len(pending), task.name)
     new, seconds = decode(
-        model, pending, batch_size=batch_size, display=display, output=output, judges=judges
+        crew, pending, batch_size=batch_size, display=display, output=output, judges=judges
     )
     by_id = {**done, **{record.id: record for record in new}}
     records = [by_id[job.source.id] for job in jobs]
@@ -94,6 +95,7 @@ def evaluate_jobs(
         **score(task, records, samples=samples, pass_at=pass_at),
         "split": split,
         "batch_size": batch_size,
+        "workers": crew.count,
         "decoded": len(new),
         "seconds": seconds if new else None,
         "max_new_tokens": jobs[0].decoder.length,

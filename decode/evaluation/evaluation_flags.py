@@ -14,9 +14,11 @@ from decode.commands.parser import (
     add_model,
     add_tasks,
     add_verbose,
+    add_workers,
     check_least,
     check_model,
     check_samples,
+    check_workers,
     chosen_tasks,
 )
 
@@ -42,6 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = _parser(offered(arguments)).parse_args(arguments)
     check_model(options)
     check_least(options, problems=1, batch_size=1, judge_jobs=1)
+    check_workers(options)
     check_samples("--samples", options.samples)
     options.pass_at = _pass_at(options.pass_at, options.samples)
     options.tasks = chosen_tasks(options)
@@ -110,6 +113,7 @@ def _add_running(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="problems decoded together, at least 1; the tokens do not depend on it (default 32)",
     )
+    add_workers(group)
     group.add_argument(
         "--output",
         metavar="DIR",

@@ -15,6 +15,7 @@ from judged_responses import PROBLEM, MadeUp
 from d2f.errors import InputError, RequestError
 from d2f.tasks import find_task
 from d2f.yaml_core import dump
+from decode.cluster.workers import OneWorker
 from decode.commands import timed_loop
 from decode.commands.live_display import Silent
 from decode.commands.prompt_jobs import PromptJob, Source
@@ -114,7 +115,9 @@ def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_pa
     monkeypatch.setattr(timed_loop, "_warm_up", lambda *_: None)
     output = Output(tmp_path / "answers.jsonl", {}, [0, 1, 2])
     with JudgePool(8) as pool, pytest.raises(RequestError, match=r"^2: broken"):
-        timed_loop.decode(None, jobs, batch_size=3, display=Silent(), output=output, judges=pool)
+        timed_loop.decode(
+            OneWorker(None), jobs, batch_size=3, display=Silent(), output=output, judges=pool
+        )
     assert {name: record.right for name, record in output.done.items()} == {0: True, 1: True}
 
 
