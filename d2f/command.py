@@ -21,6 +21,7 @@ BAD_INPUT = 2
 # Name: its module, and what it does.
 COMMANDS = {
     "decode": ("decode.pipeline", "decode held-out problems or prompts, and show it live"),
+    "batch": ("decode.batch", "answer every row of a file or data set"),
     "evaluate": ("decode.evaluate", "accuracy and forwards of a model on held-out problems"),
     "compare": ("decode.compare", "measure decoders beside vLLM, an endpoint, transformers"),
     "serve": ("decode.serve", "serve models through OpenAI's HTTP interface"),

@@ -130,11 +130,16 @@ class Table(Source):
         self.columns: list[str] = dataset.column_names
         if len(dataset) == 0:
             raise InputError(f"{name}: expected at least one row, got none")
-        self._dataset = dataset
+        self._dataset = self._whole = dataset
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns: others (images, embeddings) are not decoded with each record."""
         self._dataset = self._dataset.select_columns(list(columns))
+
+    def arrow(self, numbers: Sequence[int]) -> Any:
+        """Rows as they are stored, all columns of them: a `pyarrow.Table`."""
+        rows = self._whole.with_format("arrow")[list(numbers)]
+        return rows.replace_schema_metadata(None)  # which says what `datasets` makes of columns
 
     def __len__(self) -> int:
         return len(self._dataset)

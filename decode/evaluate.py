@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from decode.commands.prompt_jobs import PromptJob
 
 
+ANSWERS = "answers.jsonl"  # of the folder of --output
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The report that the command line asks for: settings, environment and what was measured
     of each task. Raises InputError before any decoding, NonFiniteLogitsError."""
@@ -44,7 +47,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
     from decode.cluster.workers import workers
 
-    given, jobs = _jobs(options)
+    given, jobs = _jobs(options, folder)
     _give_notices(options, jobs)
     with workers(options) as crew:
         return _measure(options, crew, given, jobs, folder)
@@ -68,7 +71,7 @@ def _measure(
         say(f"notice: {doubt}")
     output = None
     if folder is not None:
-        output = Output(folder / "answers.jsonl", settled, [job.source.id for job in every])
+        output = Output(folder / ANSWERS, settled, [job.source.id for job in every])
         if output.torn:
             say(f"notice: {output.path}: its last line was cut short and is decoded again")
         if output.done:
@@ -115,13 +118,16 @@ def _about(
     return settled, environment(model), doubt_of(model, jobs[0].decoder)
 
 
-def _jobs(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
+def _jobs(
+    options: argparse.Namespace, folder: Path | None
+) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
     """The decoder options that were given, and what is decoded of each task. From the cheapest
-    check to the dearest: flags, data, the model's shape. Raises InputError."""
+    check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
     from decode.commands.decoder_settings import read_settings
     from decode.commands.load_model import check_options, outline
     from decode.commands.prompt_jobs import make_jobs, task_sources
     from decode.commands.task_problems import draw_problems
+    from decode.reporting.record import Output
 
     settings = read_settings(options)
     length = settings.given.get("max_new_tokens")
@@ -138,7 +144,10 @@ def _jobs(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[P
         name: make_jobs(shape, known, settings, raw=False, n=options.samples)
         for name, known in sources.items()
     }
-    greedy = any(job.decoder.sampling.greedy for some in jobs.values() for job in some)
+    every = [job for some in jobs.values() for job in some]
+    if folder is not None:
+        Output.refuse_early(folder / ANSWERS, describe(options, shape, "", every))
+    greedy = any(job.decoder.sampling.greedy for job in every)
     if options.samples > 1 and greedy:
         raise InputError(
             f"--samples {options.samples}: greedy answers of one problem are all the same: give a "

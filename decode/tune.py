@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from d2f.locks import locked
 from d2f.quiet import quiet
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from d2f.model import DiffusionModel
+    from decode.cluster.workers import Crew
+    from decode.tuning.space import Space
     from decode.tuning.tuning_report import TuningReport
     from decode.tuning.tuning_run import Tuning
+
+LEDGER = "measurements.jsonl"  # of the folder of --output
 
 
 def tune(
@@ -47,43 +51,46 @@ def tune(
     as it is. figures: draw the frontier, which needs matplotlib. The speeds are of this machine,
     in visible tokens per second. Raises InputError before any decoding, NonFiniteLogitsError.
     """
+    from decode.cluster.workers import OneWorker
+    from decode.commands.load_model import weights_hash
+
     with locked(check_folder(output)) as folder:
-        return _tune(model, tuning, folder, name, adapter, weights, figures, display)
+        crew = OneWorker(model, weights or weights_hash(model))
+        name = name or model.path or model.family
+        return _tune(crew, model, tuning, folder, name, adapter, figures, display)
 
 
 def _tune(
-    model: DiffusionModel,
+    crew: Crew,
+    shape: DiffusionModel,
     tuning: Tuning,
     folder: Path,
-    name: str | None,
+    name: str,
     adapter: str | None,
-    weights: str | None,
     figures: bool,
     display: ShownProgress | None,
 ) -> TuningReport:
-    from decode.commands.load_model import weights_hash
-    from decode.reporting.environment import environment
+    """shape: the model, or its outline."""
     from decode.tuning.bench import Bench, check_prompts, make_all_problems
     from decode.tuning.tune_task import tune_task
     from decode.tuning.tuning_ledger import TuningLedger
     from decode.tuning.tuning_report import TuningReport
-    from decode.tuning.tuning_run import describe
 
     if figures:
         require_matplotlib("--no-figures")
     display = display or ShownProgress(None, "problems")
-    space = tuning.space().fitted(model.contract)
+    space = tuning.space().fitted(shape.contract)
     problems = make_all_problems(tuning)
-    check_prompts(model, tuning, space, problems)
-    run = describe(model, tuning, space, weights or weights_hash(model))
-    ledger = TuningLedger(folder / "measurements.jsonl", run)
+    check_prompts(shape, tuning, space, problems)
+    run, around = crew.ask(_about, tuning, space, crew.count)
+    ledger = TuningLedger(folder / LEDGER, run)
     if ledger.torn:
         display.say(f"notice: {ledger.path}: its last line was cut short and is measured again")
     if ledger.done:
         display.say(f"notice: {len(ledger.done)} measurements are already in {ledger.path}")
     with display:
         bench = Bench(
-            model,
+            crew,
             space,
             problems,
             ledger,
@@ -91,13 +98,15 @@ def _tune(
             batch_size=tuning.batch_size,
             on_done=lambda done: display.advance(done.measured.problems, done.text),
         )
-        outcomes = [tune_task(bench, tuning, task.name, display) for task in tuning.chosen]
+        outcomes = [
+            tune_task(bench, tuning, task.name, shape.contract, display) for task in tuning.chosen
+        ]
     report = TuningReport(
-        name or model.path or model.family,
+        name,
         adapter,
         space,
         run,
-        environment(model),
+        around,
         outcomes,
         folder,
         tuning.repetitions,
@@ -111,14 +120,26 @@ def _tune(
     return report
 
 
+def _about(
+    options: object, model: DiffusionModel, weights: str, tuning: Tuning, space: Space, workers: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a loaded model: what decides the run, and what it is measured on."""
+    from decode.reporting.environment import environment
+    from decode.tuning.tuning_run import describe
+
+    return describe(model, tuning, space, weights, workers), environment(model)
+
+
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
-    from decode.commands.load_model import check_options, load, outline
+    from decode.cluster.workers import workers
+    from decode.commands.load_model import check_options, outline
     from decode.commands.task_problems import give_notices
     from decode.tuning.bench import check_prompts, make_all_problems
     from decode.tuning.choose import Goal
     from decode.tuning.summary import PLAIN_WIDTH, show
-    from decode.tuning.tuning_run import Tuning
+    from decode.tuning.tuning_ledger import TuningLedger
+    from decode.tuning.tuning_run import Tuning, describe
 
     console = console or standard_output(PLAIN_WIDTH)
     names = ("tasks", "decoder", "lists", "search", "problems", "eta", "budget", "batch_size")
@@ -133,11 +154,19 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     check_prompts(shape, tuning, space, make_all_problems(tuning))
     give_notices(tuning.chosen)
     with locked(check_folder(options.output)) as folder:
-        model, weights = load(options)
+        known = describe(shape, tuning, space, "", options.workers)
+        TuningLedger.refuse_early(folder / LEDGER, known)
         display = ShownProgress(console, "problems")
-        names_of_model = options.model, options.adapter, weights
-        report = _tune(model, tuning, folder, *names_of_model, options.figures, display)
+        with workers(options) as crew:
+            names_of_model = options.model, crew.ask(_adapter)
+            report = _tune(crew, shape, tuning, folder, *names_of_model, options.figures, display)
     show(report, console)
+
+
+def _adapter(options: argparse.Namespace, model: DiffusionModel, weights: str) -> str | None:
+    """That of a loaded model: it may be one that names its base itself."""
+    adapter: str | None = options.adapter
+    return adapter
 
 
 @command(interrupted="interrupted; the same command goes on where it stopped")

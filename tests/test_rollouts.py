@@ -94,7 +94,9 @@ def test_the_append_steps_say_what_every_forward_fed():
 
 def test_the_blocks_of_wino_are_decided_one_after_the_other(trusting):
     found = list(
-        collect(random_model("llada"), jobs_of("llada", "wino", WINO), temperatures=(0.0,))
+        collect(
+            random_model("llada"), enumerate(jobs_of("llada", "wino", WINO)), temperatures=(0.0,)
+        )
     )
     for _, rollout in found:
         steps = np.array(rollout.trajectory_accepted).reshape(-1, 8)
@@ -107,19 +109,19 @@ def test_the_blocks_of_wino_are_decided_one_after_the_other(trusting):
 def test_rollouts_of_a_batch_are_those_of_one_by_one(trusting, family, name, given):
     jobs, ladder = jobs_of(family, name, given), (0.7,)
     alone, together = (
-        dict(collect(random_model(family), jobs, temperatures=ladder, batch_size=size))
+        dict(collect(random_model(family), enumerate(jobs), temperatures=ladder, batch_size=size))
         for size in (1, 4)
     )
     assert alone == together and len(alone) == len(jobs)
-    late = dict(collect(random_model(family), jobs, first=3, temperatures=ladder))
+    late = dict(collect(random_model(family), [*enumerate(jobs)][3:], temperatures=ladder))
     assert late == {number: alone[number] for number in (3, 4, 5)}
 
 
 def test_wrong_answers_are_not_kept_and_the_ladder_stops_at_the_first_right_one(lenient):
     model, jobs = random_model("llada"), jobs_of("llada", "wino", WINO, 12)
     ladder = (0.0, 0.5, 1.0)
-    single = [dict(collect(model, jobs, temperatures=(t,))) for t in ladder]
-    found = dict(collect(model, jobs, temperatures=ladder, batch_size=5))
+    single = [dict(collect(model, enumerate(jobs), temperatures=(t,))) for t in ladder]
+    found = dict(collect(model, enumerate(jobs), temperatures=ladder, batch_size=5))
     for number in range(len(jobs)):
         rungs = [rung for rung, kept in enumerate(single) if kept[number] is not None]
         assert found[number] == (single[rungs[0]][number] if rungs else None)

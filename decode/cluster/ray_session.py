@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
     if address == "local":
         cores = share(here, workers, option, gpus)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if address == "local":
+    if address == "local" and "ray" not in sys.modules:
         # Read when Ray is imported: without it, it would listen on this machine's other addresses.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, which said so each time

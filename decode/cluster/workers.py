@@ -41,10 +41,11 @@ function of a module, or a `functools.partial` of one."""
 MOST_DEATHS = 2  # of workers, over one chunk
 
 
-def chunk_size(items: int, workers: int, batch_size: int) -> int:
+def chunk_size(batch_size: int, items: int | None = None, workers: int = 1) -> int:
     """Items to hand out at a time: some batches, as the last requests of a chunk run in a batch
     that is not full; fewer where some worker would have none."""
-    return max(1, min(8 * batch_size, -(-items // workers)))
+    many = 8 * batch_size
+    return many if items is None else max(1, min(many, -(-items // workers)))
 
 
 @dataclass

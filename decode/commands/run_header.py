@@ -22,6 +22,20 @@ def header(
         if len({getattr(job.decoder, name) for job in jobs}) > 1:
             decoder[name] = None
     return {
+        **model_header(options, model, weights),
+        "batch_size": options.batch_size,
+        "decoder": spelled(type(jobs[0].decoder)),
+        "options": decoder,
+        "prompts": prompts_hash(jobs),
+        "count": len(jobs),
+    }
+
+
+def model_header(
+    options: argparse.Namespace, model: DiffusionModel, weights: str
+) -> dict[str, Any]:
+    """What decides a run's results of its model."""
+    return {
         "version": __version__,
         "model": options.model,
         "adapter": options.adapter,
@@ -30,11 +44,6 @@ def header(
         "family": model.family,
         "dtype": short_dtype(model),
         "device": model.device.type,
-        "batch_size": options.batch_size,
-        "decoder": spelled(type(jobs[0].decoder)),
-        "options": decoder,
-        "prompts": prompts_hash(jobs),
-        "count": len(jobs),
     }
 
 

@@ -113,7 +113,7 @@ def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool |
 def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
     """The last event of each job."""
     items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
-    size = chunk_size(len(jobs), crew.count, batch_size)
+    size = chunk_size(batch_size, len(jobs), crew.count)
     for place, result in crew.spread(partial(results, batch_size=batch_size), items, size):
         yield Event(place, result.forwards, [], result=result)
 
@@ -122,11 +122,11 @@ def results(
     model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
 ) -> Iterator[tuple[Key, Result]]:
     """The result of each prompt, by its key, as it is done; one that failed has its error."""
-    keys, prompts = zip(*items, strict=True)
-    ids, decoders = zip(*prompts, strict=True)
+    given = list(items)
+    ids, decoders = [ids for _, (ids, _) in given], [decoder for _, (_, decoder) in given]
     for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
         if event.result is not None:
-            yield keys[event.request], event.result
+            yield given[event.request][0], event.result
 
 
 def _warm_up(model: DiffusionModel, job: PromptJob) -> None:

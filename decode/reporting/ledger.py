@@ -25,6 +25,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 NOT_OURS = (ValueError, TypeError, LookupError, ArithmeticError)
 """What a line raises, read as one of ours, that is none."""
+OF_WEIGHTS = ("weights", "adapter", "merged", "dtype", "device", "threads", "compiled")
+"""What a run says that an outline of its model does not know (`decode.commands.load_model`)."""
 
 
 class Ledger(ABC, Generic[Key, Entry]):
@@ -76,6 +78,26 @@ class Ledger(ABC, Generic[Key, Entry]):
         """The entry of a line, None for a line beside the entries. Raises `NOT_OURS`, or where
         that can say more InputError that begins with `where`."""
 
+    def kept(self, entry: Entry) -> Entry:
+        """What of an entry stays in memory: here all of it."""
+        return entry
+
+    @classmethod
+    def refuse_early(cls, path: str | Path, run: dict[str, Any]) -> None:
+        """Raise InputError where the file has entries of another run, as far as that is known of a
+        model without its weights; what else is wrong is found when it is opened. run: of a model
+        that is an outline."""
+        known = {key: value for key, value in run.items() if key not in OF_WEIGHTS}
+        try:
+            with Path(path).open("rb") as file:
+                first, entry = file.readline(), file.readline()
+            there = dict(parse(first, nan=True)[cls.HEADER])
+        except (OSError, *NOT_OURS):
+            return
+        if entry:
+            shared = {key: there[key] for key in there if key not in OF_WEIGHTS}
+            refuse_another_run(Path(path), shared, json.loads(json.dumps(known)))
+
     def _read(self, data: bytes) -> None:
         first, *lines = data.split(b"\n")
         try:
@@ -108,7 +130,7 @@ class Ledger(ABC, Generic[Key, Entry]):
         except NOT_OURS as error:
             raise InputError(f"{where} is not {self.ENTRY}, or its second one") from error
         if entry is not None:
-            self.done[self.key(entry)] = entry
+            self.done[self.key(entry)] = self.kept(entry)
 
     def start(self) -> None:
         """Write the first line where it is missing, and drop a torn last one; `add` does so, too.
@@ -123,7 +145,7 @@ class Ledger(ABC, Generic[Key, Entry]):
         self.start()
         with GrowingFile(self.path) as file:
             file.write(self.line(entry), sync=self.SYNC)
-        self.done[self.key(entry)] = entry
+        self.done[self.key(entry)] = self.kept(entry)
 
 
 def json_line(values: dict[str, Any]) -> str:

@@ -64,6 +64,11 @@ class ShownProgress:
         if self.bar is not None:
             self.bar.stop()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a bar."""
+        return self.bar is not None
+
     def begin(self, total: int, what: str = "") -> None:
         """Let the bar begin anew."""
         if self.bar is not None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from weakref import WeakKeyDictionary
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, Task
+from decode.cluster.workers import Crew
 from decode.commands.task_problems import encode_problems
+from decode.decoders import Decoder
 from decode.evaluation.judged import decode_and_judge
 from decode.reporting.measurements import Measurements
 from decode.tuning.space import Space
@@ -17,18 +21,20 @@ from decode.tuning.tuning_run import Tuning
 
 Problems = dict[tuple[str, str], list[Problem]]
 """By task and split."""
+Asked = tuple[Task, Decoder, list[Problem]]
+"""What a job decodes, and how."""
+_WARM: WeakKeyDictionary[DiffusionModel, set[tuple[object, ...]]] = WeakKeyDictionary()
 
 
 class Bench:
-    """Does jobs on a model, each once: what is in the ledger is not measured again.
+    """Does jobs with a crew, each once: what is in the ledger is not measured again.
 
-    on_done: told of each job done, measured or found. A setting decodes one problem untimed before
-    its first job in this process.
+    on_done: told of each job done, measured or found.
     """
 
     def __init__(
         self,
-        model: DiffusionModel,
+        crew: Crew,
         space: Space,
         problems: Problems,
         ledger: TuningLedger,
@@ -37,31 +43,49 @@ class Bench:
         batch_size: int,
         on_done: Callable[[JobDone], None],
     ):
-        self.model, self.space, self.problems, self.ledger = model, space, problems, ledger
+        self.crew, self.space, self.problems, self.ledger = crew, space, problems, ledger
         self.tasks = {task.name: task for task in tasks}
         self.batch_size = batch_size
         self.on_done = on_done
-        self.warm: set[tuple[object, ...]] = set()
 
     def measure(self, job: TuningJob) -> Measurements:
         """What the job gives. Raises NonFiniteLogitsError."""
-        if job not in self.ledger.done:
-            measurement = self._measure(job)
-            self.ledger.add(measurement)
+        self._add([job])
         self.on_done(self.ledger.done[job])
         return self.ledger.done[job].measured
 
-    def _measure(self, job: TuningJob) -> JobDone:
-        began = time.perf_counter()
+    def measure_ahead(self, jobs: Iterable[TuningJob]) -> None:
+        """Let several workers do jobs at a time that `measure` will ask for; one does each when it
+        is asked for."""
+        if self.crew.count > 1:
+            self._add(jobs)
+
+    def _add(self, jobs: Iterable[TuningJob]) -> None:
+        new = [(job, self._asked(job)) for job in jobs if job not in self.ledger.done]
+        work = partial(measure_jobs, batch_size=self.batch_size)
+        for _, done in self.crew.spread(work, new, 1):
+            self.ledger.add(done)
+
+    def _asked(self, job: TuningJob) -> Asked:
         task = self.tasks[job.task]
-        decoder = self.space.build(dict(job.setting), task)
         problems = self.problems[job.task, job.split][job.first : job.stop]
+        return task, self.space.build(dict(job.setting), task), problems
+
+
+def measure_jobs(
+    model: DiffusionModel, jobs: Iterable[tuple[TuningJob, Asked]], *, batch_size: int
+) -> Iterator[tuple[TuningJob, JobDone]]:
+    """Each job, measured. A setting decodes one problem of a task untimed before its first job on
+    this model in this process."""
+    warm = _WARM.setdefault(model, set())
+    for job, (task, decoder, problems) in jobs:
+        began = time.perf_counter()
         # The warm-up counts in `wall`, by which the budget is spent, and in no measured second.
-        if (job.task, job.setting) not in self.warm:
-            decode_and_judge(self.model, decoder, task, problems[:1], batch_size=self.batch_size)
-            self.warm.add((job.task, job.setting))
-        judged = decode_and_judge(self.model, decoder, task, problems, batch_size=self.batch_size)
-        return JobDone(job, judged.measurements(), time.perf_counter() - began)
+        if (job.task, job.setting) not in warm:
+            decode_and_judge(model, decoder, task, problems[:1], batch_size=batch_size)
+            warm.add((job.task, job.setting))
+        judged = decode_and_judge(model, decoder, task, problems, batch_size=batch_size)
+        yield job, JobDone(job, judged.measurements(), time.perf_counter() - began)
 
 
 def make_all_problems(tuning: Tuning) -> Problems:

@@ -122,11 +122,13 @@ def run_search(
     seed: int = 0,
     seconds_left: Callable[[], float] = lambda: math.inf,
     on_rung: Callable[[int, int, int], None] = lambda settings, first, stop: None,
+    on_pass: Callable[[Sequence[Setting], int, int], None] = lambda alive, first, stop: None,
 ) -> Found:
     """Measure settings rung by rung. Every decision follows from what `measure` and `seconds_left`
     give: with the same answers it comes out the same. seed: of the draws that decide who goes on.
     seconds_left: for measuring; what is left is shared evenly by the rungs to come. on_rung: told
-    before each rung how many settings decode problems ``[first, stop)``."""
+    before each rung how many settings decode problems ``[first, stop)``. on_pass: told before each
+    pass which settings will be asked for next, with which problems."""
     parts: list[list[Measurements]] = [[] for _ in settings]
     alive, reached = list(range(len(settings))), 0
     cuts: list[Cut] = []
@@ -153,6 +155,7 @@ def run_search(
     for place, rung in enumerate(stops):
         on_rung(len(alive), reached, rung)
         for first, stop in passes(reached, rung, plan.smallest, plan.look):
+            on_pass([settings[i] for i in alive], first, stop)
             for i in alive:
                 measured = measure(settings[i], first, stop)
                 if measured is None:

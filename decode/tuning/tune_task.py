@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from d2f.contract import Contract
 from decode.reporting.measurements import Measurements, joined
 from decode.reporting.shown_progress import ShownProgress
 from decode.tuning.bench import Bench
@@ -13,8 +16,11 @@ from decode.tuning.tuning_ledger import job
 from decode.tuning.tuning_run import Tuning
 
 
-def tune_task(bench: Bench, tuning: Tuning, task: str, display: ShownProgress) -> Outcome:
-    """One task: the search on its tuning problems, the choice, the final measurement."""
+def tune_task(
+    bench: Bench, tuning: Tuning, task: str, contract: Contract, display: ShownProgress
+) -> Outcome:
+    """One task: the search on its tuning problems, the choice, the final measurement. contract: of
+    the model."""
     settings = bench.space.settings
     used: list[float] = []  # seconds of this search, what the ledger had of it included
 
@@ -30,6 +36,11 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: ShownProgress) -
         measured = bench.measure(wanted)
         used.append(bench.ledger.done[wanted].wall)
         return measured
+
+    def on_pass(alive: Sequence[Setting], first: int, stop: int) -> None:
+        # Several workers look at the budget before a pass, one before each setting of it.
+        if stop <= plan.look or bench.ledger.spent(task) < tuning.budget_per_task:
+            bench.measure_ahead(job(task, "tuning", setting, first, stop) for setting in alive)
 
     def on_rung(alive: int, first: int, stop: int) -> None:
         what = f"{task}, {alive} settings on tuning problems {first + 1} to {stop}"
@@ -51,12 +62,13 @@ def tune_task(bench: Bench, tuning: Tuning, task: str, display: ShownProgress) -
         seed=tuning.seed,
         seconds_left=seconds_left,
         on_rung=on_rung,
+        on_pass=on_pass,
     )
     choice = choose(goal, found.comparable())
     chosen, reference = (
         settings[found.compared[i]] for i in (choice.chosen, choice.reference)
     )  # fmt: skip
-    finals = measure_heldout(bench, tuning, task, chosen, reference, display)
+    finals = measure_heldout(bench, tuning, task, chosen, reference, contract, display)
     return Outcome(task, goal, settings, found, choice, finals)
 
 
@@ -66,16 +78,22 @@ def measure_heldout(
     task: str,
     chosen: Setting,
     reference: Setting,
+    contract: Contract,
     display: ShownProgress,
 ) -> list[Final]:
     """The chosen, the most accurate and the default setting on the held-out problems, in turn."""
-    defaults = bench.space.defaults(bench.model.contract)
+    defaults = bench.space.defaults(contract)
     wanted = finals_of(chosen, reference, defaults)
     parts = passes(0, tuning.heldout, smallest_pass(tuning.batch_size))
     total = len(wanted) * tuning.repetitions * tuning.heldout
     _begin(display, f"{task}, {len(wanted)} settings on held-out problems", total)
     parts_of: dict[tuple[int, int], list[Measurements]] = {}
     for repetition in range(tuning.repetitions):
+        bench.measure_ahead(
+            job(task, "heldout", setting, first, stop, repetition)
+            for first, stop in parts
+            for _, setting in wanted
+        )
         # In turn, as in the search: a machine that gets slower does so for all of them.
         for first, stop in parts:
             for i, (_, setting) in enumerate(wanted):

@@ -13,7 +13,15 @@ from decode.commands.decoder_flags import (
     options_by_name,
     summaries,
 )
-from decode.commands.parser import Parser, add_model, add_tasks, add_verbose, chosen_tasks
+from decode.commands.parser import (
+    Parser,
+    add_model,
+    add_tasks,
+    add_verbose,
+    add_workers,
+    check_workers,
+    chosen_tasks,
+)
 from decode.decoders.base import searchable
 from decode.decoders.options import default_grid
 from decode.reporting.extras import require_matplotlib
@@ -41,6 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """
     kinds = offered(arguments)
     options = _parser(kinds).parse_args(arguments)
+    check_workers(options)
     options.tasks = chosen_tasks(options)
     given = {name: getattr(options, name) for kind in kinds for name in searchable(kind)}
     options.lists = {name: values for name, values in given.items() if values is not None}
@@ -167,6 +176,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="draw frontier.png and frontier.svg, which needs matplotlib (default)",
     )
+    add_workers(group)
     add_verbose(group)
 
 

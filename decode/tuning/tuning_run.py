@@ -70,7 +70,9 @@ class Tuning:
         return math.inf if self.budget is None else self.budget / len(self.chosen)
 
 
-def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) -> dict[str, Any]:
+def describe(
+    model: DiffusionModel, tuning: Tuning, space: Space, weights: str, workers: int = 1
+) -> dict[str, Any]:
     """What decides a run's measurements. The goal, the budget and the final measurement's size
     are not in it: they may change over one ledger."""
 
@@ -89,4 +91,6 @@ def describe(model: DiffusionModel, tuning: Tuning, space: Space, weights: str) 
         "eta": tuning.eta,
         "batch_size": tuning.batch_size,
         "seed": tuning.seed,
+        # Those beside it take memory bandwidth: each number has speeds of its own.
+        **({"workers": workers} if workers > 1 else {}),
     }

@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
@@ -25,7 +26,9 @@ from decode.commands.parser import (
     add_model,
     add_tasks,
     add_verbose,
+    add_workers,
     check_least,
+    check_workers,
     chosen_tasks,
 )
 from decode.commands.run_command import command
@@ -34,7 +37,9 @@ from decode.reporting.places import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
+    from decode.cluster.workers import Crew
     from distill.rollouts.collect import TrajectoryJob
+    from distill.rollouts.rollout_ledger import RolloutLedger
     from distill.rollouts.trajectories import Rollout
 
 RECORDED = ("wino", "d2f")
@@ -48,13 +53,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from decode.cluster.workers import workers
     from decode.commands.decoder_settings import DecoderSettings
-    from decode.commands.load_model import check_options, load, outline
+    from decode.commands.load_model import check_options, outline
     from decode.commands.task_problems import give_notices
-    from decode.reporting.shown_progress import ShownProgress
-    from distill.rollouts.collect import collect, make_jobs
+    from distill.rollouts.collect import make_jobs
     from distill.rollouts.rollout_ledger import RolloutLedger
 
     given = given_options(options)
@@ -64,9 +67,26 @@ def _run(options: argparse.Namespace) -> None:
     check_options(options)
     shape = outline(options.model, options.adapter)
     jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
+    RolloutLedger.refuse_early(options.output, describe(options, shape, "", jobs))
     give_notices(options.tasks)
-    model, weights = load(options)
-    file = RolloutLedger(options.output, describe(options, model, weights, jobs))
+    with workers(options) as crew:
+        file = RolloutLedger(options.output, crew.ask(describe, jobs))
+        _collect(options, crew, jobs, file)
+    for task in options.tasks:
+        kept = sum(name.startswith(f"{task.name}-") for name in file.done)
+        print(f"{task.name:<10} {kept} of {options.problems} right and kept")
+
+
+def _collect(
+    options: argparse.Namespace, crew: Crew, jobs: list[TrajectoryJob], file: RolloutLedger
+) -> None:
+    """Collect what the file does not have."""
+    from rich.console import Console
+
+    from decode.cluster.workers import chunk_size
+    from decode.reporting.shown_progress import ShownProgress
+    from distill.rollouts.collect import collect
+
     order = {job.name: number for number, job in enumerate(jobs)}
     places = [order.get(name, -1) for name in file.done]
     # Rollouts are written in the order of the problems: the last one says how far the run was.
@@ -75,20 +95,21 @@ def _run(options: argparse.Namespace) -> None:
     first = places[-1] + 1 if places else 0
     if first:
         print(f"{file.path}: going on after {[*file.done][-1]}", file=sys.stderr)
+    work = partial(
+        collect,
+        temperatures=options.temperatures,
+        seed=options.seed,
+        batch_size=options.batch_size,
+    )
+    left = [*enumerate(jobs)][first:]
+    size = chunk_size(options.batch_size, len(left), crew.count)
     waiting: dict[int, Rollout | None] = {}
     display = ShownProgress(Console(stderr=True) if sys.stderr.isatty() else None, "problems")
     file.start()
     with display:
         display.begin(len(jobs))
         display.advance(first)
-        for number, rollout in collect(
-            model,
-            jobs,
-            first=first,
-            temperatures=options.temperatures,
-            seed=options.seed,
-            batch_size=options.batch_size,
-        ):
+        for number, rollout in crew.spread(work, left, size):
             # None for a problem that no temperature solved: it takes its turn and leaves no line.
             waiting[number] = rollout
             display.advance()
@@ -99,9 +120,6 @@ def _run(options: argparse.Namespace) -> None:
                 if found is not None:
                     file.add(found)
                 first += 1
-    for task in options.tasks:
-        kept = sum(name.startswith(f"{task.name}-") for name in file.done)
-        print(f"{task.name:<10} {kept} of {options.problems} right and kept")
 
 
 def describe(
@@ -159,6 +177,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=int, default=32, help="problems a forward (default 32)"
     )
+    add_workers(parser)
     add_verbose(parser)
     group = parser.add_argument_group("decoder")
     kinds = [DECODERS[name] for name in RECORDED]
@@ -166,6 +185,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.tasks = chosen_tasks(options)
     check_least(options, problems=1, batch_size=1)
+    check_workers(options)
     if options.seed < 0:
         raise InputError(f"--seed must be 0 or more, got {options.seed}")
     options.temperatures = _temperatures(options.temperatures)

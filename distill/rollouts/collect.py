@@ -4,7 +4,7 @@ accepts is kept with the forward that decided every token for good. The command 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from d2f.errors import InputError
@@ -90,22 +90,24 @@ class Trajectory:
 
 def collect(
     model: DiffusionModel,
-    jobs: Sequence[TrajectoryJob],
+    jobs: Iterable[tuple[int, TrajectoryJob]],
     *,
-    first: int = 0,
     temperatures: Sequence[float],
     seed: int = 0,
     batch_size: int = 32,
 ) -> Iterator[tuple[int, Rollout | None]]:
-    """(number, rollout) of each job from `first` on, as they finish; None where no temperature gave
-    a right answer. What a job gives depends on its number, its problem and the seed alone."""
+    """(number, rollout) of each job, given with its number, as they finish; None where no
+    temperature gave a right answer. What a job gives depends on its number, its problem and the
+    seed alone."""
+    numbered = dict(jobs)
     # Any job fits beside any others.
-    slots = max((job.decoder.begin(job.ids, model.contract).slots for job in jobs), default=1)
+    sizes = (job.decoder.begin(job.ids, model.contract).slots for job in numbered.values())
+    slots = max(sizes, default=1)
     engine = Engine(model, batch_size=batch_size, slots=slots * batch_size)
     under_way: dict[int, Trajectory] = {}
 
     def submit(number: int, rung: int) -> None:
-        job = jobs[number]
+        job = numbered[number]
         # By the job's number, so that what it draws does not depend on where a run was resumed.
         decoder = replace(job.decoder, temperature=temperatures[rung], seed=seed + number)
         # One number that says which problem at which temperature; `divmod` below takes it apart.
@@ -113,7 +115,7 @@ def collect(
         under_way[index] = Trajectory(decoder.name == "d2f")
         engine.submit(Request(index, job.ids, decoder, model.contract, model.tokenizer))
 
-    rest = iter(range(first, len(jobs)))
+    rest = iter(numbered)
     while True:
         # Only as many wait as may enter next: each has a session, and the problems may be
         # thousands.
@@ -130,11 +132,11 @@ def collect(
                 continue
             del under_way[event.request]
             number, rung = divmod(event.request, len(temperatures))
-            job = jobs[number]
+            job = numbered[number]
             text = before_stop(event.result.text or "", job.task.stop)
             if job.task.right(job.problem, text):
                 temperature = temperatures[rung]
-                yield number, trajectory.rollout(jobs[number], event.result, temperature)
+                yield number, trajectory.rollout(job, event.result, temperature)
             elif rung + 1 < len(temperatures):
                 submit(number, rung + 1)
             else:

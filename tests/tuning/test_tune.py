@@ -263,7 +263,8 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
     for more, message in (
         (["--seed", "1"], "seed was 0, now 1"),
         (["--tau-conf", "0.6"], "grid was {'block_size': ["),
-        (["--model", "tiny-teacher"], "weights was '"),
+        (["--model", "tiny-teacher"], "grid was {'block_size': ["),
+        (["--model", "tiny-wino-plus-d2f"], "weights was '"),
         (["--batch-size", "2"], "batch_size was 1, now 2"),
     ):
         assert main([*arguments, *more]) == 2

@@ -1,0 +1,1 @@
+"""What `decode.batch` does: its flags, its rows, their ledger, and the files it leaves."""

@@ -1,0 +1,13 @@
+import pytest
+import torch
+from tiny import random_model
+
+from d2f.save_transformers import save_model
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory) -> str:
+    """A small random D2F model, as a folder."""
+    folder = tmp_path_factory.mktemp("model") / "llada"
+    save_model(random_model("llada"), folder, dtype=torch.float32)
+    return str(folder)

@@ -1,0 +1,167 @@
+"""Several workers on a real Ray, which is started once: the same results as one worker gives, also
+where a worker or the command is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import items
+import psutil
+import pytest
+from batch_runs import ROWS, answered, command, files, write_rows
+
+from d2f.errors import InputError, NonFiniteLogitsError
+from decode import batch, evaluate, tune
+from decode.cluster.ray_session import ray_session
+from decode.cluster.workers import RayWorkers
+from distill.rollouts import __main__ as rollouts
+
+pytestmark = [
+    pytest.mark.slow,
+    # Not importorskip: the session sets what Ray reads when it is imported.
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is missing"),
+]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """Ray for this module, which its commands find running and use."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two workers need two cores")
+    with pytest.MonkeyPatch.context() as patch:
+        # Threads are shared out where nobody set their number.
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))  # for `items`
+        with ray_session(None, 2, "--workers"):
+            yield
+
+
+@pytest.fixture(scope="module")
+def crew(cluster, saved):
+    options = Namespace(
+        model=saved, adapter=None, family=None, dtype=None, device="cpu", verbose=False,
+        merge=True, compile=False,
+    )  # fmt: skip
+    found = RayWorkers(options, 2, 1, 0)
+    yield found
+    found.close()
+
+
+def test_each_worker_has_its_own_process_and_its_share_of_the_threads(crew):
+    own, threads = crew.ask(items.process)
+    assert own != os.getpid() and threads == 1
+
+
+@pytest.mark.parametrize("kills", [{}, {0: 1}, {7: 1, 15: 1}, {19: 1}])
+def test_a_worker_that_dies_is_replaced_and_nothing_is_lost_or_given_twice(crew, tmp_path, kills):
+    work = partial(items.doubled, deaths=tmp_path, kills=kills)
+    found = list(crew.spread(work, ((f"key {n}", n) for n in range(20)), 4))
+    assert sorted(found) == sorted((f"key {n}", 2 * n) for n in range(20))
+    assert len(list(tmp_path.iterdir())) == len(kills)
+
+
+def test_items_that_kill_every_worker_end_the_command(crew, tmp_path):
+    work = partial(items.doubled, deaths=tmp_path, kills={5: 2})
+    with pytest.raises(InputError, match=r"2 workers died .* the same items .*the first is 5\)"):
+        list(crew.spread(work, ((n, n) for n in range(8)), 4))
+
+
+def test_an_error_of_a_worker_is_raised_as_it_was(crew):
+    with pytest.raises(NonFiniteLogitsError, match=r"^item 3$"):
+        list(crew.spread(items.failing, ((n, n) for n in range(8)), 4))
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+def test_two_workers_answer_as_one(saved, tmp_path, temperature):
+    rows, more = write_rows(tmp_path / "rows.jsonl"), ("--temperature", temperature)
+    one = answered(saved, rows, tmp_path / "one", *more)
+    assert answered(saved, rows, tmp_path / "two", *more, "--workers", "2") == one
+
+
+def test_two_workers_evaluate_as_one_and_go_on_where_one_stopped(saved, tmp_path):
+    words = ["--model", saved, "--tasks", "sudoku", "--problems", "8", "--batch-size", "2"]
+    words += ["--max-new-tokens", "16", "--block-size", "4", "--temperature", "0.9"]
+
+    def found(folder: Path, *more: str) -> tuple:
+        assert evaluate.main([*words, "--output", str(folder), *more]) == 0
+        header, *lines = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+        row = json.loads((folder / "report.json").read_text())["rows"][0]
+        counted = {k: v for k, v in row.items() if k not in ("seconds", "decoded", "workers")}
+        answers = {line["id"]: {**line, "seconds": None} for line in lines}
+        return header, answers, counted, row["decoded"], row["workers"]
+
+    *one, decoded, count = found(tmp_path / "one")
+    assert (decoded, count) == (8, 1)
+    lines = (tmp_path / "one" / "answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "answers.jsonl").write_text("".join(lines[:4]))
+    assert found(tmp_path / "two", "--workers", "2") == (*one, 5, 2)
+
+
+def test_two_workers_collect_the_rollouts_of_one_in_their_order(saved, tmp_path):
+    words = ["--model", "tiny-teacher", "--tasks", "sudoku", "--problems", "12"]
+    words += ["--batch-size", "2", "--block-size", "8", "--temperatures", "0,0.5"]
+    for name, more in (("one", []), ("two", ["--workers", "2"])):
+        assert rollouts.main([*words, "--output", str(tmp_path / name), *more]) == 0
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+    assert len((tmp_path / "one").read_bytes().splitlines()) > 1
+
+
+def test_two_workers_measure_what_one_does_but_for_the_time(saved, tmp_path):
+    words = ["--model", saved, "--tasks", "sudoku", "--search", "grid", "--problems", "4"]
+    words += ["--heldout", "4", "--repetitions", "2", "--no-figures", "--block-size", "4"]
+    words += ["--tau-add", "0.1", "--tau-act", "0.5,1", "--tau-conf", "0.1,0.5"]
+
+    def found(name: str, *more: str) -> tuple:
+        assert tune.main([*words, "--output", str(tmp_path / name), *more]) == 0
+        text = (tmp_path / name / "measurements.jsonl").read_text()
+        header, *lines = map(json.loads, text.splitlines())
+        counts = {}
+        for line in lines:
+            if line["split"] == "tuning":  # which are measured in the end follows from the speeds
+                key = (json.dumps(line["setting"]), line["first"])
+                counts[key] = line["right"], line["tokens"], line["forwards"]
+        return header["run"], counts
+
+    one, two = found("one"), found("two", "--workers", "2")
+    assert two[1] == one[1] and len(one[1]) == 4
+    assert two[0].pop("workers") == 2
+    different = {key for key in one[0] if one[0][key] != two[0][key]}
+    assert different <= {"threads"}  # a worker has its share
+    assert tune.main([*words, "--output", str(tmp_path / "two")]) == 2  # other speeds
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_command_that_is_stopped_leaves_no_process_and_is_gone_on_with(saved, tmp_path, how):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    more = ("--temperature", "0.9")
+    whole = answered(saved, rows, tmp_path / "whole", *more)
+    words = command(saved, rows, tmp_path / "out", *more, "--workers", "2")
+    slow = f"import slow_rows; from decode.batch import main; raise SystemExit(main({words}))"
+    running = subprocess.Popen([sys.executable, "-c", slow], stderr=subprocess.PIPE, text=True)
+    ledger = tmp_path / "out" / "ledger.jsonl"
+    while running.poll() is None and (not ledger.exists() or ledger.read_bytes().count(b"\n") < 4):
+        time.sleep(0.1)
+    assert running.poll() is None, running.stderr.read()
+    started = psutil.Process(running.pid).children(recursive=True)
+    assert started
+    running.send_signal(how)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == (130 if how == signal.SIGINT else -how)
+    assert how == signal.SIGKILL or "interrupted; what is answered stays" in said
+    _, alive = psutil.wait_procs(started, timeout=60)
+    assert alive == []
+    kept = ledger.read_bytes().count(b"\n") - 1
+    assert 3 <= kept < len(ROWS)
+    assert batch.main(words) == 0
+    assert files(tmp_path / "out") == whole
