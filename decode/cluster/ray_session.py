@@ -34,7 +34,7 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
     """
     require_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    here = [{"CPU": _cores_here(), "GPU": _gpus_here() if gpus else 0}]
+    here = [{"CPU": cores_here(), "GPU": _gpus_here() if gpus else 0}]
     if address == "local":
         cores = share(here, workers, option, gpus)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -96,7 +96,7 @@ def has_gpus() -> bool:
     return any(node.get("GPU", 0) for node in nodes())
 
 
-def _cores_here() -> int:
+def cores_here() -> int:
     """Those that this process may use."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return there or 1

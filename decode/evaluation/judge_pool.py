@@ -10,7 +10,6 @@ has judged that response wrong, and the next one finds a new process.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 from d2f.errors import InputError
 from d2f.tasks import Problem, Task
+from decode.cluster.ray_session import cores_here
 
 Asked = tuple[Task, Problem, str]
 """A task, a problem of it, and the text of a response."""
@@ -31,8 +31,7 @@ STOP_SECONDS = 2.0
 
 def default_jobs() -> int:
     """As many as there are cores, some at most: each is a Python of its own."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(cores or 1, MOST_BY_DEFAULT)
+    return min(cores_here(), MOST_BY_DEFAULT)
 
 
 class JudgePool:

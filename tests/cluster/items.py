@@ -10,7 +10,7 @@ from d2f.errors import NonFiniteLogitsError
 
 
 def process(options, model, weights):
-    return os.getpid(), int(os.environ["OMP_NUM_THREADS"])
+    return os.getpid()
 
 
 def doubled(model, items, *, deaths: Path, kills: dict[int, int]):

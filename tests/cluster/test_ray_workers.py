@@ -52,14 +52,13 @@ def crew(cluster, saved):
         model=saved, adapter=None, family=None, dtype=None, device="cpu", verbose=False,
         merge=True, compile=False,
     )  # fmt: skip
-    found = RayWorkers(options, 2, 1, 0)
+    found = RayWorkers(options, 2, 0, 0)  # no cores: the commands beside it want them all
     yield found
     found.close()
 
 
-def test_each_worker_has_its_own_process_and_its_share_of_the_threads(crew):
-    own, threads = crew.ask(items.process)
-    assert own != os.getpid() and threads == 1
+def test_a_worker_is_a_process_of_its_own(crew):
+    assert crew.ask(items.process) not in (os.getpid(), None)
 
 
 @pytest.mark.parametrize("kills", [{}, {0: 1}, {7: 1, 15: 1}, {19: 1}])
@@ -137,7 +136,8 @@ def test_two_workers_measure_what_one_does_but_for_the_time(saved, tmp_path):
     assert two[1] == one[1] and len(one[1]) == 4
     assert two[0].pop("workers") == 2
     different = {key for key in one[0] if one[0][key] != two[0][key]}
-    assert different <= {"threads"}  # a worker has its share
+    assert different <= {"threads"}
+    assert two[0]["threads"] == len(os.sched_getaffinity(0)) // 2
     assert tune.main([*words, "--output", str(tmp_path / "two")]) == 2  # other speeds
 
 
