@@ -1,9 +1,12 @@
 """Imported by a command that a test stops half way: answers leave it slowly."""
 
+import signal
 import time
 
 from decode.reporting import ledger
 
+# Tests that run in a shell's background have it ignored, and so would the command.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 added = ledger.Ledger.add
 
 

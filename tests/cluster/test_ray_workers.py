@@ -154,12 +154,15 @@ def test_a_command_that_is_stopped_leaves_no_process_and_is_gone_on_with(saved, 
         time.sleep(0.1)
     assert running.poll() is None, running.stderr.read()
     started = psutil.Process(running.pid).children(recursive=True)
-    assert started
+    # Ray's own, which hold no model and outlive a kill -9 of who started them for a while.
+    agents = [process for process in started if "Agent" in process.cmdline()[0]]
+    assert len(agents) < len(started)
     running.send_signal(how)
     _, said = running.communicate(timeout=60)
     assert running.returncode == (130 if how == signal.SIGINT else -how)
     assert how == signal.SIGKILL or "interrupted; what is answered stays" in said
-    _, alive = psutil.wait_procs(started, timeout=60)
+    workers = [process for process in started if process not in agents]
+    _, alive = psutil.wait_procs(started if how == signal.SIGINT else workers, timeout=60)
     assert alive == []
     kept = ledger.read_bytes().count(b"\n") - 1
     assert 3 <= kept < len(ROWS)
