@@ -11,6 +11,7 @@ from d2f.errors import InputError
 from d2f.shipped import DECODING, find_config
 from decode.commands.decoder_flags import Kind, add_decoder, add_sampling, offered
 from decode.commands.parser import DEFAULT_MODEL, Parser, add_model, add_verbose, check_least
+from decode.commands.replica_flags import add_replicas, check_replicas
 from decode.decoders import find_decoder
 
 KEY_VARIABLE = "D2F_API_KEY"
@@ -55,6 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             raise InputError(f"--{name} must be a number of seconds above 0, got {value:g}")
     if options.port > 65535:
         raise InputError(f"--port must be at most 65535, got {options.port}")
+    check_replicas(options)
     options.api_key = keys(options.api_key)
     options.public = _public(options.public)
     if options.decoder is not None:
@@ -124,6 +126,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     )
     tokens = parser.add_argument_group("choice of tokens (all decoders; default: greedy)")
     _add_engine(parser.add_argument_group("engine (each model has its own)"))
+    add_replicas(parser.add_argument_group("replicas (extra ray)"))
     _add_limits(parser.add_argument_group("limits"))
     _add_access(parser.add_argument_group("address and access"))
     _add_log(parser.add_argument_group("log, on standard error"))

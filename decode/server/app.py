@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import cast
 
 from fastapi import FastAPI, Request
@@ -28,15 +28,26 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        for served in models:
-            await served.engine.close(finish=False)
+        await state.cancel()
 
-    settings = settings or Settings()
-    state = ServerState({served.name: served for served in models}, settings, Metrics(models))
+    by_name = {served.name: served for served in models}
+    state = ServerState(by_name, settings or Settings(), Metrics(by_name))
+    app = new_app(state, lifespan)
+    for module in (decoding, about_models, tokenization):
+        app.include_router(module.router)
+    return app
+
+
+def new_app(
+    state: ServerState, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """An application with all that concerns no model: the frame around every request, errors, how
+    the server is, and the page."""
+    settings = state.settings
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="d2f-toolkit", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = state
-    for module in (decoding, about_models, tokenization, status, page_routes):
+    for module in (status, page_routes):
         app.include_router(module.router)
     app.mount("/page", StaticFiles(directory=page_routes.PAGE), name="page")
     app.add_exception_handler(ApiError, _api_error)

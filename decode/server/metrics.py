@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,7 +21,7 @@ _WHOSE = ("model", "decoder")
 class Metrics:
     """The counts of one application, in a registry of its own."""
 
-    def __init__(self, models: Sequence[ServedModel]):
+    def __init__(self, models: Mapping[str, ServedModel]):
         self._registry = registry = CollectorRegistry()
         registry.register(_Engines(models))
 
@@ -85,7 +85,7 @@ class Metrics:
 class _Engines(Collector):
     """What the engines say of themselves when they are asked."""
 
-    def __init__(self, models: Sequence[ServedModel]):
+    def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
@@ -103,7 +103,7 @@ class _Engines(Collector):
             "forwards": "Calls of the model.",
             "rows": "Rows that these fed.",
         }
-        stats = {served.name: served.engine.stats for served in self._models}
+        stats = {name: served.engine.stats for name, served in self._models.items()}
         for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, text in names.items():
                 family = kind(f"d2f_engine_{name}", text, labels=("model",))

@@ -36,7 +36,8 @@ _HEADERS = {
 
 @dataclass(eq=False)
 class Record:
-    """What the log says of a request. prompts: only where they are to be logged."""
+    """What the log says of a request. prompts: only where they are to be logged. told: what the
+    replica that answered it says of it, fields: all that was logged."""
 
     id: str
     began: float = field(default_factory=time.perf_counter)
@@ -44,6 +45,8 @@ class Record:
     generation: Generation | None = None
     prompts: Any = None
     error: str | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(request: Request) -> Record:
@@ -96,7 +99,7 @@ class RequestFrame:
         status = record.status or GONE
         # Of paths that are none anyone can make more than a counter has room for.
         self._state.metrics.answered(getattr(scope.get("route"), "path", "none"), status)
-        fields: dict[str, Any] = {
+        fields = record.told | {
             "id": record.id,
             "method": scope["method"],
             "path": scope["path"][:200],
@@ -121,6 +124,7 @@ class RequestFrame:
             fields["prompts"] = record.prompts
         if record.error is not None:
             fields["error"] = record.error
+        record.fields = fields
         LOGGER.info("request", extra={"fields": fields})
 
 

@@ -59,8 +59,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
         if self._state.in_flight:
             say(f"cancelling {self._state.in_flight} requests")
-            for served in self._state.models.values():
-                await served.engine.close(finish=False)  # their streams end with an error
+            await self._state.cancel()  # their streams end with an error
         self.should_exit = True
 
 

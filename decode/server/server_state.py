@@ -36,9 +36,18 @@ class ServerState:
             )
         return self.models[name]
 
-    def is_ready(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether a request would be taken."""
         return not self.draining and not any(m.engine.closed for m in self.models.values())
+
+    async def metrics_text(self) -> bytes:
+        """All counts, as Prometheus reads them."""
+        return self.metrics.text()
+
+    async def cancel(self) -> None:
+        """End what runs with an error, and take no more."""
+        for served in self.models.values():
+            await served.engine.close(finish=False)
 
 
 def state_of(request: Request) -> ServerState:

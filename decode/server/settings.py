@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 MEGABYTE = 1_000_000
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -32,3 +34,20 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
+
+
+def settings_of(options: argparse.Namespace, *, allowed_hosts: tuple[str, ...]) -> Settings:
+    """Those of a command line. allowed_hosts: where it names none."""
+    return Settings(
+        max_body=options.max_body,
+        body_seconds=options.body_timeout,
+        request_seconds=options.request_timeout,
+        send_seconds=options.send_timeout,
+        most_unsent=options.max_unsent,
+        most_choices=min(options.max_choices, options.max_batch + options.max_waiting),
+        api_keys=options.api_key,
+        public=options.public,
+        allowed_hosts=tuple(options.allowed_host) or allowed_hosts,
+        cors_origins=tuple(options.cors_origin),
+        log_prompts=options.log_prompts,
+    )

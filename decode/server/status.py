@@ -24,14 +24,14 @@ async def health() -> dict[str, str]:
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
     """Requests are taken: it is not stopping, and every engine runs."""
-    if not state_of(request).is_ready():
+    if not await state_of(request).is_ready():
         raise ApiError(503, "the server takes no requests", code="not_ready")
     return {"status": "ready"}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await state_of(request).metrics_text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")

@@ -81,7 +81,7 @@ class Unsent:
         """Add the last chunks; of an answer that failed its error."""
         self._write_texts()
         if error is not None:
-            self._add(_line(error.content))
+            self._add(event_line(error.content))
         else:
             if self._with_usage:
                 self._add(self._line(self._answers.last()))
@@ -161,9 +161,9 @@ class Unsent:
             more["usage"] = as_json(usage(self._generation))
         elif self._with_usage:
             more["usage"] = None
-        return _line(chunk | more)
+        return event_line(chunk | more)
 
 
-def _line(content: dict[str, Any]) -> bytes:
-    """One event; JSON has no line breaks."""
+def event_line(content: dict[str, Any]) -> bytes:
+    """One server-sent event; JSON has no line breaks."""
     return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"

@@ -26,6 +26,7 @@ from decode.commands.decoder_settings import DecoderSettings
 from decode.decoders import Decoder
 from decode.decoders.d2f import D2F
 from decode.decoders.freedave import FreeDave
+from decode.server import load_models
 from decode.server.served_model import check_settings, fitting
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +86,7 @@ def test_a_key_that_cannot_be_one_is_not_shown(capsys):
 
 
 def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(decode.serve, "load_models", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(load_models, "load_models", lambda *_: pytest.fail("it was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert decode.serve.main(["--port", str(port)]) == 2
@@ -116,15 +117,15 @@ def test_an_option_that_fits_no_model_is_refused(tiny_ar, tiny_d2f):
 
 def test_one_request_may_not_hold_up_all_others(tiny_d2f, tiny_ar):
     for model in (tiny_d2f, tiny_ar):
-        most = decode.serve.most_slots(model, 100)
-        (served,) = decode.serve.load_models(
+        most = load_models.most_slots(model, 100)
+        (served,) = load_models.load_models(
             serve_flags.parse(["--model", model.path, "--max-model-len", "100"]),
             DecoderSettings(None, {}),
         )
         engine = served.engine._engine
         assert engine.request_slots == most < engine.pool.slots
         asyncio.run(served.engine.close())
-    most = decode.serve.most_slots(tiny_d2f, None)
+    most = load_models.most_slots(tiny_d2f, None)
 
     def slots(decoder: Decoder) -> int:
         return decoder.begin([5], tiny_d2f.contract).slots
