@@ -109,4 +109,4 @@ def _beginning(body: bytes) -> str:
         prompt = values.get("messages") or values.get("prompt")
     except (ValueError, AttributeError, RecursionError):
         prompt = None
-    return str(prompt)
+    return str(prompt or None)

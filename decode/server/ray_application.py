@@ -24,6 +24,7 @@ from decode.server.logs import set_up_logs
 from decode.server.replica import Replica
 from decode.server.settings import settings_of
 
+MOST_WITHOUT_REPLICA = 1000  # requests that are not given to one yet, as for moments all are
 MOST = 1_000_000  # calls at a time: the engines' own queues say what is too many
 HEALTH_SECONDS = 2.0  # between looks at whether a replica lives
 PREFIX_ROUTER = (  # of ray.serve.llm, which imports vLLM before it gives it
@@ -53,7 +54,7 @@ def replicas(options: argparse.Namespace, **more: Any) -> Application:
     settings: dict[str, Any] = {
         "user_config": {"adapter": options.adapter},
         "max_ongoing_requests": MOST,
-        "max_queued_requests": options.max_waiting,
+        "max_queued_requests": MOST_WITHOUT_REPLICA,
         "graceful_shutdown_timeout_s": options.drain_seconds,
         "graceful_shutdown_wait_loop_s": 0.1,
         "health_check_period_s": HEALTH_SECONDS,

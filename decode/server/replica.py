@@ -16,7 +16,6 @@ from starlette.types import Message
 from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.commands.decoder_settings import read_settings
-from decode.commands.run_command import say
 from decode.server.app import create_app
 from decode.server.load_models import load_models
 from decode.server.request_frame import Record
@@ -25,7 +24,6 @@ from decode.server.served_model import ServedModel
 from decode.server.settings import settings_of
 
 TOLD = "d2f.told"  # the kind of message that has what the log is to say
-_LOADED_ANEW = ("adapter", "reload")
 
 
 @dataclass(frozen=True)
@@ -41,46 +39,37 @@ class Call:
 class Replica:
     """Answers calls with the application of `decode.server.app`.
 
-    options: the command line (`decode.commands.serve_flags.parse`). Which adapter the model has is
-    Ray's `user_config`, so that it can change while requests run: ``{"adapter": NAME}``, or
-    another number as ``{"reload": N}`` where the files changed and not their name.
+    options: the command line (`decode.commands.serve_flags.parse`). Which adapter the model has may
+    be Ray's `user_config` instead, ``{"adapter": NAME}``: it can change while requests run.
     """
 
     def __init__(self, options: argparse.Namespace):
         self._options = options
         self._app: FastAPI | None = None
-        self._loaded: dict[str, Any] = {}
         sys.setswitchinterval(SWITCH_SECONDS)
 
     async def reconfigure(self, config: dict[str, Any]) -> None:
+        """Load what `user_config` says, as `reload` does. Raises InputError."""
+        if set(config) - {"adapter"}:
+            raise InputError(f"user_config: expected adapter alone, got {', '.join(config)}")
+        adapter = config.get("adapter", self._options.adapter)
+        if adapter is not None and len(self._options.model) > 1:
+            raise InputError(f"adapter is for one model, got {len(self._options.model)}")
+        self._options.adapter = adapter
+        await self.reload()
+
+    async def reload(self) -> None:
         """Load the models, and take them for all requests from now on. Those that run keep the
-        models that they began with, which go with the last of them. Raises InputError for the
-        first models; of later ones it is noted, and the former models stay."""
-        if config == self._loaded.get("config"):
-            return
-        try:
-            models = await asyncio.to_thread(self._load, config)
-        except InputError as error:
-            if self._app is None:
-                raise
-            self._loaded = {"config": config, "error": str(error)}
-            say(f"error: {error}; the former models stay")
-            return
-        self._loaded = {"config": config, "error": None}
+        models that they began with, which go with the last of them. Raises InputError; the former
+        models stay then."""
+        models = await asyncio.to_thread(self._load)
         if self._app is None:
             self._app = create_app(models, settings_of(self._options, allowed_hosts=()))
         else:
             self._app.state.server.models.update({served.name: served for served in models})
 
-    def _load(self, config: dict[str, Any]) -> list[ServedModel]:
-        unknown = set(config) - set(_LOADED_ANEW)
-        if unknown:
-            expected = ", ".join(_LOADED_ANEW)
-            raise InputError(f"user_config: expected {expected}, got {', '.join(sorted(unknown))}")
-        adapter = config.get("adapter", self._options.adapter)
-        if adapter is not None and len(self._options.model) > 1:
-            raise InputError(f"adapter is for one model, got {len(self._options.model)}")
-        options = argparse.Namespace(**vars(self._options) | {"adapter": adapter})
+    def _load(self) -> list[ServedModel]:
+        options = argparse.Namespace(**vars(self._options))  # `load` changes what it is given
         with quiet(options.verbose):
             return load_models(options, read_settings(options))
 
@@ -124,10 +113,6 @@ class Replica:
         assert self._app is not None
         text = await self._app.state.server.metrics_text()
         return serve.get_replica_context().replica_id.unique_id, text.decode()
-
-    def loaded(self) -> dict[str, Any]:
-        """The last `user_config`, and the error that kept it from being taken, or None."""
-        return self._loaded
 
     async def check_health(self) -> None:
         """Raise where an engine has ended: Ray then starts another replica in this one's place."""

@@ -47,18 +47,17 @@ def serve_replicas(
 
         if not options.verbose:
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        deployed = _Deployed(options, cores, gpus)
         say(f"starting {options.min_replicas} replicas, each with {cores} cores and {gpus} GPUs")
+        name = f"d2f-{uuid.uuid4().hex[:8]}"  # others may use the cluster, too
         try:
             serve.start(proxy_location="Disabled")
-            handle = deployed.deploy()
+            handle = _deploy(name, options, {"num_cpus": cores, "num_gpus": gpus})
 
             @asynccontextmanager
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-                loop = asyncio.get_running_loop()
-                updates: set[asyncio.Task[None]] = set()
+                loop, reloads = asyncio.get_running_loop(), set()
                 loop.add_signal_handler(
-                    signal.SIGHUP, lambda: updates.add(loop.create_task(deployed.update()))
+                    signal.SIGHUP, lambda: reloads.add(loop.create_task(_reload(handle)))
                 )
                 yield
 
@@ -68,51 +67,41 @@ def serve_replicas(
             set_up_logs(options.log_format)
             run_server(app, listener, options.drain_seconds)
         finally:
-            serve.delete(deployed.name)
+            serve.delete(name)
 
 
-class _Deployed:
-    """The replicas of this command, under a name of their own on a cluster that others use, too."""
+def _deploy(name: str, options: argparse.Namespace, each: dict[str, int]) -> Any:
+    """Start the replicas, `each` with its share of the machine; their handle. Raises InputError."""
+    from ray import serve
 
-    def __init__(self, options: argparse.Namespace, cores: int, gpus: int):
-        self.name = f"d2f-{uuid.uuid4().hex[:8]}"
-        self._options = options
-        self._reload = 0
-        self._resources = {"num_cpus": cores, "num_gpus": gpus}
+    from decode.server.ray_application import replicas
 
-    def deploy(self) -> Any:
-        """Start the replicas, or have them take what is new of `user_config`; their handle. Returns
-        when all have. Raises InputError."""
-        from ray import serve
-
-        from decode.server.ray_application import replicas
-
-        options = self._options
-        config = {"adapter": options.adapter, "reload": self._reload}
-        scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
-        if options.min_replicas < options.max_replicas:
-            scaling = {
-                "autoscaling_config": {
-                    "min_replicas": options.min_replicas,
-                    "max_replicas": options.max_replicas,
-                    "target_ongoing_requests": options.target_requests or options.max_batch,
-                }
+    scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
+    if options.min_replicas < options.max_replicas:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": options.min_replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_requests or options.max_batch,
             }
-        target = replicas(options, user_config=config, ray_actor_options=self._resources, **scaling)
-        try:
-            return serve.run(target, name=self.name, route_prefix=None)
-        except RuntimeError as error:
-            said = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
-            raise InputError(f"no replica could be started: {said[-1].strip()}") from error
+        }
+    try:
+        return serve.run(
+            replicas(options, ray_actor_options=each, max_constructor_retry_count=1, **scaling),
+            name=name,
+            route_prefix=None,
+        )
+    except RuntimeError as error:
+        said = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
+        raise InputError(f"no replica could be started: {said[-1].strip()}") from error
 
-    async def update(self) -> None:
-        """Have each replica load its models anew, one after the other."""
-        self._reload += 1
-        say("loading the models anew, as SIGHUP asks")
-        handle = await asyncio.to_thread(self.deploy)
-        told = await handle.broadcast("loaded").results_async(return_exceptions=True)
-        failed = {one["error"] for one in told if isinstance(one, dict)} - {None}
-        for error in failed:
-            say(f"error: {error}; the former models stay")
-        if not failed:
-            say(f"{len(told)} replicas have the models anew")
+
+async def _reload(handle: Any) -> None:
+    """Have all replicas load their models anew, and say how it went."""
+    say("SIGHUP: loading the models anew")
+    told = await handle.broadcast("reload").results_async(return_exceptions=True)
+    failed = {str(one).strip().splitlines()[-1] for one in told if isinstance(one, Exception)}
+    for error in failed:
+        say(f"error: {error}; the former models stay")
+    if not failed:
+        say(f"{len(told)} replicas have loaded the models anew")
