@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
@@ -19,8 +20,10 @@ from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, f
 from d2f.tasks import find_task
 from decode.commands.decoder_settings import read_settings
 from decode.commands.pipeline_flags import parse
+from decode.commands.serve_flags import parse as parse_serve
 from decode.comparison.comparison_config import options_file
 from decode.comparison.comparison_config import read_config as read_comparison
+from decode.server.ray_application import application, command_line
 from distill.config import read_config
 from distill.rollouts.__main__ import parse as parse_rollouts
 
@@ -37,7 +40,7 @@ def elsewhere(tmp_path, monkeypatch):
 def test_every_file_is_found_and_no_two_have_one_name():
     assert sorted(shipped.shipped().values()) == FILES
     assert len({path.stem for path in FILES}) == len(FILES) > 20
-    folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, *EVALUATION, "accelerate"}
+    folders = {*TRAINING, *DECODING, *COMPARISON, *ABLATIONS, *EVALUATION, "accelerate", "ray"}
     assert folders == {path.parent.name for path in FILES}
     for folder in folders:  # as `d2f configs` lists them: gsm8k before gsm8k-chat
         assert list(shipped.shipped(folder)) == sorted(shipped.shipped(folder))
@@ -67,6 +70,10 @@ def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
         given = read_settings(parse(["--config", name, "--tau-conf", "0.5"])).given
         assert given["tau_conf"] == 0.5
         assert given.get("block_size") == yaml.safe_load(path.read_text()).get("block_size")
+    elif path.parent.name == "ray":
+        (made,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
+        assert made.import_path == f"{application.__module__}:{application.__name__}"
+        assert parse_serve(command_line(made.args)).model
     else:
         assert find_config(name, "accelerate") == path
 

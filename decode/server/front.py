@@ -12,6 +12,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from decode.server import about_models, decoding, tokenization
@@ -46,12 +48,7 @@ class FrontState(ServerState):
 
     async def is_ready(self) -> bool:
         """Whether a replica would take a request."""
-        if self.draining:
-            return False
-        try:
-            return any(await self._ask_all("is_ready"))
-        except TimeoutError:
-            return False
+        return not self.draining and any(await self._ask_all("is_ready"))
 
     async def metrics_text(self) -> bytes:
         """The counts of all replicas, each with its name, and those of the front."""
@@ -62,9 +59,12 @@ class FrontState(ServerState):
             answer.stop(ApiError(503, "the server is stopping", code="stopping"))
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """What each replica says that says anything. Raises TimeoutError."""
-        asked = self.replicas.broadcast(method)
-        said = await asked.results_async(timeout_s=REPLY_SECONDS, return_exceptions=True)
+        """What each replica says that says anything."""
+        try:
+            asked = self.replicas.broadcast(method)
+            said = await asked.results_async(timeout_s=REPLY_SECONDS, return_exceptions=True)
+        except (TimeoutError, RayError, RayServeException):  # one dies just now, or there is none
+            return []
         return [one for one in said if not isinstance(one, BaseException)]
 
 

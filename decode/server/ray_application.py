@@ -38,7 +38,7 @@ def application(args: dict[str, Any]) -> Application:
     their dashes, ``{"model": "tiny-d2f", "max-batch": 8}``; a list gives one several times, true
     gives one that has no value. How many replicas there are, and what each has of a machine, is
     the configuration's ``deployments``. Raises InputError."""
-    options = parse(_command_line(args))
+    options = parse(command_line(args))
     if options.max_replicas is not None:
         raise InputError("args: how many replicas there are is num_replicas of the deployment")
     decoding = read_settings(options)
@@ -88,7 +88,7 @@ class _Front:
         return create_front(self._handle, settings, reads_prompts=options.reuse_prefixes)
 
 
-def _command_line(args: dict[str, Any]) -> list[str]:
+def command_line(args: dict[str, Any]) -> list[str]:
     """``{"model": ["a", "b"], "verbose": True}``: ``--model a --model b --verbose``."""
     words = []
     for name, value in args.items():

@@ -98,7 +98,10 @@ def test_answers_and_streams_are_those_of_the_plain_server(two):
         chat = {"model": "m", "messages": [{"role": "user", "content": LONG["prompt"]}]}
         for path, values in (
             ("/v1/completions", {**SHORT, "logprobs": 1}),
-            ("/v1/completions", {**SHORT, "prompt": ["1+2=", [9, 10]], "temperature": 1, "seed": 3}),
+            (
+                "/v1/completions",
+                {**SHORT, "prompt": ["1+2=", [9, 10]], "temperature": 1, "seed": 3},
+            ),
             ("/v1/chat/completions", chat),
         ):
             ours = two.client.post(path, json=values)
@@ -109,8 +112,9 @@ def test_answers_and_streams_are_those_of_the_plain_server(two):
             for one, other in zip(streamed, plain.chunks(values, path), strict=True):
                 assert json.loads(one)["choices"] == other["choices"]
         for bad in ({**SHORT, "tau_conf": 7}, {**SHORT, "model": "none"}, {"model": "m"}):
-            ours, its = two.client.post("/v1/completions", json=bad), plain.post(
-                "/v1/completions", bad
+            ours, its = (
+                two.client.post("/v1/completions", json=bad),
+                plain.post("/v1/completions", bad),
             )
             assert (ours.status_code, ours.json()) == (its.status_code, its.json())
         kept = {"id", "max_model_len", "d2f"}
