@@ -66,6 +66,7 @@ def two(tmp_path_factory) -> Iterator[Command]:
     shutil.copytree(f"{resolve('tiny-d2f')}/adapter", adapter)
     words = ["--model", "m=tiny-teacher", "--adapter", adapter, "--replicas", "2", "--port", "0"]
     words += ["--max-batch", "4", "--max-waiting", "6", "--api-key", "secret", "--public", "/ready"]
+    words += ["--reuse-prefixes"]
     process = subprocess.Popen(
         [sys.executable, "-m", "decode.serve", *words, "--drain-seconds", "5"],
         stderr=subprocess.PIPE,
@@ -142,6 +143,17 @@ def test_the_front_has_the_checks_and_the_pages(two):
     assert two.count("d2f_replicas") == 2
 
 
+def test_prompts_that_begin_alike_go_to_the_replica_that_has_their_rows(two):
+    """D2F's prompt is one block, so alike is equal here."""
+    for prompt in ("Mei has 15 marbles. She gives away 8.", "Ivan starts with 25 rolls."):
+        asked = [
+            two.client.post("/v1/completions", json={**SHORT, "prompt": prompt}) for _ in range(6)
+        ]
+        costs = [one.json()["usage"] for one in asked]
+        reused = [one["d2f"]["reused_rows"] for one in costs]
+        assert reused == [0] + [costs[0]["prompt_tokens"] - 1] * 5  # Dream reads its last row
+
+
 def test_ray_listens_to_this_machine_alone_and_its_replicas_share_the_cores(two):
     """But for one port of each replica, which Ray guards with a token."""
     ours = {two.process.pid, *(p.pid for p in psutil.Process(two.process.pid).children(True))}
@@ -170,7 +182,7 @@ def test_a_client_that_leaves_frees_its_rows(two, stream):
     two.wait(lambda: two.count("d2f_engine_running") == 2)
     connection.close()
     two.wait(lambda: two.count("d2f_engine_cancelled_total") == before + 2)
-    assert two.count("d2f_engine_running") == two.count("d2f_engine_slots_used") == 0
+    assert two.count("d2f_engine_running") == 0
 
 
 def test_who_finds_the_queues_full_is_refused(two):
