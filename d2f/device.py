@@ -35,14 +35,21 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
 
 def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere."""
-    if dtype is None:
+    """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere, ``auto`` bf16 wherever
+    it is fast: also on a CPU with AMX or AVX512-BF16. On others products in bf16 are emulated."""
+    if dtype == "auto" and device.type == "cpu" and _has_fast_bf16():
+        return torch.bfloat16
+    if dtype in (None, "auto"):
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
-        raise InputError(f"dtype must be one of {sorted(_DTYPES)}, got {dtype!r}")
+        raise InputError(f"dtype must be one of {sorted(['auto', *_DTYPES])}, got {dtype!r}")
     return _DTYPES[dtype]
+
+
+def _has_fast_bf16() -> bool:
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def _available() -> str:

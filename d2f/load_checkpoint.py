@@ -22,7 +22,7 @@ from d2f.load_tokenizer import load_tokenizer
 from d2f.model import DiffusionModel
 from d2f.model_config import check_fits_files, check_size, empty_model, model_config
 from d2f.models import resolve
-from d2f.quantize import four_bits
+from d2f.quantize import check_quantize, loading_settings, quantize_layers
 from d2f.quiet import loading_bars
 from d2f.weight_files import stored, weight_files
 
@@ -46,7 +46,7 @@ def load(
     family: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    quantize: bool = False,
+    quantize: str | bool | None = None,
     progress: bool = False,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
@@ -55,15 +55,22 @@ def load(
     (`d2f.models.names()`); where that is an adapter alone, the base that it names is loaded and it
     goes onto it. adapter: folder or hub name of a LoRA adapter, official or of this project.
     family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU, bf16
-    elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
-    fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
+    elsewhere; ``auto`` is bf16 on a CPU that is fast in it, too (`d2f.device`). device: default
+    CUDA where there is one; on ``meta`` no weights are read, nor fetched: the model has shapes and
+    nothing else. quantize: weights in few bits, one of `d2f.quantize.QUANTISATIONS`; an adapter is
+    merged into the weights first, so that what is quantised is what the two compute together.
     progress: a bar while the weights are read; a download has its own either way.
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
-    for a dtype or device that there is not.
+    for a dtype or device that there is not, and for a quantisation that the device has not.
     """
+    if isinstance(quantize, bool):  # as it was when there was only one
+        quantize = "nf4" if quantize else None
     where = parse_device(device)
+    number = parse_dtype(dtype, where)
+    if quantize is not None:
+        check_quantize(quantize, where, number)
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
     base = base_of_adapter(place)
     if base is not None:  # the folder holds an adapter alone: load its base, put it on
@@ -93,7 +100,9 @@ def load(
         family or (contract.family if contract else family_of(raw.get("model_type")).name)
     )
     with loading_bars(progress):
-        backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
+        # With an adapter they are quantised once it is in them.
+        at_once = quantize if adapter is None else None
+        backbone = _load_backbone(place, chosen, raw, number, where, at_once)
     tokenizer = load_tokenizer(place)
     # Named as another family by the caller: its contract says nothing of that one.
     if contract is None or contract.family != chosen.name:
@@ -102,6 +111,10 @@ def load(
     model = DiffusionModel(backbone.eval(), contract, tokenizer=tokenizer, path=place)
     if adapter is not None:
         attach(model, resolve(str(adapter)))
+        if quantize is not None:
+            model.merge_adapter()
+            quantize_layers(model.backbone.model, quantize)
+            model.backbone.quantized = quantize
     return model
 
 
@@ -126,7 +139,7 @@ def _load_backbone(
     raw: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
-    quantize: bool,
+    quantize: str | None,
 ) -> Any:
     config = model_config(place, family, raw)
     kind = model_classes()[config.model_type]
@@ -137,7 +150,12 @@ def _load_backbone(
     tensors = stored(weight_files(Path(place)))
     check_fits_files(place, config, tensors)
     check_size(place, empty_model(place, kind, config, dtype), tensors)
-    more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
+    more: dict[str, Any] = {}
+    if quantize is not None:
+        more = {
+            "quantization_config": loading_settings(quantize, dtype),
+            "device_map": {"": device},
+        }
     try:
         backbone, info = kind.from_pretrained(
             place,
@@ -172,7 +190,10 @@ def _load_backbone(
             f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
             "gives others"
         )
-    return backbone if quantize else backbone.to(device)  # 4-bit: device_map has placed it
+    if quantize is None:
+        return backbone.to(device)
+    backbone.quantized = quantize
+    return backbone  # device_map has placed it
 
 
 def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:

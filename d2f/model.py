@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
+from d2f.errors import InputError
 from d2f.model_parts import ModelParts
 from d2f.saving import save
 
@@ -52,7 +53,7 @@ class DiffusionModel(ModelParts):
         facts = [
             f"{self.family} in {type(self.backbone).__name__}",
             f"{self.backbone.num_parameters():,} parameters",
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"{self.precision} on {self.device}",
             f"objective={contract.objective}",
             f"block_size={contract.block_size}",
             f"mask_id={self.mask_id}",
@@ -150,14 +151,20 @@ class DiffusionModel(ModelParts):
         adapter the adapter alone, with the name and hash of its base (`merge_adapter` first for
         all of it in one). Whole or not at all.
 
-        Raises InputError for a folder that holds anything but an earlier save, for 4-bit weights,
-        and where it cannot be written.
+        Raises InputError for a folder that holds anything but an earlier save, for quantised
+        weights, and where it cannot be written.
         """
         save(self, folder)
 
     def merge_adapter(self) -> None:
-        """Fold the adapter into the weights and forget it: the same function, one matrix less."""
+        """Fold the adapter into the weights and forget it: the same function, one matrix less.
+        Raises InputError where the weights are quantised: it would be rounded away."""
         if self.adapter is not None:
+            if self.quantized:
+                raise InputError(
+                    f"an adapter cannot be merged into {self.quantized} weights: expected it with "
+                    "the model in d2f.load, which merges before it quantises"
+                )
             merged: Any = self.adapter.merge_and_unload()  # in place: W += scale * B A
             self.backbone = merged
             self.adapter = None

@@ -69,6 +69,17 @@ class ModelParts:
         return self.backbone.dtype
 
     @property
+    def quantized(self) -> str | None:
+        """How its weights are quantised (`d2f.quantize.QUANTISATIONS`), None where they are not."""
+        return getattr(self.backbone, "quantized", None)
+
+    @property
+    def precision(self) -> str:
+        """As ``float32``, or with quantised weights as ``float32 int8-weight``."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {self.quantized}" if self.quantized else dtype
+
+    @property
     def is_diffusion(self) -> bool:
         """Whether the family predicts masked positions (all but plain causal models)."""
         return FAMILIES[self.family].needs_mask

@@ -50,9 +50,10 @@ torch.library.register_fake("d2f::packed_linear", _linear_fake, lib=_library)
 
 
 def can_pack(backbone: PreTrainedModel) -> bool:
-    """Whether the model's layers can be packed here: fp32 on an x86 CPU."""
+    """Whether the model's layers can be packed here: fp32 on an x86 CPU, not quantised."""
     return (
-        backbone.device.type == "cpu"
+        getattr(backbone, "quantized", None) is None
+        and backbone.device.type == "cpu"
         and backbone.dtype == torch.float32
         and platform.machine() in ("x86_64", "AMD64")
         and torch.backends.mkldnn.is_available()

@@ -1,34 +1,138 @@
-"""4-bit base weights through bitsandbytes (QLoRA, arXiv 2305.14314): the frozen linear layers in
-NF4, the output head and the embeddings as they are."""
+"""Weights in few bits, by torchao and bitsandbytes: which quantisations there are, on which
+devices, and how a model's linear layers get them. The output head, the embeddings and the norms
+stay as they are.
+
+    int8, int8-weight, int4-weight, fp8    torchao
+    nf4                                    bitsandbytes; also the frozen base of a training (QLoRA,
+                                           arXiv 2305.14314)
+
+None of them mixes rows of a forward: where activations are quantised, each row has its own scale,
+so that a token does not depend on who else is in the batch.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from d2f.errors import InputError
 
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig
 
-def require_bitsandbytes() -> None:
-    """Raise InputError where bitsandbytes is not installed."""
-    if not _is_installed():
+
+@dataclass(frozen=True)
+class Quantisation:
+    """One way to keep weights in few bits.
+
+    weights, activations: what they are in the products, for the table. library: who computes it.
+    no_cpu: why a CPU does not have it, empty where it does. capability: the least compute
+    capability of a CUDA GPU, None for any. bf16: it computes in bfloat16 alone.
+    """
+
+    weights: str
+    activations: str
+    library: str
+    no_cpu: str = ""
+    capability: tuple[int, int] | None = None
+    bf16: bool = False
+
+
+QUANTISATIONS = {
+    "int8": Quantisation(
+        "int8, a scale an output", "int8, a scale a row", "torchao", capability=(8, 0)
+    ),
+    "int8-weight": Quantisation("int8, a scale an output", "as they are", "torchao"),
+    "int4-weight": Quantisation(
+        "int4, a scale and a zero for each 128",
+        "as they are",
+        "torchao",
+        no_cpu="torchao has its 4-bit products for CUDA GPUs alone (nf4 has them for CPUs)",
+        capability=(8, 0),
+        bf16=True,
+    ),
+    "nf4": Quantisation(
+        "4-bit normal floats, a scale for each 64", "as they are", "bitsandbytes"
+    ),
+    "fp8": Quantisation(
+        "float8 e4m3, a scale an output",
+        "float8 e4m3, a scale a row",
+        "torchao",
+        no_cpu="CPUs have no float8 products",
+        capability=(8, 9),
+        bf16=True,
+    ),
+}  # fmt: skip
+EXTRA = "quantize"  # of this package, with both libraries
+
+
+def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise InputError, with the reason, for a quantisation that there is not: by no such name, not
+    on this device or in this dtype, or of a library that is not installed."""
+    expected = f"expected one of {', '.join(available(device)) or 'none'} on {device.type}"
+    if name not in QUANTISATIONS:
+        raise InputError(f"quantize {name!r}: no such quantisation, {expected}")
+    reason = refusal(name, device)
+    if reason:
+        raise InputError(f"quantize {name}: not on {device.type}: {reason}; {expected}")
+    found = QUANTISATIONS[name]
+    if found.bf16 and dtype != torch.bfloat16:
+        raise InputError(f"quantize {name}: computes in bfloat16 alone, got the dtype {dtype}")
+    require(found.library, f"quantize {name}")
+
+
+def available(device: torch.device) -> list[str]:
+    """The quantisations that a device has."""
+    return [name for name in QUANTISATIONS if not refusal(name, device)]
+
+
+def refusal(name: str, device: torch.device) -> str:
+    """Why a device does not have a quantisation, empty where it does."""
+    found = QUANTISATIONS[name]
+    if device.type == "cpu":
+        return found.no_cpu
+    if device.type != "cuda":
+        return "quantised weights are for CPUs and CUDA GPUs"
+    here = torch.cuda.get_device_capability(device)
+    if found.capability is not None and here < found.capability:
+        least, got = (".".join(map(str, pair)) for pair in (found.capability, here))
+        return f"it needs compute capability {least}, this GPU has {got}"
+    return ""
+
+
+def slowness(name: str, device: torch.device) -> str:
+    """Why what a quantisation computes is right on this device but slow, empty where it is not."""
+    plain = not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported())
+    if name == "int8" and device.type == "cpu" and plain:
+        return (
+            "int8 is slower than no quantisation here: PyTorch has fast int8 products for CPUs "
+            "with AVX512-VNNI or AMX, and this one has neither"
+        )
+    return ""
+
+
+def require(library: str, what: str) -> None:
+    """Raise InputError where a library is not installed."""
+    if importlib.util.find_spec(library) is None:
         raise InputError(
-            "a 4-bit base needs bitsandbytes, which is not installed: "
-            "pip install 'd2f-toolkit[4bit]', or set quantize: none"
+            f"{what} needs {library}, which is not installed: pip install 'd2f-toolkit[{EXTRA}]'"
         )
 
 
-def four_bits(dtype: torch.dtype) -> Any:
-    """transformers' settings for a 4-bit model that computes in `dtype`: NF4 with double
-    quantisation, kept as bytes of `dtype` so that FSDP can shard it.
+def loading_settings(name: str, dtype: torch.dtype) -> Any:
+    """What `from_pretrained` takes as quantization_config, to quantise each weight as it is read:
+    the whole model is never in memory unquantised. dtype: what is computed in."""
+    if QUANTISATIONS[name].library == "torchao":
+        from transformers import TorchAoConfig
 
-    Raises InputError where bitsandbytes is not installed.
-    """
-    require_bitsandbytes()
+        return TorchAoConfig(_torchao_config(name))
     from transformers import BitsAndBytesConfig
 
+    # Kept as bytes of `dtype`, so that FSDP can shard it in training.
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -38,7 +142,52 @@ def four_bits(dtype: torch.dtype) -> Any:
     )
 
 
-def keep_differentiable(network: torch.nn.Module) -> None:
+def quantize_layers(network: nn.Module, name: str) -> None:
+    """Quantise the linear layers in `network` in place, to what loading with `loading_settings`
+    gives: for weights that are no file's, as those that an adapter was merged into."""
+    if QUANTISATIONS[name].library == "torchao":
+        from torchao.quantization import quantize_
+
+        quantize_(network, _torchao_config(name))
+        return
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for module in list(network.modules()):
+        for child, layer in module.named_children():
+            if type(layer) is nn.Linear:
+                weight, bias = layer.weight, layer.bias
+                new = Linear4bit(
+                    layer.in_features, layer.out_features, bias is not None,
+                    compute_dtype=weight.dtype, quant_type="nf4", device="meta",
+                )  # fmt: skip
+                new.weight = Params4bit(
+                    weight.data, requires_grad=False, quant_type="nf4",
+                    quant_storage=weight.dtype, module=new,
+                ).to(weight.device)  # fmt: skip
+                new.bias = bias
+                setattr(module, child, new.eval())
+
+
+def _torchao_config(name: str) -> AOBaseConfig:
+    from torchao import quantization as ao
+
+    # set_inductor_config would change torch.compile for every model of the process.
+    if name == "int8":
+        return ao.Int8DynamicActivationInt8WeightConfig(
+            granularity=ao.PerRow(), set_inductor_config=False
+        )
+    if name == "int8-weight":
+        return ao.Int8WeightOnlyConfig(set_inductor_config=False)
+    if name == "int4-weight":
+        return ao.Int4WeightOnlyConfig(
+            group_size=128, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
+    return ao.Float8DynamicActivationFloat8WeightConfig(
+        granularity=ao.PerRow(), set_inductor_config=False
+    )
+
+
+def keep_differentiable(network: nn.Module) -> None:
     """Let no 4-bit layer of `network` pack its weights for inference on a CPU: bitsandbytes does
     so at the first forward that is not of training (of the teacher, of an evaluation), and what
     packed layers compute has no gradient."""
@@ -46,7 +195,3 @@ def keep_differentiable(network: torch.nn.Module) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Its own switch, which bitsandbytes sets where the CPU has the instructions.
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010 (no module's own)
-
-
-def _is_installed() -> bool:
-    return importlib.util.find_spec("bitsandbytes") is not None

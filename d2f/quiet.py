@@ -12,7 +12,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-_LOUD = ("bitsandbytes", "transformers", "torchao", "accelerate", "peft")  # libraries' loggers
+# Libraries' loggers; that of torch speaks when torchao is imported.
+_LOUD = (
+    "bitsandbytes",
+    "transformers",
+    "torchao",
+    "accelerate",
+    "peft",
+    "torch.utils._pytree",
+)
 
 
 @contextlib.contextmanager

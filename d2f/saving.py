@@ -21,8 +21,11 @@ def save(model: ModelParts, folder: str | Path) -> None:
     """See `DiffusionModel.save`."""
     if model.device.type == "meta":
         raise InputError("a model on the meta device has no weights to save")
-    if model.adapter is None and getattr(model.backbone, "is_quantized", False):
-        raise InputError("4-bit weights cannot be saved: load the model without quantize")
+    if model.adapter is None and model.quantized:
+        raise InputError(
+            f"{model.quantized} weights cannot be saved: save the model as it is without quantize, "
+            "it is quantised again whenever it is loaded"
+        )
     if model.adapter is not None and model.path is None:
         raise InputError(
             "the adapter's base is in no folder, so nothing could load the adapter: "

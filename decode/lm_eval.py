@@ -5,7 +5,7 @@ lm-evaluation-harness on our models and decoders: its command line and its argum
 `d2f` and the tasks d2f_story, d2f_countdown, d2f_sudoku and d2f_coding besides its own.
 `run --help` and `ls tasks` are its, too. --model_args of d2f:
 
-  pretrained, adapter, family, dtype, merge, compile
+  pretrained, adapter, family, dtype, quantize, merge, compile
       the model, as the other commands take it
   decoder=NAME, and the decoder's options
       default: the decoder that suits the model; --batch_size (default 16) changes no answer

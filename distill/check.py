@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from d2f.quantize import require_bitsandbytes
+from d2f.quantize import require
 from distill.config import TrainConfig
 from distill.data import fill_rows
 from distill.data import plan as plan_of
@@ -103,7 +103,7 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     RunFolder(config).check_inputs()
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
-        require_bitsandbytes()
+        require("bitsandbytes", "quantize: 4bit")
     model = prepare_model(config, "meta")
     objective = OBJECTIVES[config.objective](model, config)
     stream = objective.stream()

@@ -39,7 +39,8 @@ def prepare_model(
     place = device if device.type == "meta" else contextlib.nullcontext()
     if config.init is not None:
         dtype = torch.float32 if plain else getattr(torch, config.base_dtype)
-        quantize = config.quantize == "4bit" and not plain and device.type != "meta"
+        quantized = config.quantize == "4bit" and not plain and device.type != "meta"
+        quantize = "nf4" if quantized else None
         model = d2f.load(config.init, dtype=dtype, device=device, quantize=quantize)
         if model.adapter is not None:
             raise InputError(

@@ -157,8 +157,8 @@ def test_what_cannot_be_saved(tmp_path):
     with pytest.raises(InputError, match="base is in no folder"):
         model.save(tmp_path / "a")
     model = fresh_model("llada")
-    model.backbone.is_quantized = True
-    with pytest.raises(InputError, match="4-bit weights cannot be saved"):
+    model.backbone.quantized = "nf4"
+    with pytest.raises(InputError, match="nf4 weights cannot be saved"):
         model.save(tmp_path / "a")
     assert not listing(tmp_path)
 

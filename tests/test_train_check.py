@@ -79,7 +79,7 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
 
 
 def test_a_4_bit_base_is_about_a_quarter(tmp_path, pairs, monkeypatch):
-    monkeypatch.setattr(quantize, "_is_installed", lambda: True)
+    monkeypatch.setattr("distill.check.require", lambda *names: None)
     changes = ["--init", str(folder(tmp_path, "llada-8b")), "--data.file", str(pairs)]
     place = ROOT / "configs" / "training" / "llada-8b-d2f.yaml"
     config = read_config(place, [*changes, "--quantize", "4bit"])
@@ -345,10 +345,10 @@ def test_d2f_wants_a_bidirectional_teacher(tmp_path):
 
 def test_four_bits_without_bitsandbytes_say_so(tmp_path, monkeypatch):
     save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32)
-    monkeypatch.setattr(quantize, "_is_installed", lambda: False)
+    monkeypatch.setattr(quantize.importlib.util, "find_spec", lambda name: None)
     config = settings(tmp_path / "run", "d2f", init=str(tmp_path / "base"), quantize="4bit")
     for call in (check, train):
-        with pytest.raises(InputError, match=r"needs bitsandbytes, which is not installed.*4bit"):
+        with pytest.raises(InputError, match="needs bitsandbytes, which is not installed"):
             call(config)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import d2f
 from d2f.contract import Contract
@@ -15,10 +18,13 @@ from d2f.errors import InputError
 from d2f.hub import base_of_adapter, folder_of
 from d2f.model import DiffusionModel
 from d2f.models import names, resolve
+from d2f.quantize import check_quantize, slowness
+from decode.commands.run_command import say
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise InputError for a model, dtype or device that cannot be; nothing is loaded for it."""
+    """Raise InputError for a model, dtype, device or quantisation that cannot be; nothing is loaded
+    for it."""
     name = options.model
     owner, *rest = name.split("/")
     is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
@@ -38,6 +44,11 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--{error}") from error
     if device.type == "meta":
         raise InputError("--device meta: no such device here: it holds shapes and no weights")
+    if options.quantize is not None:
+        try:
+            check_quantize(options.quantize, device, parse_dtype(options.dtype, device))
+        except InputError as error:
+            raise InputError(f"--{error}") from error
 
 
 def outline(name: str, adapter: str | None = None, family: str | None = None) -> DiffusionModel:
@@ -57,16 +68,19 @@ def outline(name: str, adapter: str | None = None, family: str | None = None) ->
 
 def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
     """The model that the options name, its adapter merged and compiled if asked, and the hash of
-    the weights before that. Raises InputError."""
+    the weights before that (of quantised ones, after merging). Raises InputError."""
     model = d2f.load(
         options.model,
         adapter=options.adapter,
         family=options.family,
         dtype=options.dtype,
         device=options.device,
+        quantize=options.quantize,
         progress=options.verbose,
     )
-    if model.adapter is not None and options.adapter is None:
+    if options.quantize is not None and (slow := slowness(options.quantize, model.device)):
+        say(f"notice: {slow}")
+    if model.is_adapted and options.adapter is None:
         options.adapter = options.model  # an adapter alone, on the base that it names
     # Before merging and compiling: with or without them it is the same identity.
     identity = weights_hash(model)
@@ -81,10 +95,20 @@ def weights_hash(model: DiffusionModel) -> str:
     """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
     and last row of every tensor."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.backbone.state_dict().items()):
+    for name, tensor in sorted(_plain(model.backbone.state_dict())):
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
         # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor; for a quantised weight those that it is made of, values and scales."""
+    for name, tensor in tensors.items():
+        if is_traceable_wrapper_subclass(tensor):
+            parts, _ = tensor.__tensor_flatten__()
+            yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts)
+        else:
+            yield name, tensor

@@ -45,7 +45,13 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
     },
     "dtype": {
         "metavar": "TYPE",
-        "help": "float32, bfloat16 or float16 (default: float32 on a CPU, bfloat16 elsewhere)",
+        "help": "float32, bfloat16, float16 or auto, which is bfloat16 where that is fast: on a "
+        "GPU, on a CPU with AMX or AVX512-BF16 (default: float32 on a CPU, bfloat16 elsewhere)",
+    },
+    "quantize": {
+        "metavar": "NAME",
+        "help": "weights in few bits: int8, int8-weight, int4-weight, nf4 or fp8 "
+        "(docs/low-precision.md says which device has which)",
     },
     "device": {
         "metavar": "NAME",
@@ -62,10 +68,10 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
 def add_model(
     group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
 ) -> None:
-    """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile those that
-    `more` names; the others have their defaults, so `load_model.load` takes every command's
-    options. default: of --model, None where it must be given. several: said of a --model that may
-    be given more than once; then it is a list, None where it was not given."""
+    """Add --model, --adapter, --dtype, --quantize, --device, and of --merge, --family, --compile
+    those that `more` names; the others have their defaults, so `load_model.load` takes every
+    command's options. default: of --model, None where it must be given. several: said of a --model
+    that may be given more than once; then it is a list, None where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
     end = f"; default {default})" if default else ")"
     reading: dict[str, Any] = {"default": default, "required": default is None}
@@ -73,7 +79,7 @@ def add_model(
         reading = {"action": "append"}
     group.add_argument("--model", metavar="NAME", help=bundled + end + several, **reading)
     for name, flag in _MODEL_FLAGS.items():
-        if name in ("adapter", "dtype", "device", *more):
+        if name in ("adapter", "dtype", "quantize", "device", *more):
             group.add_argument(f"--{name}", **flag)
     group.set_defaults(family=None, merge=True, compile=False, workers=1, address=None)
 
@@ -82,6 +88,8 @@ def check_model(options: argparse.Namespace) -> None:
     """Raise InputError where the flags of the model do not go together."""
     if not options.merge and options.adapter is None:
         raise InputError("--no-merge needs --adapter")
+    if options.quantize is not None and not options.merge:
+        raise InputError("--quantize needs a merged adapter, not --no-merge")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
 

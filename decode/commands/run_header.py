@@ -48,5 +48,5 @@ def model_header(
 
 
 def short_dtype(model: DiffusionModel) -> str:
-    """As float32."""
-    return str(model.dtype).removeprefix("torch.")
+    """As float32, or with quantised weights as float32 int8."""
+    return model.precision

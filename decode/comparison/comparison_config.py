@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from decode.commands.decoder_settings import DecoderSettings
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
-Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
+Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
 Threads = Annotated[int, Field(ge=1, le=4096)]
 Requests = Annotated[int, Field(ge=1, le=10**5)]  # at once
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
@@ -50,6 +50,8 @@ class Ours(Entry):
     """The line of the figures that it is a point of."""
     adapter: Text | None = None
     """Adapter on the model."""
+    quantize: Text | None = None
+    """Weights in few bits, as `--quantize` takes it; the adapter is merged first."""
     family: Text | None = None
     """Default: what the checkpoint says."""
     dtype: Dtype | None = None
@@ -271,7 +273,7 @@ def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
             f"own, got {entry.shares!r}"
         )
     # What the one model in the process was made with cannot differ.
-    for key in ("model", "adapter", "family", "dtype", "device", "compile", "threads"):
+    for key in ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads"):
         theirs, own = getattr(owner, key), getattr(entry, key)
         if theirs != own:
             raise ValueError(

@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from d2f.quantize import check_quantize
 from decode.commands.load_model import outline
 from decode.comparison import process_memory
 from decode.comparison.answers import Run
@@ -121,6 +123,9 @@ def check_entries(config: CompareConfig, workloads: list[Workload]) -> None:
                     shapes[key] = outline(*key)
                 for workload in workloads:
                     prepare(entry, workload, shapes[key])
+                if entry.quantize is not None:
+                    device = parse_device(entry.device)
+                    check_quantize(entry.quantize, device, parse_dtype(entry.dtype, device))
             except InputError as error:
                 raise InputError(f"entry {entry.name}: {error}") from error
         if isinstance(entry, Vllm) and entry.shares is None:

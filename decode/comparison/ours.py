@@ -39,7 +39,7 @@ class OursRunner:
         cuda = self.model.device.type == "cuda"
         self.facts: dict[str, Any] = {
             "device": torch.cuda.get_device_name(self.model.device) if cuda else "cpu",
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": self.model.precision,
             "compiled": entry.compile,
             "threads": None if cuda else torch.get_num_threads(),
             "decoder": {
@@ -126,6 +126,7 @@ def _load(entry: Ours) -> DiffusionModel:
         family=entry.family,
         dtype=entry.dtype,
         device=entry.device,
+        quantize=entry.quantize,
     )
     # An unmerged LoRA would cost matrix products in every layer of every forward.
     model.merge_adapter()

@@ -39,10 +39,11 @@ logger = logging.getLogger("lm_eval.d2f")  # lm-eval's own settings of what is s
 class D2FLM(HarnessText):
     """A model for `lm_eval.simple_evaluate`, and for its command line as ``--model d2f``.
 
-    pretrained: folder, hub or bundled name, or a loaded model. adapter, family, dtype, device,
-    merge, compile: as `d2f.load` and the commands take them. decoder: a name, or a `Decoder`;
-    default: the one that suits the model. options: of that decoder. What a task says itself, how
-    long an answer is, where it stops, at which temperature, comes by its generation_kwargs.
+    pretrained: folder, hub or bundled name, or a loaded model. adapter, family, dtype, quantize,
+    device, merge, compile: as `d2f.load` and the commands take them. decoder: a name, or a
+    `Decoder`; default: the one that suits the model. options: of that decoder. What a task says
+    itself, how long an answer is, where it stops, at which temperature, comes by its
+    generation_kwargs.
     batch_size: most requests in a forward, ``auto`` is max_batch_size or 16; no answer depends on
     it. nll, mc_num, cfg: how likelihoods are found (`Scoring`, `MonteCarlo`). check_greedy: whether
     a Monte Carlo likelihood is told apart from greedy decoding, which few tasks ask (those with
@@ -59,6 +60,7 @@ class D2FLM(HarnessText):
         decoder: str | Decoder | None = None,
         family: str | None = None,
         dtype: str | None = None,
+        quantize: str | None = None,
         device: str | None = None,
         batch_size: int | str = DEFAULT_BATCH_SIZE,
         max_batch_size: int | None = None,
@@ -97,8 +99,8 @@ class D2FLM(HarnessText):
             self.model, self.weights = loaded, weights_hash(loaded)
         else:
             wanted = Namespace(
-                model=pretrained, adapter=adapter, family=family, dtype=dtype, merge=merge,
-                compile=compile, device=self.processes.device(device), verbose=False,
+                model=pretrained, adapter=adapter, family=family, dtype=dtype, quantize=quantize,
+                merge=merge, compile=compile, device=self.processes.device(device), verbose=False,
             )  # fmt: skip
             self.model, self.weights = load(wanted)
         self._device = self.model.device
@@ -232,7 +234,7 @@ class D2FLM(HarnessText):
             "version": d2f.__version__,
             "weights": self.weights,
             "adapted": self.model.is_adapted,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": self.model.precision,
             "device": self.model.device.type,
             "compiled": self.model.is_compiled,
             "decoder": self.decoder.name,

@@ -20,7 +20,7 @@ def environment(model: DiffusionModel) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.precision,
         "compiled": model.is_compiled,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

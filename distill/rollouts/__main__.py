@@ -140,7 +140,7 @@ def describe(
         "tokenizer": tokenizer_hash(model.tokenizer),
         "mask_id": model.mask_id,
         "mask": mask.replace("-", "_"),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": model.precision,
         "device": model.device.type,
         "compiled": model.is_compiled,
         "decoder": options.decoder,

@@ -1,0 +1,239 @@
+"""Quantised models: each quantisation that a CPU has decodes, whatever the batch; one that a device
+has not is an error before any weights are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import d2f
+import decode
+from d2f import quantize
+from d2f.adapters import new_lora
+from d2f.device import parse_dtype
+from d2f.errors import CheckpointError, InputError
+from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness
+from d2f.tasks import make_problems
+from decode.commands.load_model import weights_hash
+from decode.commands.parser import _MODEL_FLAGS
+from decode.comparison.comparison_config import read_config
+from decode.comparison.contestants import check_entries
+from decode.engine.engine import Engine
+from decode.engine.prompts import encode
+from decode.engine.request import Request
+
+pytest.importorskip("torchao")
+pytest.importorskip("bitsandbytes")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ON_A_CPU = ["int8", "int8-weight", "nf4"]
+LINEAR = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module", params=ON_A_CPU)
+def quantised(request):
+    return d2f.load("tiny-d2f", quantize=request.param, device="cpu")
+
+
+def prompts(model, count: int) -> list[list[int]]:
+    return [
+        encode(model, [{"role": "user", "content": problem.question}], "a problem")
+        for problem in make_problems("sudoku", "heldout", count)
+    ]
+
+
+def answers(model, ids, decoder, batch_size):
+    found = decode.generate(model, ids, decoder, batch_size=batch_size)
+    return [(result.raw_tokens, result.forwards) for result in found]
+
+
+def test_what_a_cpu_has():
+    assert available(CPU) == ON_A_CPU
+
+
+def test_layers_are_quantised_and_the_head_is_not(quantised):
+    layer, head = quantised.backbone.get_submodule(LINEAR), quantised.backbone.lm_head
+    assert type(head) is nn.Linear and type(head.weight) is nn.Parameter
+    assert type(layer.weight) is not nn.Parameter
+    assert quantised.dtype == torch.float32
+    assert quantised.precision == f"float32 {quantised.quantized}"
+    assert f"{quantised.quantized} on cpu" in repr(quantised)
+
+
+def test_answers_are_near_those_of_float32(quantised):
+    """A wrong scale would make nonsense of the logits; quantisation errs by less than a tenth."""
+    plain = d2f.load("tiny-d2f", device="cpu")
+    ids = torch.tensor(prompts(plain, 1))
+    spans = torch.tensor([[[0, ids.shape[1]]]] * ids.shape[1], dtype=torch.int32)
+    with torch.inference_mode():
+        expected, came = plain.forward(ids, spans), quantised.forward(ids, spans)
+    error = (came - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.1
+
+
+def test_a_batch_changes_no_token(quantised):
+    ids, decoder = prompts(quantised, 5), decode.D2F(max_new_tokens=32)
+    one = answers(quantised, ids, decoder, 1)
+    assert answers(quantised, ids, decoder, 5) == one
+    assert answers(quantised, ids[::-1], decoder, 3) == one[::-1]
+
+
+def test_arrivals_change_no_token(quantised):
+    """A request that enters while others run is decoded as alone."""
+    ids, decoder = prompts(quantised, 3), decode.D2F(max_new_tokens=32)
+    made = [Request(i, one, decoder, quantised.contract, None) for i, one in enumerate(ids)]
+    engine = Engine(quantised, batch_size=3, slots=sum(r.session.slots for r in made))
+    for request in made:
+        engine.submit(request)
+        engine.advance()
+    for _ in engine.run():
+        pass
+    found = [(r.result.raw_tokens, r.result.forwards) for r in made if r.result]
+    assert found == answers(quantised, ids, decoder, 1)
+
+
+def test_rows_of_dynamic_int8_do_not_see_each_other():
+    """To the last bit, beside a row of other size and in any company: scales are of one row each,
+    and sums of integers have no order. Later layers would make a whole step of a last bit."""
+    torch.manual_seed(0)
+    layers, rows = nn.Sequential(nn.Linear(96, 80)), torch.randn(7, 96)
+    quantize_layers(layers, "int8")
+    with torch.inference_mode():
+        together, beside = layers(rows), rows.clone()
+        beside[3] *= 1e4
+        others = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(layers(beside)[others], together[others])
+        for i in range(7):
+            assert torch.equal(layers(rows[i : i + 1])[0], together[i])
+
+
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_an_adapter_is_merged_before_weights_are_quantised(name, tmp_path):
+    """The same as quantising, while it is read, a model that the adapter was merged into; and
+    another than the base."""
+    torch.manual_seed(0)
+    model = d2f.load("tiny-teacher", device="cpu")
+    new_lora(model, r=4, alpha=64, dropout=0.0, targets=("q_proj", "up_proj"))
+    for key, parameter in model.adapter.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(parameter, std=0.05)
+    model.save(tmp_path / "adapter")
+    model.merge_adapter()
+    model.save(tmp_path / "merged")
+    base = d2f.load("tiny-teacher", quantize=name, device="cpu")
+    adapted = d2f.load("tiny-teacher", adapter=tmp_path / "adapter", quantize=name, device="cpu")
+    alone = d2f.load(tmp_path / "adapter", quantize=name, device="cpu")  # names its base
+    merged = d2f.load(tmp_path / "merged", quantize=name, device="cpu")
+    assert adapted.is_adapted and adapted.adapter is None and adapted.quantized == name
+    assert weights_hash(adapted) == weights_hash(alone) == weights_hash(merged)
+    assert weights_hash(adapted) != weights_hash(base)
+
+
+def test_an_adapter_of_another_base_is_refused(tmp_path):
+    """The base is known by its files, whatever they are quantised to."""
+    model = d2f.load("tiny-teacher", device="cpu")
+    new_lora(model, r=4, alpha=8, dropout=0.0)
+    model.save(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="belongs to the base tiny-teacher"):
+        d2f.load("tiny-d2f", adapter=tmp_path / "adapter", quantize="nf4", device="cpu")
+
+
+def test_an_adapter_beside_quantised_weights_is_not_merged():
+    model = d2f.load("tiny-teacher", quantize="nf4", device="cpu")
+    new_lora(model, r=4, alpha=8, dropout=0.0)
+    with pytest.raises(InputError, match="cannot be merged into nf4 weights"):
+        model.merge_adapter()
+
+
+def test_quantised_weights_are_not_saved(quantised, tmp_path):
+    with pytest.raises(InputError, match=f"{quantised.quantized} weights cannot be saved"):
+        quantised.save(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_was_called_when_there_was_one():
+    model = d2f.load("tiny-teacher", quantize=True, device="cpu")
+    assert model.quantized == "nf4"
+    assert d2f.load("tiny-teacher", quantize=False, device="cpu").quantized is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "capability", "said"),
+    [
+        ("int4-weight", torch.float32, None, "CUDA GPUs alone.*one of int8, int8-weight, nf4"),
+        ("fp8", torch.bfloat16, None, "not on cpu: .*no float8"),
+        ("int8", torch.bfloat16, (7, 5), "compute capability 8.0, this GPU has 7.5; .*-weight"),
+        ("fp8", torch.bfloat16, (8, 0), "needs compute capability 8.9, this GPU has 8.0"),
+        ("fp8", torch.float32, (9, 0), "bfloat16 alone, got the dtype torch.float32"),
+        ("int4-weight", torch.float16, (9, 0), "bfloat16 alone"),
+        ("int3", torch.bfloat16, (9, 0), "'int3': no such.*int8, .*int4-weight, nf4, fp8 on cuda"),
+    ],
+)  # fmt: skip
+def test_what_a_device_has_not(name, dtype, capability, said, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    with pytest.raises(InputError, match=said):
+        check_quantize(name, CUDA if capability else CPU, dtype)
+
+
+def test_other_devices_have_none():
+    with pytest.raises(InputError, match=r"not on mps: .*CPUs and CUDA GPUs; expected one of none"):
+        check_quantize("int8", torch.device("mps"), torch.float16)
+
+
+def test_a_hopper_has_all(monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    assert available(CUDA) == list(QUANTISATIONS)
+    for name in QUANTISATIONS:
+        check_quantize(name, CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_a_library_that_is_not_installed(name, monkeypatch):
+    monkeypatch.setattr(quantize.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs .*, which is not installed: .*\[quantize\]"):
+        check_quantize(name, CPU, torch.float32)
+
+
+def test_nothing_is_read_for_what_there_is_not():
+    with pytest.raises(InputError, match="quantize fp8: not on cpu"):
+        d2f.load("no such model", quantize="fp8", device="cpu")
+
+
+def test_a_comparison_says_so_before_it_starts(tmp_path):
+    path = tmp_path / "comparison.yaml"
+    path.write_text(
+        f"output: {tmp_path / 'out'}\ntasks: [sudoku]\n"
+        "entries: [{name: a, kind: ours, model: tiny-d2f, device: cpu, quantize: fp8}]\n"
+    )
+    with pytest.raises(InputError, match="entry a: quantize fp8: not on cpu"):
+        check_entries(read_config(path), [])
+
+
+@pytest.mark.parametrize(
+    ("vnni", "amx", "slow"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_int8_is_said_to_be_slow_where_it_is(vnni, amx, slow, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_vnni_supported", lambda: vnni)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    assert bool(slowness("int8", CPU)) == slow
+    assert not slowness("int8", CUDA) and not slowness("int8-weight", CPU)
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512", "dtype"),
+    [
+        (False, False, torch.float32),
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+    ],
+)
+def test_the_dtype_that_auto_is(amx, avx512, dtype, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
+    assert parse_dtype("auto", CPU) == dtype
+    assert parse_dtype("auto", CUDA) == torch.bfloat16
+    assert parse_dtype(None, CPU) == torch.float32
+
+
+def test_the_flag_names_each():
+    assert all(name in _MODEL_FLAGS["quantize"]["help"] for name in QUANTISATIONS)
