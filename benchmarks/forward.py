@@ -13,6 +13,12 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
     event     what the caller is told of it
 
 `--profile` lists the operators of the first batch size by their own time instead.
+
+python -m benchmarks.forward --shape llada-1b
+
+Forwards of a large model with random weights on a CPU in several precisions, against their floors
+and, with D2F's rows a forward, against autoregressive decoding; `--shape llada-1b --help` lists its
+options (benchmarks/at_shape).
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -125,7 +132,13 @@ def measure(model: DiffusionModel, task: str, problems: int, batch_size: int) ->
     return {"forwards": engine.forwards, "rows": statistics.median(rows), **medians}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(word.split("=")[0] == "--shape" for word in given):
+        from benchmarks.at_shape.command import main as at_shape
+
+        return at_shape(given)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -156,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for _ in engine.run():
                 pass
         print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
-        return
+        return 0
     columns = ("forward", "cpu", *PARTS)
     print(f"{'batch':>6}{'forwards':>10}{'rows':>7}" + "".join(f"{c:>9}" for c in columns))
     measured = {}
@@ -166,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(counts + "".join(f"{row[column]:>9.3f}" for column in columns), flush=True)
     if options.json is not None:
         write_beside(options.json, json.dumps(measured) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

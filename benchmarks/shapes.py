@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
+from d2f.quantize import quantize_layers
 from decode.engine.cache_size import free_bytes
 
 MASK_ID = 3
@@ -23,6 +24,17 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
         num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    # LLaDA 1B of arXiv 2502.09992, table 5; with 3 B the widths of Llama 3.2 3B and 24 layers.
+    "llada-1b": lambda: LlamaConfig(
+        vocab_size=126464, hidden_size=2048, intermediate_size=5634, num_hidden_layers=22,
+        num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "llada-3b": lambda: LlamaConfig(
+        vocab_size=126464, hidden_size=3072, intermediate_size=8192, num_hidden_layers=24,
+        num_attention_heads=24, num_key_value_heads=8, max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
     # LLaDA-8B with every width, the vocabulary too, divided by eight, and four layers: for a CPU.
     "LLaDA-8B/8": lambda: LlamaConfig(
@@ -58,6 +70,23 @@ def build(shape: str, dtype: torch.dtype, device: str) -> DiffusionModel:
         logit_shift=0 if llada else 1, rope_fp32=llada, prompt_rule="bidirectional",
     )  # fmt: skip
     return DiffusionModel(backbone.eval(), contract)
+
+
+def build_by_layers(shape: str, dtype: torch.dtype, quantize: str | None = None) -> DiffusionModel:
+    """The same on the CPU, made and quantised layer after layer: never more of it is in memory than
+    what stays there and one layer in `dtype`."""
+    model = build(shape, dtype, "meta")
+    decoder = model.backbone.model
+    for part in (decoder.embed_tokens, *decoder.layers, decoder.norm, model.backbone.lm_head):
+        part.to_empty(device="cpu")
+        for weight in part.parameters():
+            weight.detach().normal_(std=0.02).add_(weight.dim() == 1)  # norms about 1
+        if quantize is not None and part in list(decoder.layers):
+            quantize_layers(part, quantize)
+    # Its frequencies are no weights: they are computed when it is made.
+    decoder.rotary_emb.rotary = type(decoder.rotary_emb.rotary)(model.backbone.config)
+    model.backbone.quantized = quantize
+    return model
 
 
 def check_fits(needed: dict[str, int], device: str) -> None:

@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from d2f.errors import InputError
-
-if TYPE_CHECKING:
-    from torchao.core.config import AOBaseConfig
 
 
 @dataclass(frozen=True)
@@ -163,12 +160,13 @@ def quantize_layers(network: nn.Module, name: str) -> None:
                 new.weight = Params4bit(
                     weight.data, requires_grad=False, quant_type="nf4",
                     quant_storage=weight.dtype, module=new,
-                ).to(weight.device)  # fmt: skip
+                )  # fmt: skip
                 new.bias = bias
-                setattr(module, child, new.eval())
+                # It quantises when it is moved to its device, also to the one where it is.
+                setattr(module, child, new.to(weight.device).eval())
 
 
-def _torchao_config(name: str) -> AOBaseConfig:
+def _torchao_config(name: str) -> Any:
     from torchao import quantization as ao
 
     # set_inductor_config would change torch.compile for every model of the process.

@@ -95,7 +95,7 @@ def weights_hash(model: DiffusionModel) -> str:
     """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
     and last row of every tensor."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(_plain(model.backbone.state_dict())):
+    for name, tensor in sorted(stored_tensors(model.backbone.state_dict())):
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
         # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
@@ -104,7 +104,7 @@ def weights_hash(model: DiffusionModel) -> str:
     return digest.hexdigest()
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor; for a quantised weight those that it is made of, values and scales."""
     for name, tensor in tensors.items():
         if is_traceable_wrapper_subclass(tensor):
