@@ -75,15 +75,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     servers = []
     for dtype in options.vllm_dtypes if options.vllm_python else ():
         say(f"{options.shape} by vLLM in {dtype}")
-        servers.append({
-            "dtype": dtype,
-            "tasks": {
-                task: run_vllm(
-                    options.vllm_python, options.shape, dtype, some, options.vllm_seconds
-                )
-                for task, some in traces.items()
-            },
-        })  # fmt: skip
+        servers.append(
+            run_vllm(options.vllm_python, options.shape, dtype, traces, options.vllm_seconds)
+        )
     return {
         "shape": options.shape,
         "parameters": build(options.shape, torch.float32, "meta").backbone.num_parameters(),
@@ -191,7 +185,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=16, help="recorded of each task")
     parser.add_argument("--vllm-python", help="of vLLM's environment (default: without vLLM)")
     parser.add_argument("--vllm-dtypes", default=",".join(reversed(DTYPES)), help="with commas")
-    parser.add_argument("--vllm-seconds", type=float, default=1800.0, help="at most, a task")
+    parser.add_argument("--vllm-seconds", type=float, default=1800.0, help="at most, a dtype")
     parser.add_argument("--output", type=Path, help="default benchmarks/results/forward/SHAPE")
     options = parser.parse_args(arguments)
     if options.shape not in SHAPES:

@@ -76,8 +76,8 @@ def _about(report: dict[str, Any], counted: dict[str, float]) -> str:
     return (
         f"{traces['problems']} problems by {traces['model']}: {counted['prompt_tokens']:.0f} "
         f"tokens a prompt, {counted['visible_tokens']} visible tokens in {counted['forwards']} "
-        f"forwards ({counted['tokens_per_forward']:.2f} a forward); after the first, which has the prompt, "
-        f"{counted['rows_per_forward']:.1f} rows a forward."
+        f"forwards ({counted['tokens_per_forward']:.2f} a forward); after the first, which has the "
+        f"prompt, {counted['rows_per_forward']:.1f} rows a forward."
     )
 
 
@@ -87,9 +87,8 @@ def _speeds(report: dict[str, Any], task: str) -> Iterator[list[str]]:
             if "left_out" not in one:
                 yield [name, _name(one), f"{one['tokens_per_second'][task][way]:.2f}"]
     for server in report["vllm"]:
-        found = server["tasks"][task]
-        said = found.get("refused")
-        speed = f"did not run: {said}" if said else f"{found['tokens_per_second']:.2f}"
+        said = server.get("refused")
+        speed = f"did not run: {said}" if said else f"{server['tokens_per_second'][task]:.2f}"
         yield ["autoregressive, vLLM", server["dtype"], speed.replace("|", "/")]
 
 

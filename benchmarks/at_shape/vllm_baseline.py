@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ PROGRAM = Path(__file__).with_name("vllm_process.py")
 
 
 def run_vllm(
-    python: str, shape: str, dtype: str, traces: Sequence[Trace], limit: float
+    python: str, shape: str, dtype: str, traces: Mapping[str, Sequence[Trace]], limit: float
 ) -> dict[str, Any]:
-    """Tokens a second of the traces' requests, one at a time, each with as many new tokens as it
-    has visible ones and its end token; or `refused`, with the end of what vLLM said. limit: seconds
-    that it may take."""
+    """Tokens a second of each task's traces as requests, one at a time, each with as many new
+    tokens as it has visible ones and its end token; or `refused`, with the error of vLLM. limit:
+    seconds that it may take."""
     config = SHAPES[shape]()
     config.architectures = ["LlamaForCausalLM"]
-    requests = [[trace.prompt, trace.tokens + 1] for trace in traces]
+    requests = [[trace.prompt, trace.tokens + 1] for some in traces.values() for trace in some]
     more = {
+        "PYTHONPATH": "",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,7 +42,7 @@ def run_vllm(
         try:
             done = subprocess.run(
                 [python, str(PROGRAM)], input=json.dumps(asked), text=True, capture_output=True,
-                timeout=limit, env={**os.environ, "PYTHONPATH": "", **more}, cwd=place,
+                timeout=limit, env={**os.environ, **more}, cwd=place,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"dtype": dtype, "refused": f"not done after {limit:g} s"}
@@ -49,5 +50,9 @@ def run_vllm(
         said = [line for line in done.stderr.splitlines() if "Error" in line]
         return {"dtype": dtype, "refused": said[-1] if said else f"status {done.returncode}"}
     found = json.loads(done.stdout.splitlines()[-1])
-    tokens = sum(trace.tokens for trace in traces)
-    return {"dtype": dtype, **found, "tokens_per_second": tokens / sum(found["seconds"])}
+    seconds = iter(found.pop("seconds"))
+    speeds = {}
+    for task, some in traces.items():
+        taken = sum(next(seconds) for _ in some)
+        speeds[task] = sum(trace.tokens for trace in some) / taken
+    return {"dtype": dtype, **found, "tokens_per_second": speeds}
