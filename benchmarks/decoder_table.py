@@ -28,9 +28,13 @@ def table() -> str:
 
 def page() -> str:
     """The page with the table as it is now."""
-    text = PAGE.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    return head + BEGIN + table() + rest[rest.index(END) :]
+    return between(PAGE, BEGIN, table())
+
+
+def between(page: Path, begin: str, table: str) -> str:
+    """A page's text with the table after its line `begin` replaced, up to `END`."""
+    head, rest = page.read_text(encoding="utf-8").split(begin)
+    return head + begin + table + rest[rest.index(END) :]
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ TRACES = [Trace(prompt=10, rows=(12, 4, 2), tokens=5), Trace(prompt=8, rows=(8,)
 
 
 def test_seconds_of_recorded_rows():
-    """Rows 12, 4, 2 and 8 at 1 ms and 0.5 ms a row; autoregressively 10 and 8, then 5 and 1 of 1."""
+    """1 ms and 0.5 ms a row: rows 12, 4, 2 and 8; autoregressively 10 and 8, then 6 times 1."""
     forwards = {1: 1.5, 4: 3.0, 12: 7.0}
     assert pipeline_seconds(TRACES, forwards) == pytest.approx((7 + 3 + 2 + 5) / 1e3)
     assert autoregressive_seconds(TRACES, forwards) == pytest.approx((6 + 5 + 6 * 1.5) / 1e3)

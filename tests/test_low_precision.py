@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import random_model
 from torch import nn
 
 import d2f
 import decode
+from benchmarks import quantize_table
 from d2f import quantize
 from d2f.adapters import new_lora
 from d2f.device import parse_dtype
 from d2f.errors import CheckpointError, InputError
+from d2f.packed import can_pack
 from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness
+from d2f.save_transformers import save_model
 from d2f.tasks import make_problems
 from decode.commands.load_model import weights_hash
 from decode.commands.parser import _MODEL_FLAGS
@@ -235,5 +239,25 @@ def test_the_dtype_that_auto_is(amx, avx512, dtype, monkeypatch):
     assert parse_dtype(None, CPU) == torch.float32
 
 
+@pytest.mark.slow
+def test_compiled_as_not(tmp_path):
+    """Its layers are not packed for float32; the tokens of a small model are the same."""
+    save_model(random_model("llada"), tmp_path / "model", dtype=torch.float32)
+    model = d2f.load(tmp_path / "model", quantize="int8-weight", device="cpu")
+    ids, decoder = [[5, 6, 7], [9, 8]], decode.D2F(4, max_new_tokens=12)
+    plain = answers(model, ids, decoder, 2)
+    assert not can_pack(model.backbone)
+    model.compile()
+    assert answers(model, ids, decoder, 2) == answers(model, ids, decoder, 1) == plain
+
+
 def test_the_flag_names_each():
     assert all(name in _MODEL_FLAGS["quantize"]["help"] for name in QUANTISATIONS)
+
+
+def test_the_page_has_the_table():
+    assert quantize_table.PAGE.read_text(encoding="utf-8") == quantize_table.page(), (
+        "run `python -m benchmarks.quantize_table`"
+    )
+    listed = [line.split("`")[1] for line in quantize_table.table().splitlines()[2:]]
+    assert listed == list(QUANTISATIONS)
