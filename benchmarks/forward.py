@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(word.split("=")[0] == "--shape" for word in given):
-        from benchmarks.at_shape.command import main as at_shape
+        from benchmarks.at_shape.measure_shape import main as at_shape
 
         return at_shape(given)
     parser = argparse.ArgumentParser(

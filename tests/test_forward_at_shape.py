@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks import forward
-from benchmarks.at_shape.command import parse
 from benchmarks.at_shape.floors import Machine, Work
+from benchmarks.at_shape.measure_shape import parse
 from benchmarks.at_shape.traces import (
     Trace,
     autoregressive_seconds,

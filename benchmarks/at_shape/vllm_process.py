@@ -5,12 +5,14 @@ requests: [[prompt tokens, new tokens], ...]}), one on the last line of standard
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # no arguments, and --help
     import vllm
 
     asked = json.load(sys.stdin)

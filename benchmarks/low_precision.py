@@ -1,4 +1,4 @@
-"""python -m benchmarks.quantize --problems 500
+"""python -m benchmarks.low_precision --problems 500
 
 What low precision costs in answers: the bundled models decode held-out problems of each task in
 float32, in bfloat16 and in every quantisation that the device has, each with the decoder and the
@@ -105,7 +105,7 @@ def render(report: dict[str, Any]) -> str:
     lines = [
         "# Answers in low precision",
         "",
-        f"`python -m benchmarks.quantize --problems {report['problems']}`: held-out problems, "
+        f"`python -m benchmarks.low_precision --problems {report['problems']}`: held-out problems, "
         f"greedy, default decoders. {about}.",
         "",
         "Against float32 on the same problems. The first 95 % is Wilson's interval of the share of "
@@ -165,7 +165,7 @@ def _int8_products(device: torch.device) -> Iterator[None]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `models` and `precisions` are lists. Raises InputError."""
-    parser = Parser("python -m benchmarks.quantize", description=__doc__)
+    parser = Parser("python -m benchmarks.low_precision", description=__doc__)
     parser.add_argument("--models", help=f"with commas (default {','.join(names())})")
     parser.add_argument("--tasks", help="with commas (default: the bundled ones)")
     parser.add_argument("--problems", type=int, default=500, help="of each task (default 500)")

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from benchmarks import quantize
-from benchmarks.quantize import compared
+from benchmarks import low_precision
+from benchmarks.low_precision import compared
 from d2f.errors import InputError
 from decode.reporting.record import Record
 
@@ -41,25 +41,25 @@ def test_the_command_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
         "--precisions", "int8,int8-weight", "--runs", str(tmp_path / "runs"),
         "--output", str(tmp_path / "out"),
     ]  # fmt: skip
-    assert quantize.main(words) == 0
+    assert low_precision.main(words) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [row["precision"] for row in report["rows"]] == ["float32", "int8", "int8-weight"]
     assert report["rows"][0]["answers_changed"] == 0
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| int8-weight | " in text and capsys.readouterr().out.endswith(text)
     monkeypatch.setattr("decode.engine.engine.Engine.advance", lambda engine: pytest.fail("again"))
-    assert quantize.main(words) == 0
+    assert low_precision.main(words) == 0
     assert (tmp_path / "out" / "report.md").read_text() == text
 
 
 def test_int8_products_through_float32_are_the_same_integers(monkeypatch):
     """Where PyTorch has none that are fast: the largest sums too."""
-    monkeypatch.setattr(quantize, "slowness", lambda name, device: "slow")
+    monkeypatch.setattr(low_precision, "slowness", lambda name, device: "slow")
     a = torch.full((3, 1024), -128, dtype=torch.int8)
     b = torch.full((1024, 8), -128, dtype=torch.int8)
     a[1, ::2], b[:, 1] = 127, 127
     expected = a.int() @ b.int()
-    with quantize._int8_products(torch.device("cpu")):
+    with low_precision._int8_products(torch.device("cpu")):
         assert torch.equal(torch._int_mm(a, b), expected)
         wide = torch.cat([a, a], dim=1), torch.cat([b, b])
         assert torch.equal(torch._int_mm(*wide), wide[0].int() @ wide[1].int())
@@ -67,4 +67,4 @@ def test_int8_products_through_float32_are_the_same_integers(monkeypatch):
 
 def test_a_precision_that_is_not_there():
     with pytest.raises(InputError, match="quantize fp8: not on cpu"):
-        quantize.parse(["--device", "cpu", "--precisions", "fp8"])
+        low_precision.parse(["--device", "cpu", "--precisions", "fp8"])
