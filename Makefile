@@ -40,7 +40,7 @@ run: $(INSTALLED) ## Decode a few held-out problems with the bundled D2F model
 	$(PY) -m decode.pipeline --tau-add 0.1 $(ARGS)
 
 test: $(INSTALLED) ## Run every test
-	$(PY) -m pytest -n $(JOBS) $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 fuzz: $(INSTALLED) ## Run the fuzzers for long, from a seed that is printed at the end
 	D2F_FUZZ_EXAMPLES=$${D2F_FUZZ_EXAMPLES:-3000} D2F_FUZZ_SEED=$${D2F_FUZZ_SEED:-random} \

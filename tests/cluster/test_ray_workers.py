@@ -27,6 +27,7 @@ from distill.rollouts import __main__ as rollouts
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),  # one after another: each starts a Ray of its own
     # Not importorskip: the session sets what Ray reads when it is imported.
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is missing"),
 ]
