@@ -114,7 +114,9 @@ def _check_there(address: str) -> None:
     if address == "auto":
         return
     if not host or not port.isdigit():
-        raise InputError(f"--address: expected HOST:PORT, ray://HOST:PORT or auto, got {address!r}")
+        raise InputError(
+            f"a Ray cluster: expected HOST:PORT, ray://HOST:PORT or auto, got {address!r}"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
