@@ -43,7 +43,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     frozen = sum(p.numel() for p in parameters) - trained
     kept = 2 if config.base_dtype == "bfloat16" else 4
     adapted = config.trains_adapter
-    linear = sum(p.numel() for n, p in network.named_parameters() if _is_linear(n))
+    linear = sum(p.numel() for n, p in network.named_parameters() if is_linear(n))
     # What is trained is in fp32 whatever the base is kept in.
     weights = frozen * kept if adapted else 4 * trained
     if config.quantize == "4bit":
@@ -98,6 +98,6 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
     return attention + norms + mlp + lora + len(targets) * size * config.lora.r
 
 
-def _is_linear(name: str) -> bool:
+def is_linear(name: str) -> bool:
     """Whether a parameter is a layer's own matrix (of attention or MLP)."""
     return name.endswith(("_proj.base_layer.weight", "_proj.weight"))

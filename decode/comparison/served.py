@@ -61,40 +61,50 @@ class Client:
         max_new_tokens: int,
         stop: tuple[str, ...],
     ) -> Run:
-        rules: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_new_tokens}
-        if stop:
-            rules["stop"] = list(stop)
-        if self.entry.stream:
-            rules |= {"stream": True, "stream_options": {"include_usage": True}}
-        bodies = [
-            json.dumps({"model": self.served_name, "prompt": prompt, **rules, **self.entry.body})
-            for prompt in prompts
-        ]  # before the clock starts
+        # Before the clock starts.
+        bodies = [self.request(prompt, max_new_tokens, stop) for prompt in prompts]
         most = allowed_bytes(max_new_tokens)
         answers = [Answer(i) for i in range(len(prompts))]
         # One iterator for all users: each takes the next request when its last one is answered.
         # They run in one thread, so no two of them take the same.
         waiting: Iterator[Answer] = iter(answers)
-        timeout = httpx.Timeout(self.limits.silence, connect=self.limits.connect)
         # As many connections as users, so that none waits for one while its clock runs.
-        pool = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        headers = {"content-type": "application/json", **PLAIN, **self.headers}
-        # trust_env=False: no proxy of the environment stands between the clock and the server.
-        async with httpx.AsyncClient(
-            timeout=timeout, limits=pool, headers=headers, trust_env=False
-        ) as client:
+        async with self.connect(concurrency) as client:
             began = time.perf_counter()
 
             async def user() -> None:
                 for answer in waiting:
-                    await self._answer(client, bodies[answer.item], answer, began, most)
+                    await self.answer(client, bodies[answer.item], answer, began, most)
 
             await asyncio.gather(*(user() for _ in range(min(concurrency, len(answers)))))
             return Run(answers, time.perf_counter() - began)
 
-    async def _answer(
+    def request(
+        self, prompt: list[int] | str, max_new_tokens: int, stop: tuple[str, ...] = ()
+    ) -> str:
+        """The body that asks for one answer."""
+        rules: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_new_tokens}
+        if stop:
+            rules["stop"] = list(stop)
+        if self.entry.stream:
+            rules |= {"stream": True, "stream_options": {"include_usage": True}}
+        return json.dumps({"model": self.served_name, "prompt": prompt, **rules, **self.entry.body})
+
+    def connect(self, connections: int) -> httpx.AsyncClient:
+        """So many connections to the endpoint, as a context, for `answer`."""
+        # trust_env=False: no proxy of the environment stands between the clock and the server.
+        return httpx.AsyncClient(
+            timeout=httpx.Timeout(self.limits.silence, connect=self.limits.connect),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            headers={"content-type": "application/json", **PLAIN, **self.headers},
+            trust_env=False,
+        )
+
+    async def answer(
         self, client: httpx.AsyncClient, request: str, answer: Answer, began: float, most: int
     ) -> None:
+        """Send a request and fill in its answer, or why there is none. began: when the run's clock
+        started. most: bytes that the answer may have."""
         # Before the first try: what retries take counts in the answer's times.
         answer.submitted = time.perf_counter() - began
         for attempt in range(1, self.retries + 2):
