@@ -20,10 +20,13 @@ from d2f.hub import base_of_adapter, folder_of
 from d2f.json_file import read_object
 from d2f.load_tokenizer import load_tokenizer
 from d2f.model import DiffusionModel
+from d2f.leading import announce, kind_of_rank
 from d2f.model_config import check_fits_files, check_size, empty_model, model_config
 from d2f.models import resolve
 from d2f.quantize import four_bits
 from d2f.quiet import loading_bars
+from d2f.ranks import join, reported
+from d2f.tensor_parallel import check_divides, check_parallel, sharded
 from d2f.weight_files import stored, weight_files
 
 # What transformers raises for files that are not what they should be, its generation_config.json
@@ -48,6 +51,7 @@ def load(
     device: torch.device | str | None = None,
     quantize: bool = False,
     progress: bool = False,
+    tensor_parallel: int = 1,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
 
@@ -57,13 +61,19 @@ def load(
     family: overrides what the checkpoint says of itself. dtype: default fp32 on a CPU, bf16
     elsewhere. device: default CUDA where there is one; on ``meta`` no weights are read, nor
     fetched: the model has shapes and nothing else. quantize: 4-bit weights (`d2f.quantize`).
-    progress: a bar while the weights are read; a download has its own either way.
+    progress: a bar while the weights are read; a download has its own either way. tensor_parallel:
+    how many processes, started by torchrun, hold a part of the model each; all of them call this,
+    then rank 0 decodes and the others follow it (`d2f.leading`). An adapter is merged into the
+    parts.
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
-    for a dtype or device that there is not.
+    for a dtype or device that there is not, for processes that are not there, or cannot share the
+    model's heads; RankError where one of them ends.
     """
     where = parse_device(device)
+    if tensor_parallel != 1:
+        where = check_parallel(tensor_parallel, where, quantize=quantize)
     place = str(folder_of(resolve(str(name_or_path)), weights=where.type != "meta"))
     base = base_of_adapter(place)
     if base is not None:  # the folder holds an adapter alone: load its base, put it on
@@ -84,6 +94,7 @@ def load(
             device=device,
             quantize=quantize,
             progress=progress,
+            tensor_parallel=tensor_parallel,
         )
     raw = _read_config(place)
     # The contract is what this project saved and knows best; an official checkpoint has none, and
@@ -93,15 +104,30 @@ def load(
         family or (contract.family if contract else family_of(raw.get("model_type")).name)
     )
     with loading_bars(progress):
-        backbone = _load_backbone(place, chosen, raw, parse_dtype(dtype, where), where, quantize)
+        backbone = _load_backbone(
+            place, chosen, raw, parse_dtype(dtype, where), where, quantize, tensor_parallel
+        )
     tokenizer = load_tokenizer(place)
     # Named as another family by the caller: its contract says nothing of that one.
     if contract is None or contract.family != chosen.name:
         contract = published_contract(chosen, raw, tokenizer)
     check_ids(place, contract, backbone.config.vocab_size)
-    model = DiffusionModel(backbone.eval(), contract, tokenizer=tokenizer, path=place)
-    if adapter is not None:
+    in_parts = tensor_parallel > 1 and where.type != "meta"
+    kind = kind_of_rank() if in_parts else DiffusionModel
+    model = kind(
+        backbone.eval(),
+        contract,
+        tokenizer=tokenizer,
+        path=place,
+        tensor_parallel=tensor_parallel,
+    )
+    if adapter is not None and in_parts:
+        with reported():
+            model.merge_from(resolve(str(adapter)))
+    elif adapter is not None:
         attach(model, resolve(str(adapter)))
+    if in_parts:
+        announce(model)
     return model
 
 
@@ -127,9 +153,11 @@ def _load_backbone(
     dtype: torch.dtype,
     device: torch.device,
     quantize: bool,
+    tensor_parallel: int,
 ) -> Any:
     config = model_config(place, family, raw)
     kind = model_classes()[config.model_type]
+    check_divides(place, config, tensor_parallel)
     if device.type == "meta":
         return empty_model(place, kind, config, dtype)
     # From the files' headers, before anything is allocated: a config.json that asks for a thousand
@@ -138,6 +166,31 @@ def _load_backbone(
     check_fits_files(place, config, tensors)
     check_size(place, empty_model(place, kind, config, dtype), tensors)
     more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
+    if tensor_parallel > 1:
+        join(device)
+        more = sharded(tensor_parallel)
+    with reported():
+        backbone = _read_backbone(place, family, kind, config, dtype, more)
+    # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
+    head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
+    if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
+        raise CheckpointError(
+            f"{place}: config.json says that the output weights are the embeddings "
+            "(tie_word_embeddings): expected none in the file, got others"
+        )
+    # Checked on what was built: fields of RoPE that are right one by one may still not go together.
+    if not backbone.model.rotary_emb.inv_freq.isfinite().all():
+        raise CheckpointError(
+            f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
+            "gives others"
+        )
+    # Of 4 bits or in parts it has been placed.
+    return backbone if more else backbone.to(device)
+
+
+def _read_backbone(
+    place: str, family: Family, kind: Any, config: Any, dtype: torch.dtype, more: dict[str, Any]
+) -> Any:
     try:
         backbone, info = kind.from_pretrained(
             place,
@@ -159,20 +212,7 @@ def _load_backbone(
             f"{place}: weights cannot be read: {type(error).__name__}: {error}"
         ) from error
     _check_loaded(place, family, info)
-    # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
-    head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
-    if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
-        raise CheckpointError(
-            f"{place}: config.json says that the output weights are the embeddings "
-            "(tie_word_embeddings): expected none in the file, got others"
-        )
-    # Checked on what was built: fields of RoPE that are right one by one may still not go together.
-    if not backbone.model.rotary_emb.inv_freq.isfinite().all():
-        raise CheckpointError(
-            f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
-            "gives others"
-        )
-    return backbone if quantize else backbone.to(device)  # 4-bit: device_map has placed it
+    return backbone
 
 
 def _check_loaded(place: str, family: Family, info: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.model_parts import ModelParts
 from d2f.saving import save
+from d2f.tensor_parallel import merge_into_parts
 
 if TYPE_CHECKING:
     from d2f.compiled import CompiledRows
@@ -59,6 +60,7 @@ class DiffusionModel(ModelParts):
             f"end_ids={self.end_ids}",
             *(["adapter"] if self.adapter is not None else []),
             *(["compiled"] if self.is_compiled else []),
+            *([f"in {self.tensor_parallel} parts"] if self.tensor_parallel > 1 else []),
             *(["no tokenizer"] if self.tokenizer is None else []),
         ]
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
@@ -131,7 +133,9 @@ class DiffusionModel(ModelParts):
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""
-        return SlotCache(self.backbone.config, slots, dtype=self.dtype, device=self.device)
+        config = self.backbone.config
+        heads = config.num_key_value_heads // self.tensor_parallel
+        return SlotCache(config, slots, dtype=self.dtype, device=self.device, heads=heads)
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -162,3 +166,9 @@ class DiffusionModel(ModelParts):
             self.backbone = merged
             self.adapter = None
             self._merged = True
+
+    def merge_from(self, place: str) -> None:
+        """Fold the adapter in the folder `place` into the weights, of which this process may have
+        a part (`d2f.tensor_parallel`). Raises CheckpointError as `d2f.adapters.attach`."""
+        merge_into_parts(self, place)
+        self._merged = True

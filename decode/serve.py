@@ -16,6 +16,7 @@ from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.commands.run_command import command, say
 from decode.commands.serve_flags import parse
+from decode.commands.several_ranks import followed
 from decode.reporting.extras import require_serve
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve until told to end. Raises InputError before anything is served."""
+    """Serve until told to end. Raises InputError before anything is served, RankError."""
+    if followed(options, (_of_model(options, name) for name in options.model.values())):
+        return
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
         from decode.commands.decoder_settings import read_settings

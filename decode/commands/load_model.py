@@ -15,6 +15,7 @@ from d2f.errors import InputError
 from d2f.hub import base_of_adapter, folder_of
 from d2f.model import DiffusionModel
 from d2f.models import names, resolve
+from d2f.tensor_parallel import check_parallel, own_part
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -34,11 +35,18 @@ def check_options(options: argparse.Namespace) -> None:
         device = parse_device(options.device)
     except InputError as error:
         raise InputError(f"--{error}") from error
+    if options.tensor_parallel > 1:
+        check_parallel(options.tensor_parallel, device)
     if device.type == "meta":
         raise InputError("--device meta: no such device here: it holds shapes and no weights")
 
 
-def outline(name: str, adapter: str | None = None, family: str | None = None) -> DiffusionModel:
+def outline(
+    name: str,
+    adapter: str | None = None,
+    family: str | None = None,
+    tensor_parallel: int = 1,
+) -> DiffusionModel:
     """A model without its weights, which are neither read nor fetched: contract (the adapter's
     where it has one), tokenizer, context. What a decoder and prompts are checked against before
     the weights are loaded. Raises InputError."""
@@ -46,7 +54,7 @@ def outline(name: str, adapter: str | None = None, family: str | None = None) ->
     base = base_of_adapter(str(folder_of(name, weights=False)))
     if base is not None and adapter is None:
         name, adapter = base, name  # an adapter alone, on the base that it names
-    model = d2f.load(name, family=family, device="meta")
+    model = d2f.load(name, family=family, device="meta", tensor_parallel=tensor_parallel)
     if adapter is not None:
         contract = Contract.load(folder_of(resolve(adapter), weights=False))
         model.contract = contract or model.contract
@@ -63,6 +71,7 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
         dtype=options.dtype,
         device=options.device,
         progress=options.verbose,
+        tensor_parallel=options.tensor_parallel,
     )
     if model.adapter is not None and options.adapter is None:
         options.adapter = options.model  # an adapter alone, on the base that it names
@@ -77,9 +86,10 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
 
 def weights_hash(model: DiffusionModel) -> str:
     """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
-    and last row of every tensor."""
+    and last row of every tensor, or of the parts of them that this process has."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.backbone.state_dict().items()):
+        tensor = own_part(tensor)
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
         # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]

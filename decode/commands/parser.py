@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from d2f.command import CommandParser
 from d2f.errors import InputError, repr_of
 from d2f.models import names
+from d2f.rank_number import check_processes
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
 
 DEFAULT_MODEL = "tiny-d2f"
@@ -54,14 +55,21 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "help": "run the model through torch.compile: takes some seconds at the start and a C++ "
         "compiler on a CPU, then each forward costs less; it needs a merged adapter",
     },
+    "tensor-parallel": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "share the model among N processes, a GPU each: torchrun --nproc-per-node N -m "
+        "COMMAND --tensor-parallel N (docs/several-gpus.md)",
+    },
 }
 
 
 def add_model(
     group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
 ) -> None:
-    """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile those that
-    `more` names; the others have their defaults, so `load_model.load` takes every command's
+    """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile,
+    --tensor-parallel those that `more` names; the others have their defaults, so `load_model.load` takes every command's
     options. default: of --model, None where it must be given. several: said of a --model that may
     be given more than once; then it is a list, None where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
@@ -73,7 +81,7 @@ def add_model(
     for name, flag in _MODEL_FLAGS.items():
         if name in ("adapter", "dtype", "device", *more):
             group.add_argument(f"--{name}", **flag)
-    group.set_defaults(family=None, merge=True, compile=False)
+    group.set_defaults(family=None, merge=True, compile=False, tensor_parallel=1)
 
 
 def check_model(options: argparse.Namespace) -> None:
@@ -82,6 +90,12 @@ def check_model(options: argparse.Namespace) -> None:
         raise InputError("--no-merge needs --adapter")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
+    check_least(options, tensor_parallel=1)
+    if options.tensor_parallel > 1:
+        check_processes(options.tensor_parallel)
+        for flag, given in (("--compile", options.compile), ("--no-merge", not options.merge)):
+            if given:
+                raise InputError(f"{flag} is not for --tensor-parallel")
 
 
 def add_tasks(group: Group, more: str = "") -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from d2f.errors import InputError
 from d2f.shipped import DECODING, find_config
 from decode.commands.decoder_flags import Kind, add_decoder, add_sampling, offered
-from decode.commands.parser import DEFAULT_MODEL, Parser, add_model, add_verbose, check_least
+from decode.commands.parser import DEFAULT_MODEL, Parser, add_model, add_verbose, check_least, check_model
 from decode.decoders import find_decoder
 
 KEY_VARIABLE = "D2F_API_KEY"
@@ -40,10 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for flag in ("adapter", "family"):
         if getattr(options, flag) is not None and len(options.model) > 1:
             raise InputError(f"--{flag} is for one model, got {len(options.model)}")
-    if not options.merge and options.adapter is None:
-        raise InputError("--no-merge needs --adapter")
-    if options.compile and not options.merge:
-        raise InputError("--compile needs a merged adapter, not --no-merge")
+    check_model(options)
     check_least(
         options, max_batch=1, slots=1, request_slots=1, max_waiting=0, max_model_len=2, max_body=1,
         max_unsent=1, max_choices=1, prefill_rows=1, port=0, drain_seconds=0,
@@ -110,7 +107,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     several = "; may be given several times; ALIAS=NAME serves it under another name"
-    add_model(models, "merge", "family", "compile", several=several)
+    add_model(models, "merge", "family", "compile", "tensor-parallel", several=several)
     models.add_argument(
         "--max-model-len",
         type=int,
