@@ -18,9 +18,9 @@ from d2f.families import Family, family_of, get_family, model_classes
 from d2f.family_contract import check_ids, published_contract
 from d2f.hub import base_of_adapter, folder_of
 from d2f.json_file import read_object
+from d2f.leading import announce, kind_of_rank
 from d2f.load_tokenizer import load_tokenizer
 from d2f.model import DiffusionModel
-from d2f.leading import announce, kind_of_rank
 from d2f.model_config import check_fits_files, check_size, empty_model, model_config
 from d2f.models import resolve
 from d2f.quantize import four_bits
@@ -28,6 +28,7 @@ from d2f.quiet import loading_bars
 from d2f.ranks import join, reported
 from d2f.tensor_parallel import check_divides, check_parallel, sharded
 from d2f.weight_files import stored, weight_files
+from d2f.weights import read_weights
 
 # What transformers raises for files that are not what they should be, its generation_config.json
 # among them.
@@ -162,15 +163,20 @@ def _load_backbone(
         return empty_model(place, kind, config, dtype)
     # From the files' headers, before anything is allocated: a config.json that asks for a thousand
     # layers must not fill the memory first.
-    tensors = stored(weight_files(Path(place)))
+    files = weight_files(Path(place))
+    tensors = stored(files)
     check_fits_files(place, config, tensors)
     check_size(place, empty_model(place, kind, config, dtype), tensors)
-    more = {"quantization_config": four_bits(dtype), "device_map": {"": device}} if quantize else {}
-    if tensor_parallel > 1:
+    source: dict[str, Any] = {"pretrained_model_name_or_path": place}
+    if quantize:
+        source |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
+    elif tensor_parallel > 1:
         join(device)
-        more = sharded(tensor_parallel)
+        source |= sharded(tensor_parallel)
+    else:
+        source = {"pretrained_model_name_or_path": None, "state_dict": read_weights(files, dtype)}
     with reported():
-        backbone = _read_backbone(place, family, kind, config, dtype, more)
+        backbone = _read_backbone(place, family, kind, config, dtype, source)
     # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
     head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
     if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
@@ -184,16 +190,16 @@ def _load_backbone(
             f"{place}: config.json: RoPE must have finite frequencies, {config.rope_parameters} "
             "gives others"
         )
-    # Of 4 bits or in parts it has been placed.
-    return backbone if more else backbone.to(device)
+    placed = quantize or tensor_parallel > 1
+    return backbone if placed else backbone.to(device)
 
 
 def _read_backbone(
-    place: str, family: Family, kind: Any, config: Any, dtype: torch.dtype, more: dict[str, Any]
+    place: str, family: Family, kind: Any, config: Any, dtype: torch.dtype, source: dict[str, Any]
 ) -> Any:
+    """source: where from_pretrained finds the weights, and what becomes of them."""
     try:
         backbone, info = kind.from_pretrained(
-            place,
             config=config,
             dtype=dtype,
             attn_implementation=attention.NAME,
@@ -205,7 +211,7 @@ def _read_backbone(
             # No pickles and no code of the checkpoint.
             use_safetensors=True,
             trust_remote_code=False,
-            **more,
+            **source,
         )
     except _UNREADABLE as error:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from d2f.cache import SlotCache
 from d2f.model_parts import ModelParts
 from d2f.saving import save
 from d2f.tensor_parallel import merge_into_parts
+from d2f.write_shards import MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
     from d2f.compiled import CompiledRows
@@ -148,16 +149,17 @@ class DiffusionModel(ModelParts):
             with self.adapter.disable_adapter():
                 yield
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write `folder`, which `d2f.load` reads back to the same tokens in the same dtype: config,
         weights in the model's dtype (safetensors), tokenizer and contract; of a model with an
         adapter the adapter alone, with the name and hash of its base (`merge_adapter` first for
-        all of it in one). Whole or not at all.
+        all of it in one). Whole or not at all. max_shard_size: most bytes of a file of weights, a
+        number or as ``5GB``.
 
         Raises InputError for a folder that holds anything but an earlier save, for 4-bit weights,
-        and where it cannot be written.
+        for a size that is none, and where it cannot be written.
         """
-        save(self, folder)
+        save(self, folder, max_shard_size)
 
     def merge_adapter(self) -> None:
         """Fold the adapter into the weights and forget it: the same function, one matrix less."""

@@ -178,12 +178,16 @@ def reported() -> Iterator[None]:
 
 
 def _make_group(store: Any, number: int, size: int, device: torch.device) -> None:
-    backend, options = "gloo", {}
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-        backend, options = "nccl", {"device_id": device}
     torch.distributed.init_process_group(
-        backend, store=store, rank=number, world_size=size, timeout=timedelta(hours=2), **options
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=number,
+        world_size=size,
+        timeout=timedelta(hours=2),
+        device_id=device if on_gpu else None,
     )
 
 

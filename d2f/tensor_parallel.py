@@ -93,7 +93,5 @@ def _add(weight: Tensor, delta: Tensor) -> None:
     delta = delta.to(weight.device)
     if isinstance(weight, DTensor):
         # Every rank has the whole delta and takes its part, none is sent.
-        delta = distribute_tensor(
-            delta, weight.device_mesh, weight.placements, src_data_rank=None
-        )
+        delta = distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
     own_part(weight).data += own_part(delta)

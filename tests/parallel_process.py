@@ -41,9 +41,8 @@ def eventful(model: DiffusionModel, decoder: Decoder) -> list[object]:
     """What an engine gives that copies prefixes, feeds prompts in pieces, loses a request to an
     error and another one to whoever cancels it."""
     engine = Engine(model, batch_size=4, slots=96, reuse_prefixes=True, prefill_rows=4)
-    requests = [
-        Request(i, ids, decoder, model.contract, None) for i, ids in enumerate([*PROMPTS, PROMPTS[0]])
-    ]
+    prompts = enumerate([*PROMPTS, PROMPTS[0]])
+    requests = [Request(i, ids, decoder, model.contract, None) for i, ids in prompts]
     requests[1].session.accept = None  # type: ignore[method-assign,assignment]
     for request in requests[:3]:
         engine.submit(request)

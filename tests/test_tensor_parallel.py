@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from every_decoder import KINDS
@@ -16,6 +17,7 @@ from test_train_processes import finish, free_ports, start
 from tiny import tokenizer
 
 import d2f
+import decode
 from d2f.build_model import build
 from d2f.errors import CheckpointError, InputError
 from d2f.save_transformers import save_model
@@ -67,7 +69,8 @@ def test_it_decodes_what_the_whole_model_decodes(results, models):
 
 
 def test_what_happens_in_an_engine_happens_on_all_ranks(results):
-    """Slots that are copied, cleared after an error and given up by a request that was cancelled."""
+    """Slots that are copied, cleared after an error, and given up by a request that was
+    cancelled."""
     parts, whole = results["eventful"]
     assert parts == whole
     assert whole[-1] > 0  # rows that were copied
@@ -108,6 +111,76 @@ def test_a_rank_that_is_killed_ends_the_others(models, tmp_path, victim):
             process.communicate()
     assert running[1 - victim].returncode == 1
     assert f"rank {victim} has ended" in said
+
+
+def test_a_server_answers_as_one_of_the_whole_model_and_dies_with_a_rank(tmp_path):
+    """Rank 0 serves: streams, clients that leave, sampling. kill -9 of the other one ends it."""
+    port, ranks_port = free_ports(2)
+    command = ["-m", "decode.serve", "--tensor-parallel", "2", "--port", str(port)]
+    running = start([*command, "--model", "tiny-d2f"], 2, [ranks_port])
+    asked = {"model": "tiny-d2f", "prompt": "Use 3 and 4 to make 12.", "max_tokens": 24}
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_for(client, running)
+            with client.stream("POST", "/v1/completions", json=asked | {"stream": True}) as left:
+                next(left.iter_lines())  # and leaves
+            for more in ({}, {"temperature": 1.0, "seed": 3}):
+                answer = client.post("/v1/completions", json=asked | more).json()
+                decoder = decode.D2F(max_new_tokens=24, **more)
+                whole = decode.generate(d2f.load("tiny-d2f"), asked["prompt"], decoder, raw=True)
+                assert answer["choices"][0]["text"] == whole[0].text
+            os.kill(running[1].pid, signal.SIGKILL)
+            killed = time.monotonic()
+            said, _ = running[0].communicate(timeout=60)
+        assert time.monotonic() - killed < SECONDS_TO_END
+        assert running[0].returncode == 1
+        assert "error: rank 1 has ended; all ranks end" in said
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def test_a_server_that_is_told_to_end_ends_all_ranks():
+    port, ranks_port = free_ports(2)
+    command = ["-m", "decode.serve", "--tensor-parallel", "2", "--port", str(port)]
+    running = start([*command, "--model", "tiny-d2f"], 2, [ranks_port])
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        wait_for(client, running)
+        client.post("/v1/completions", json={"model": "tiny-d2f", "prompt": "Use", "max_tokens": 4})
+    for process in reversed(running):  # as torchrun and a terminal do
+        process.send_signal(signal.SIGTERM)
+    output = finish(running)
+    assert output.count("serving on") == output.count("stopping") == 1  # rank 0 speaks
+    assert "error:" not in output
+
+
+def wait_for(client: httpx.Client, running) -> None:
+    """Return when the server takes requests."""
+    limit = time.monotonic() + 90
+    while True:
+        assert time.monotonic() < limit
+        if any(process.poll() is not None for process in running):
+            pytest.fail("\n".join(process.communicate()[0] for process in running))
+        try:
+            if client.get("/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("model", ["tiny-d2f", "no/such"])
+def test_rank_0_speaks_for_all(tmp_path, model):
+    """One output, of a run and of an error."""
+    command = ["-m", "decode.pipeline", "--tensor-parallel", "2", "--model", model]
+    running = start([*command, "--problems", "1", "--tasks", "countdown"], 2, free_ports(1))
+    first, _ = running[0].communicate(timeout=100)
+    if model == "no/such":
+        running[1].terminate()  # as torchrun does when one has ended
+        assert "error: no/such" in first
+    second, _ = running[1].communicate(timeout=100)
+    assert ("countdown" in first) is (model == "tiny-d2f")
+    assert "countdown" not in second and "error:" not in second
 
 
 def as_one_of(monkeypatch, size: int, rank: int = 0) -> None:

@@ -69,8 +69,8 @@ def add_model(
     group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
 ) -> None:
     """Add --model, --adapter, --dtype, --device, and of --merge, --family, --compile,
-    --tensor-parallel those that `more` names; the others have their defaults, so `load_model.load` takes every command's
-    options. default: of --model, None where it must be given. several: said of a --model that may
+    --tensor-parallel those that `more` names; the others have their defaults, so
+    `load_model.load` takes every command's options. default: of --model, None where it must be given. several: said of a --model that may
     be given more than once; then it is a list, None where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
     end = f"; default {default})" if default else ")"

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from d2f.errors import InputError
 from d2f.shipped import DECODING, find_config
 from decode.commands.decoder_flags import Kind, add_decoder, add_sampling, offered
-from decode.commands.parser import DEFAULT_MODEL, Parser, add_model, add_verbose, check_least, check_model
+from decode.commands.parser import (
+    DEFAULT_MODEL,
+    Parser,
+    add_model,
+    add_verbose,
+    check_least,
+    check_model,
+)
 from decode.decoders import find_decoder
 
 KEY_VARIABLE = "D2F_API_KEY"
