@@ -27,6 +27,7 @@ from d2f.quantities import FILE_SIZE
 from d2f.weight_files import INDEX
 
 MAX_SHARD_SIZE = "50GB"  # transformers' default
+_PIECE = 1 << 20
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -94,10 +95,12 @@ def _write(path: Path, weights: Mapping[str, Weight], dtype: torch.dtype) -> lis
         file.write(_header({name: weights[name].shape for name in names}, names, dtype))
         for name in names:
             value = weights[name].read().detach().to("cpu", dtype).contiguous()
-            # In the dtype that is written: what fp32 holds may be infinity in fp16.
-            if not value.isfinite().all():
+            flat = value.reshape(-1)
+            # In the dtype that is written: what fp32 holds may be infinity in fp16. A piece at a
+            # time: looking takes as much memory again.
+            if not all(piece.isfinite().all() for piece in flat.split(_PIECE)):
                 broken.append(name)
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+            file.write(flat.view(torch.uint8).numpy().data)
     return broken
 
 
