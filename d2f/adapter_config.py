@@ -46,6 +46,11 @@ class AdapterConfig:
     base: str | None
     base_class: str
 
+    @property
+    def scaling(self) -> float:
+        """What the product of its matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """The adapter_config.json in `folder`. Raises CheckpointError that names the field, what was

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from d2f.adapter_base import check_base
-from d2f.adapter_config import read_adapter_config
+from d2f.adapter_config import AdapterConfig, read_adapter_config
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, Family
@@ -42,16 +43,24 @@ def new_lora(
     model.adapter = PeftModel(model.backbone, config)
 
 
-def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
-    """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
-    trainable: its weights are to be trained on.
+@dataclass(frozen=True)
+class FittingAdapter:
+    """An adapter that fits its base, read whole. config: what its file says. targets: the base's
+    layers that it changes, by name. weights: by PEFT's names. contract: None where it has none."""
 
-    Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
-    another base; warns with UnverifiedBaseWarning where the base cannot be told
-    (`d2f.adapter_base`).
-    """
-    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+    config: AdapterConfig
+    targets: dict[str, nn.Linear]
+    weights: dict[str, Tensor]
+    contract: Contract | None
 
+    def delta(self, target: str) -> Tensor:
+        """What merging adds to a layer's weight, ``[out, in]`` in fp32, as PEFT computes it."""
+        a, b = (self.weights[f"{_PREFIX}{target}.lora_{x}.weight"].float() for x in "AB")
+        return (b @ a) * self.config.scaling
+
+
+def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
+    """Read an adapter for `model`, which stays as it is. Raises and warns as `attach`."""
     folder = folder_of(place)
     if model.adapter is not None:
         raise CheckpointError(f"{folder}: the model already has an adapter; merge it first")
@@ -74,21 +83,35 @@ def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
     problem = _difference(expected, {key: tuple(value.shape) for key, value in weights.items()})
     if problem:
         raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
+    return FittingAdapter(came, targets, weights, contract)
+
+
+def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
+    """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
+    trainable: its weights are to be trained on.
+
+    Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
+    another base; warns with UnverifiedBaseWarning where the base cannot be told
+    (`d2f.adapter_base`).
+    """
+    from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+
+    adapter = fitting_adapter(model, place)
     config = LoraConfig(
-        r=came.r,
-        lora_alpha=came.alpha,
-        lora_dropout=came.dropout,
-        use_rslora=came.use_rslora,
+        r=adapter.config.r,
+        lora_alpha=adapter.config.alpha,
+        lora_dropout=adapter.config.dropout,
+        use_rslora=adapter.config.use_rslora,
         # PEFT finds the modules by the last part of their names, in all layers.
-        target_modules=sorted({name.rsplit(".", 1)[-1] for name in targets}),
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name in adapter.targets}),
         inference_mode=not trainable,
     )
     wrapped = PeftModel(model.backbone, config)
-    set_peft_model_state_dict(wrapped, weights)
+    set_peft_model_state_dict(wrapped, adapter.weights)
     model.adapter = wrapped.eval()
     # What the adapter was trained to do (objective, block size) is now what the model does.
-    if contract is not None:
-        model.contract = contract
+    if adapter.contract is not None:
+        model.contract = adapter.contract
 
 
 def save_adapter(model: ModelParts, folder: Path) -> None:

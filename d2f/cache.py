@@ -23,13 +23,20 @@ class SlotCache:
     """Flat key and value buffers of one model, given to transformers as ``past_key_values``.
 
     Set `slots` (int64 ``[T]``, one slot a fed row) before each forward. Each layer writes its rows'
-    keys and values there and attends over the whole buffer ``[1, H_kv, S, D]``.
+    keys and values there and attends over the whole buffer ``[1, H_kv, S, D]``. heads: H_kv where
+    this process has only a part of the model's.
     """
 
     def __init__(
-        self, config: PretrainedConfig, slots: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: PretrainedConfig,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: int | None = None,
     ):
-        heads = config.num_key_value_heads
+        heads = heads or config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (1, heads, slots, dim)
         # Zeros, not memory as it comes: a slot that a row does not see meets a weight of 0, and 0

@@ -51,6 +51,11 @@ class EngineClosedError(RuntimeError):
     is the cause, where it did."""
 
 
+class RankError(RuntimeError):
+    """One of the processes that hold a model together has failed or ended, so the others cannot go
+    on either; says which and why."""
+
+
 class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
 

@@ -16,6 +16,8 @@ from d2f.cache import SlotCache
 from d2f.errors import InputError
 from d2f.model_parts import ModelParts
 from d2f.saving import save
+from d2f.tensor_parallel import merge_into_parts
+from d2f.write_shards import MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
     from d2f.compiled import CompiledRows
@@ -60,6 +62,7 @@ class DiffusionModel(ModelParts):
             f"end_ids={self.end_ids}",
             *(["adapter"] if self.adapter is not None else []),
             *(["compiled"] if self.is_compiled else []),
+            *([f"in {self.tensor_parallel} parts"] if self.tensor_parallel > 1 else []),
             *(["no tokenizer"] if self.tokenizer is None else []),
         ]
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
@@ -132,7 +135,9 @@ class DiffusionModel(ModelParts):
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""
-        return SlotCache(self.backbone.config, slots, dtype=self.dtype, device=self.device)
+        config = self.backbone.config
+        heads = config.num_key_value_heads // self.tensor_parallel
+        return SlotCache(config, slots, dtype=self.dtype, device=self.device, heads=heads)
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -145,16 +150,17 @@ class DiffusionModel(ModelParts):
             with self.adapter.disable_adapter():
                 yield
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write `folder`, which `d2f.load` reads back to the same tokens in the same dtype: config,
         weights in the model's dtype (safetensors), tokenizer and contract; of a model with an
         adapter the adapter alone, with the name and hash of its base (`merge_adapter` first for
-        all of it in one). Whole or not at all.
+        all of it in one). Whole or not at all. max_shard_size: most bytes of a file of weights, a
+        number or as ``5GB``.
 
         Raises InputError for a folder that holds anything but an earlier save, for quantised
-        weights, and where it cannot be written.
+        weights, for a size that is none, and where it cannot be written.
         """
-        save(self, folder)
+        save(self, folder, max_shard_size)
 
     def merge_adapter(self) -> None:
         """Fold the adapter into the weights and forget it: the same function, one matrix less.
@@ -169,3 +175,9 @@ class DiffusionModel(ModelParts):
             self.backbone = merged
             self.adapter = None
             self._merged = True
+
+    def merge_from(self, place: str) -> None:
+        """Fold the adapter in the folder `place` into the weights, of which this process may have
+        a part (`d2f.tensor_parallel`). Raises CheckpointError as `d2f.adapters.attach`."""
+        merge_into_parts(self, place)
+        self._merged = True

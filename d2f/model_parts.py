@@ -23,7 +23,7 @@ class ModelParts:
     backbone: the transformers model, of which PEFT replaces layers where there is an adapter.
     contract: how its logits are to be read. tokenizer: None where the checkpoint has none. adapter:
     the PEFT model around the backbone, or None. path: the folder that it was loaded from, None for
-    a model made in memory.
+    a model made in memory. tensor_parallel: how many processes have a part of the backbone each.
     """
 
     backbone: PreTrainedModel
@@ -32,6 +32,7 @@ class ModelParts:
     tokenizer: PreTrainedTokenizerBase | None = None
     adapter: PeftModel | None = None
     path: str | None = None
+    tensor_parallel: int = 1
 
     @property
     def family(self) -> str:

@@ -24,4 +24,6 @@ Problems = Annotated[int, Field(ge=1, le=10**6)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1e6)]  # of a sum of several
 Weight = Annotated[float, Field(ge=0, le=1e6)]
+FILE_SIZE = "^[1-9][0-9]{0,8}[KMGT]B$"
+FileSize = Annotated[str, Field(pattern=FILE_SIZE)]  # as 5GB
 Seconds = Annotated[float, Field(gt=0, le=1e7)]

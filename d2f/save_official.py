@@ -17,24 +17,29 @@ from d2f.families import FAMILIES, transformers_config
 from d2f.json_file import read_object
 from d2f.model_parts import ModelParts
 from d2f.save_tokenizer import save_tokenizer
-from d2f.weights import weights_of, write_weights
+from d2f.weights import weights_of
+from d2f.write_shards import MAX_SHARD_SIZE, write_shards
 
 
-def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> None:
-    """Write a model without adapter to `folder`: config.json and weights in `dtype` as the family
-    publishes them, tokenizer, contract. From an official base, its own config.json and the code
-    files that it names come along.
+def save_official(
+    model: ModelParts,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a model to `folder`: config.json and weights in `dtype` as the family publishes them,
+    those of an adapter merged into them as by `save_model`, tokenizer, contract. From an official
+    base, its own config.json and the code files that it names come along.
 
     Raises CheckpointError for a family whose format is not known or a model that it cannot say,
-    ValueError for a model with an adapter.
+    and as `save_model`.
     """
-    if model.adapter is not None:
-        raise ValueError("merge the adapter before saving the model")
     values = official_config(model)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
     official_name = FAMILIES[model.family].official_name
-    weights = {official_name(k): value for k, value in weights_of(model.backbone, dtype).items()}
-    write_weights(weights, folder / "model.safetensors")
+    weights = {official_name(k): value for k, value in weights_of(model.backbone).items()}
+    write_shards(weights, folder, dtype, max_shard_size)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     if model.tokenizer is not None:
@@ -47,7 +52,7 @@ def save_official(model: ModelParts, folder: Path, *, dtype: torch.dtype) -> Non
 def check_official(model: ModelParts) -> None:
     """Raise CheckpointError unless `save_official` can write the model."""
     official_config(model)
-    for name in model.backbone.state_dict():
+    for name in weights_of(model.backbone):
         FAMILIES[model.family].official_name(name)
 
 

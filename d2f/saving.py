@@ -15,9 +15,11 @@ from d2f.files import make_folder, writing_folder
 from d2f.model_parts import ModelParts
 from d2f.save_tokenizer import CODE
 from d2f.save_transformers import save_model
+from d2f.weight_files import is_weight_file
+from d2f.write_shards import MAX_SHARD_SIZE
 
 
-def save(model: ModelParts, folder: str | Path) -> None:
+def save(model: ModelParts, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
     """See `DiffusionModel.save`."""
     if model.device.type == "meta":
         raise InputError("a model on the meta device has no weights to save")
@@ -34,7 +36,14 @@ def save(model: ModelParts, folder: str | Path) -> None:
     with replaced(Path(folder)) as beside:
         if model.adapter is None:
             # All of it is written, so it belongs to no base any more.
-            save_model(model, beside, dtype=model.dtype, base=None, base_hash=None)
+            save_model(
+                model,
+                beside,
+                dtype=model.dtype,
+                max_shard_size=max_shard_size,
+                base=None,
+                base_hash=None,
+            )
         else:
             assert model.path is not None
             # The base as it is named here and now: by its hub or bundled name, which another
@@ -69,7 +78,9 @@ def replaced(place: Path) -> Iterator[Path]:
     make_folder(place.parent)
     with writing_folder(place) as new:
         yield new
-        others = _names(place) - _names(new) - {CODE.name}  # ours, and not beside every model
+        # Ours, and not beside every model: a tokenizer's code, and weights in other files.
+        others = {name for name in _names(place) - _names(new) if not is_weight_file(name)}
+        others -= {CODE.name}
         if others:
             raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
 

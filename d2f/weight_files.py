@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from safetensors import SafetensorError, safe_open
@@ -14,6 +15,11 @@ from d2f.json_file import read_object
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a model's weights, whole or in parts, are written under that name."""
+    return name == INDEX or fnmatch(name, "model*.safetensors")
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,13 @@ def inside(folder: Path, name: str) -> Path:
     if not is_file:
         raise CheckpointError(f"{folder}: the weight file {name} is missing")
     return path
+
+
+def stored_dtype(folder: Path) -> str:
+    """The dtype of all weights of the model in `folder`, as safetensors calls it; of several F32,
+    which loses nothing of them but of F64. Raises CheckpointError."""
+    found = {tensor.dtype for tensor in stored(weight_files(folder)).values()}
+    return found.pop() if len(found) == 1 else "F32"
 
 
 def stored(files: Sequence[Path]) -> dict[str, Stored]:

@@ -20,6 +20,7 @@ from d2f.files import write_beside
 from d2f.locks import locked
 from d2f.quiet import quiet
 from decode.commands.run_command import command, say
+from decode.commands.several_ranks import followed
 from decode.evaluation.evaluation_flags import parse
 from decode.reporting.places import check_folder, check_place
 from decode.reporting.shown_progress import ShownProgress, standard_output
@@ -139,7 +140,7 @@ def _jobs(
         )
         for task in options.tasks
     }
-    shape = outline(options.model, options.adapter, options.family)
+    shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
     jobs = {
         name: make_jobs(shape, known, settings, raw=False, n=options.samples)
         for name, known in sources.items()
@@ -199,10 +200,12 @@ def _keep(report: dict[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)
-    if options.json is not None:  # a link is followed, as by --output
-        options.json = Path(os.path.realpath(options.json))
-        check_place(options.json, "--json")
     with quiet(options.verbose):
+        if followed(options):
+            return
+        if options.json is not None:  # a link is followed, as by --output
+            options.json = Path(os.path.realpath(options.json))
+            check_place(options.json, "--json")
         report = run(options)
     if options.json is not None:
         _keep(report, options.json)

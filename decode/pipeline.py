@@ -17,6 +17,7 @@ from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.commands.pipeline_flags import parse
 from decode.commands.run_command import command, say
+from decode.commands.several_ranks import followed
 from decode.reporting.places import hold_output
 from decode.reporting.shown_progress import is_live, standard_output
 
@@ -38,7 +39,9 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 
 def run(options: argparse.Namespace, console: Console | None = None) -> None:
-    """Decode what the options say. Raises InputError before any work."""
+    """Decode what the options say. Raises InputError before any work, RankError."""
+    if followed(options):
+        return
     _check_paths(options)
     with hold_output(options.output):
         _run(options, console or standard_output())
@@ -63,7 +66,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         check_options(options)
         # Made before the model is loaded: it refuses a place that cannot be written.
         trace = Trace(options.trace) if options.trace is not None else None
-        shape = outline(options.model, options.adapter, options.family)
+        shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
         jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
         model, weights = load(options)
         settled = header(options, model, weights, jobs)

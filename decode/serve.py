@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.commands.run_command import command
-from decode.commands.serve_flags import parse
+from decode.commands.serve_flags import of_model, parse
+from decode.commands.several_ranks import followed
 from decode.reporting.extras import require_ray, require_serve
 
 
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Serve until told to end. Raises InputError before anything is served."""
+    """Serve until told to end. Raises InputError before anything is served, RankError."""
+    if followed(options, (of_model(options, name) for name in options.model.values())):
+        return
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
         from decode.commands.decoder_settings import read_settings

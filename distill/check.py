@@ -77,6 +77,8 @@ class RunForecast:
             ),
             ("loss tile", memory.loss, ""),
             ("sum", memory.total(checkpointing), ""),
+            ("to load the weights", memory.load, ""),
+            ("to write the result", memory.export, ""),
         ]
         lines = [
             f"{config.objective} on {self.family}: {self.parameters:,} parameters, "

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from d2f.configuration import Section, Switch
-from d2f.quantities import Positive, Seed, Share, Text, Tokens
+from d2f.quantities import FileSize, Positive, Seed, Share, Text, Tokens
 from distill.config_sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
 from distill.data.data_config import Data
 
@@ -83,6 +83,8 @@ class TrainKeys(Section):
     """What is measured then, and what is held back for it."""
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Of the result."""
+    max_shard_size: FileSize = "50GB"
+    """Of the result: most bytes of a file of weights; what is more goes into several."""
     export_official: Switch = False
     """Write the result also in the format that the family's own code reads."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"

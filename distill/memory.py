@@ -15,10 +15,12 @@ NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantis
 class Memory:
     """What a process that holds the whole model (alone, or one of DDP) needs, in bytes.
 
-    activations: what the backward pass of one part of a step keeps, with and without gradient
-    checkpointing. loss: the logits that are there at once, with what is computed of them.
+    load: for reading the weights. activations: what the backward pass of one part of a step keeps,
+    with and without gradient checkpointing. loss: the logits that are there at once, with what is
+    computed of them. export: for writing the result, with what is still there then.
     """
 
+    load: int
     weights: int
     adapter: int
     gradients: int
@@ -26,6 +28,7 @@ class Memory:
     activations: int
     activations_checkpointed: int
     loss: int
+    export: int
 
     def total(self, checkpointing: bool) -> int:
         fixed = self.weights + self.adapter + self.gradients + self.optimizer + self.loss
@@ -45,7 +48,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     adapted = config.trains_adapter
     linear = sum(p.numel() for n, p in network.named_parameters() if is_linear(n))
     # What is trained is in fp32 whatever the base is kept in.
-    weights = frozen * kept if adapted else 4 * trained
+    load = weights = frozen * kept if adapted else 4 * trained
     if config.quantize == "4bit":
         weights -= int(linear * (kept - NF4))
     elif kept == 4 and config.mixed_precision != "no":
@@ -53,16 +56,21 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     layer = layer_bytes(model, config) * tokens
     layers = model.backbone.config.num_hidden_layers
     inputs = kept * model.backbone.config.hidden_size * tokens  # of a layer
+    # AdamW's two moments in fp32.
+    optimizer = 8 * trained
+    # Weights are merged, converted and written one after another, in fp32.
+    largest = 4 * max(p.numel() for p in parameters)
     return Memory(
+        load=load,
         weights=weights,
         adapter=4 * trained if adapted else 0,
         gradients=4 * trained,
-        # AdamW's two moments in fp32.
-        optimizer=8 * trained,
+        optimizer=optimizer,
         activations=layers * layer,
         # Each layer keeps its input, and one layer at a time is computed again.
         activations_checkpointed=layers * inputs + layer,
         loss=OBJECTIVES[config.objective].loss_bytes(model, config, reads),
+        export=load + 4 * trained * adapted + optimizer + largest,
     )
 
 

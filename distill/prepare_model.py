@@ -25,12 +25,15 @@ from distill.objectives import OBJECTIVES
 
 
 def prepare_model(
-    config: TrainConfig, device: torch.device | str = "cpu", *, plain: bool = False
+    config: TrainConfig,
+    device: torch.device | str = "cpu",
+    *,
+    base_dtype: torch.dtype | None = None,
 ) -> DiffusionModel:
     """The model to train, with a LoRA where the objective trains one. What is trained is in fp32.
 
-    device: ``meta`` gives shapes without weights; a 4-bit base is loaded onto it. plain: the base
-    in fp32 and not quantised, whatever the configuration says (to merge the adapter into).
+    device: ``meta`` gives shapes without weights; a 4-bit base is loaded onto it. base_dtype: of
+    the base, which is not quantised then, whatever the configuration says.
     Raises InputError where objective, family and model do not go together.
     """
     # Every process draws the same new weights and the same LoRA.
@@ -38,8 +41,8 @@ def prepare_model(
     device = torch.device(device)
     place = device if device.type == "meta" else contextlib.nullcontext()
     if config.init is not None:
-        dtype = torch.float32 if plain else getattr(torch, config.base_dtype)
-        quantized = config.quantize == "4bit" and not plain and device.type != "meta"
+        dtype = base_dtype or getattr(torch, config.base_dtype)
+        quantized = config.quantize == "4bit" and not base_dtype and device.type != "meta"
         quantize = "nf4" if quantized else None
         model = d2f.load(config.init, dtype=dtype, device=device, quantize=quantize)
         if model.adapter is not None:

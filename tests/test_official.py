@@ -93,7 +93,7 @@ def test_the_bases_own_code_comes_along(golden, tmp_path):
     assert (tmp_path / "with" / "configuration_llada.py").read_text() == "# the family's\n"
 
 
-def test_what_the_format_cannot_say_is_refused(tmp_path, golden):
+def test_what_the_format_cannot_say_is_refused(tmp_path):
     model = fresh_model("llada")
     with pytest.raises(CheckpointError, match="has no name for this weight"):
         get_family("llada").official_name("model.layers.0.self_attn.q_norm.weight")
@@ -104,11 +104,20 @@ def test_what_the_format_cannot_say_is_refused(tmp_path, golden):
         save_official(model, tmp_path / "a", dtype=torch.float32)
     with pytest.raises(CheckpointError, match="known for dream and llada, got the family wedlm"):
         save_official(random_model("wedlm"), tmp_path / "b", dtype=torch.float32)
-    folder = golden / "llada-tiny"
-    adapted = load(folder, adapter=folder / "adapter", device="cpu")
-    with pytest.raises(ValueError, match="merge the adapter"):
-        save_official(adapted, tmp_path / "c", dtype=torch.float32)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_adapter_is_merged_as_it_is_written(golden, tmp_path):
+    folder = golden / "llada-tiny"
+    model = load(folder, adapter=folder / "adapter", device="cpu")
+    save_official(model, tmp_path / "a", dtype=torch.float16)
+    model.merge_adapter()
+    save_official(model, tmp_path / "b", dtype=torch.float16)
+    assert listing(tmp_path / "a") == listing(tmp_path / "b")
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_dreams_format_says_how_positions_are_scaled(tmp_path):

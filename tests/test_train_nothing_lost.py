@@ -246,7 +246,7 @@ def test_an_export_without_room_keeps_what_was_there(tmp_path, monkeypatch, erro
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("d2f.weights.save_file", no_room)
+        patch.setattr("d2f.write_shards._write", no_room)
         with pytest.raises(InputError, match=r"/model could not be written: .*results are kept"):
             train(settings(tmp_path, steps=7))
     assert all(torch.equal(weights(tmp_path)[name], value) for name, value in before.items())

@@ -146,8 +146,10 @@ def _model(run: Run) -> DiffusionModel:
 def untrained(config: TrainConfig) -> DiffusionModel:
     """The model that a training starts from, decoded as its result would be: for objective d2f a
     bidirectional teacher under the block-causal mask of its student."""
+    import torch
+
     from distill.prepare_model import prepare_model
 
-    model = prepare_model(config, plain=True)
+    model = prepare_model(config, base_dtype=torch.float32)
     model.contract = replace(model.contract, **config.kind.contract(config))
     return model

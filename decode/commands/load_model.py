@@ -19,6 +19,7 @@ from d2f.hub import base_of_adapter, folder_of
 from d2f.model import DiffusionModel
 from d2f.models import names, resolve
 from d2f.quantize import check_quantize, slowness
+from d2f.tensor_parallel import check_parallel, own_part
 from decode.commands.run_command import say
 
 
@@ -42,6 +43,8 @@ def check_options(options: argparse.Namespace) -> None:
         device = parse_device(options.device)
     except InputError as error:
         raise InputError(f"--{error}") from error
+    if options.tensor_parallel > 1:
+        check_parallel(options.tensor_parallel, device)
     if device.type == "meta":
         raise InputError("--device meta: no such device here: it holds shapes and no weights")
     if options.quantize is not None:
@@ -51,7 +54,12 @@ def check_options(options: argparse.Namespace) -> None:
             raise InputError(f"--{error}") from error
 
 
-def outline(name: str, adapter: str | None = None, family: str | None = None) -> DiffusionModel:
+def outline(
+    name: str,
+    adapter: str | None = None,
+    family: str | None = None,
+    tensor_parallel: int = 1,
+) -> DiffusionModel:
     """A model without its weights, which are neither read nor fetched: contract (the adapter's
     where it has one), tokenizer, context. What a decoder and prompts are checked against before
     the weights are loaded. Raises InputError."""
@@ -59,7 +67,7 @@ def outline(name: str, adapter: str | None = None, family: str | None = None) ->
     base = base_of_adapter(str(folder_of(name, weights=False)))
     if base is not None and adapter is None:
         name, adapter = base, name  # an adapter alone, on the base that it names
-    model = d2f.load(name, family=family, device="meta")
+    model = d2f.load(name, family=family, device="meta", tensor_parallel=tensor_parallel)
     if adapter is not None:
         contract = Contract.load(folder_of(resolve(adapter), weights=False))
         model.contract = contract or model.contract
@@ -77,6 +85,7 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
         device=options.device,
         quantize=options.quantize,
         progress=options.verbose,
+        tensor_parallel=options.tensor_parallel,
     )
     if options.quantize is not None and (slow := slowness(options.quantize, model.device)):
         say(f"notice: {slow}")
@@ -93,9 +102,10 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
 
 def weights_hash(model: DiffusionModel) -> str:
     """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
-    and last row of every tensor."""
+    and last row of every tensor, or of the parts of them that this process has."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(model.backbone.state_dict())):
+        tensor = own_part(tensor)
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
         # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from d2f.command import CommandParser
 from d2f.errors import InputError, repr_of
 from d2f.models import names
+from d2f.rank_number import check_processes
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
 from decode.reporting.extras import require_ray
 
@@ -62,16 +63,24 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "help": "run the model through torch.compile: takes some seconds at the start and a C++ "
         "compiler on a CPU, then each forward costs less; it needs a merged adapter",
     },
+    "tensor-parallel": {
+        "type": int,
+        "default": 1,
+        "metavar": "N",
+        "help": "share the model among N processes, a GPU each: torchrun --nproc-per-node N -m "
+        "COMMAND --tensor-parallel N (docs/several-gpus.md)",
+    },
 }
 
 
 def add_model(
     group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
 ) -> None:
-    """Add --model, --adapter, --dtype, --quantize, --device, and of --merge, --family, --compile
-    those that `more` names; the others have their defaults, so `load_model.load` takes every
-    command's options. default: of --model, None where it must be given. several: said of a --model
-    that may be given more than once; then it is a list, None where it was not given."""
+    """Add --model, --adapter, --dtype, --quantize, --device, and of --merge, --family, --compile,
+    --tensor-parallel those that `more` names; the others have their defaults, so
+    `load_model.load` takes every command's options. default: of --model, None where it must be
+    given. several: said of a --model that may be given more than once; then it is a list, None
+    where it was not given."""
     bundled = f"folder, hub name or bundled model ({', '.join(names()) or 'none is bundled'}"
     end = f"; default {default})" if default else ")"
     reading: dict[str, Any] = {"default": default, "required": default is None}
@@ -81,7 +90,9 @@ def add_model(
     for name, flag in _MODEL_FLAGS.items():
         if name in ("adapter", "dtype", "quantize", "device", *more):
             group.add_argument(f"--{name}", **flag)
-    group.set_defaults(family=None, merge=True, compile=False, workers=1, address=None)
+    group.set_defaults(
+        family=None, merge=True, compile=False, workers=1, address=None, tensor_parallel=1
+    )
 
 
 def check_model(options: argparse.Namespace) -> None:
@@ -92,6 +103,12 @@ def check_model(options: argparse.Namespace) -> None:
         raise InputError("--quantize needs a merged adapter, not --no-merge")
     if options.compile and not options.merge:
         raise InputError("--compile needs a merged adapter, not --no-merge")
+    check_least(options, tensor_parallel=1)
+    if options.tensor_parallel > 1:
+        check_processes(options.tensor_parallel)
+        for flag, given in (("--compile", options.compile), ("--no-merge", not options.merge)):
+            if given:
+                raise InputError(f"{flag} is not for --tensor-parallel")
 
 
 def add_workers(group: Group) -> None:

@@ -67,6 +67,8 @@ def check_replicas(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise InputError(f"--{name.replace('_', '-')} needs --replicas or --max-replicas")
         return
+    if options.tensor_parallel > 1:
+        raise InputError("--tensor-parallel is not for replicas: each of them is one process")
     options.min_replicas = options.min_replicas or 1
     if options.min_replicas > options.max_replicas:
         raise InputError(

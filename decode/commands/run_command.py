@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import ParamSpec
 
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError, NonFiniteLogitsError, RankError
+from d2f.rank_number import rank
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+SECONDS_TO_SPEAK = 60.0  # that the other ranks leave the first one to say what is wrong
 
 Arguments = ParamSpec("Arguments")
 
@@ -21,8 +24,8 @@ def command(
     """Makes a command's main of what does its work, which may return an exit status of its own.
 
     InputError, OutputError with it, and the errors of `bad_input` are 2, logits that are not finite
-    are 1, Ctrl-C is 130 and says `interrupted`; a reader of standard output who left is 1 without
-    a word.
+    and a rank that has ended are 1, Ctrl-C is 130 and says `interrupted`; a reader of standard
+    output who left is 1 without a word. Of several ranks the first speaks for all.
     """
 
     bad: tuple[type[Exception], ...] = (InputError, *bad_input)
@@ -36,8 +39,10 @@ def command(
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return FAILED
             except bad as error:
+                if rank() > 0:  # the first rank says it: torchrun ends all when one has ended
+                    time.sleep(SECONDS_TO_SPEAK)
                 return say(f"error: {error}", BAD_INPUT)
-            except NonFiniteLogitsError as error:
+            except (NonFiniteLogitsError, RankError) as error:
                 return say(f"error: {error}", FAILED)
             except KeyboardInterrupt:
                 return say(interrupted, INTERRUPTED)

@@ -90,6 +90,11 @@ def named_models(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def of_model(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The options as `load_model` takes them, for one of the models."""
+    return argparse.Namespace(**vars(options) | {"model": name})
+
+
 def keys(given: Sequence[str] | None) -> tuple[str, ...]:
     """The keys of the command line, else those of the environment, where spaces stand between them.
     Raises InputError, which does not show them."""
@@ -116,7 +121,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
     )
     models = parser.add_argument_group("models")
     several = "; may be given several times; ALIAS=NAME serves it under another name"
-    add_model(models, "merge", "family", "compile", several=several)
+    add_model(models, "merge", "family", "compile", "tensor-parallel", several=several)
     models.add_argument(
         "--max-model-len",
         type=int,

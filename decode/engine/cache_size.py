@@ -17,6 +17,8 @@ def default_slots(model: DiffusionModel, batch_size: int) -> int:
     context = model.context_length
     wanted = max(context, batch_size * min(context, LONG))
     slot = sum(k.nbytes + v.nbytes for k, v in model.new_cache(1).layers)
+    if model.device.type == "cpu":  # processes that share the model share the memory, too
+        slot *= model.tensor_parallel
     return max(1, min(wanted, free_bytes(model.device) // 2 // slot))
 
 

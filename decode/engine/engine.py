@@ -75,7 +75,8 @@ class Engine:
         self.batch_size = batch_size
         self.prefill_rows = prefill_rows
         if static is None:
-            static = graphs_wanted(self.device)
+            # Of a model in parts every rank would have to capture its own.
+            static = graphs_wanted(self.device) and model.tensor_parallel == 1
         self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
         self.static = GraphForwards(model, self.cache) if static else None
         self.pool = SlotPool(slots)

@@ -61,7 +61,8 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
-    add_model(parser.add_argument_group("model"), "merge", "family", "compile")
+    model = parser.add_argument_group("model")
+    add_model(model, "merge", "family", "compile", "tensor-parallel")
     _add_problems(parser.add_argument_group("problems"))
     decoder = parser.add_argument_group(
         "decoder", "An option that the chosen decoder does not have is an error."

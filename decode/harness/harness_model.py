@@ -101,6 +101,7 @@ class D2FLM(HarnessText):
             wanted = Namespace(
                 model=pretrained, adapter=adapter, family=family, dtype=dtype, quantize=quantize,
                 merge=merge, compile=compile, device=self.processes.device(device), verbose=False,
+                tensor_parallel=1,
             )  # fmt: skip
             self.model, self.weights = load(wanted)
         self._device = self.model.device

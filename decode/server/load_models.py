@@ -8,6 +8,7 @@ from d2f.model import DiffusionModel
 from decode.commands.decoder_settings import DecoderSettings
 from decode.commands.load_model import check_options, load, outline
 from decode.commands.run_command import say
+from decode.commands.serve_flags import of_model
 from decode.engine.async_engine import AsyncEngine
 from decode.engine.likelihood import ROWS
 from decode.server.served_model import ServedModel, check_settings, serve_model
@@ -18,7 +19,7 @@ def check_models(options: argparse.Namespace, settings: DecoderSettings) -> None
     length = settings.given.get("max_new_tokens")
     settings.check([1 if length is None else length])
     for name in options.model.values():
-        check_options(_of_model(options, name))
+        check_options(of_model(options, name))
 
 
 def check_outlines(options: argparse.Namespace, settings: DecoderSettings) -> None:
@@ -32,7 +33,7 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
     loaded = {}
     for alias, name in options.model.items():
         say(f"loading {name}")
-        loaded[alias], _ = load(_of_model(options, name))
+        loaded[alias], _ = load(of_model(options, name))
     check_settings([*loaded.values()], settings)
     models = []
     for alias, model in loaded.items():
@@ -63,8 +64,3 @@ def most_slots(model: DiffusionModel, max_model_len: int | None) -> int:
     states and for its likelihoods. Else one client's thousand drafts would hold up all others."""
     longest = min(model.context_length, max_model_len or model.context_length)
     return max(4 * (longest + 1), longest + ROWS)
-
-
-def _of_model(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The options as `load_model.load` takes them, for one of the models."""
-    return argparse.Namespace(**vars(options) | {"model": name})

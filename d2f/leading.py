@@ -1,0 +1,148 @@
+"""What rank 0 does with a model that several processes hold, and what the others do.
+
+Nothing but forwards and caches is shared: rank 0 alone has requests, decoders and sampling, the
+others repeat what it does with the model (`follow`), in the same order::
+
+    rank 0                                           rank 1
+    engine: a cache of 96 slots   -- cache ----->    96 slots for its own heads
+    engine: a forward             -- rows ------>    the same rows
+            layer by layer        <- all-reduce ->
+            logits, choice of tokens                 logits, not looked at
+
+A script that torchrun starts (``torchrun --nproc-per-node 2 script.py``)::
+
+    model = d2f.load("tiny-d2f", tensor_parallel=2)
+    if rank() == 0:
+        print(decode.generate(model, prompts, "d2f"))
+    else:
+        follow()  # until rank 0 ends
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import weakref
+from collections import deque
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from d2f.attention import SpanPlan
+from d2f.cache import SlotCache
+from d2f.errors import InputError
+from d2f.model import DiffusionModel
+from d2f.rank_number import rank as rank
+from d2f.ranks import joined
+
+_models: list[DiffusionModel] = []  # those in parts, loaded in the same order on every rank
+_cache_numbers = itertools.count()
+_forgotten: deque[int] = deque()  # numbers of caches that nobody has any more
+
+
+def kind_of_rank() -> type[DiffusionModel]:
+    """What this rank makes of its part of a model."""
+    return LeadingModel if joined().rank == 0 else DiffusionModel
+
+
+def announce(model: DiffusionModel) -> None:
+    """Have a model known by its number to the other ranks, which load the same in the same
+    order."""
+    _models.append(model)
+
+
+class LeadingModel(DiffusionModel):
+    """Rank 0's part of a model; its forwards and caches are those of all ranks. What needs the
+    whole weights raises InputError."""
+
+    def decode_rows(
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
+    ) -> Tensor:
+        """See `DiffusionModel.decode_rows`. Raises RankError, too."""
+        assert isinstance(cache, LeadingCache) and cache.slots is not None
+        arrays = [x.cpu() for x in (tokens, positions, cache.slots, plan.spans, read)]
+        ranks = joined()
+        with ranks.lock:
+            ranks.send("rows", cache.number, [x.numpy() for x in arrays], plan.segments)
+            with ranks.together():
+                return super().decode_rows(tokens, positions, plan, cache, read)
+
+    def new_cache(self, slots: int) -> SlotCache:
+        """See `DiffusionModel.new_cache`; every rank makes one, for its heads."""
+        return LeadingCache(self, slots)
+
+    def hidden(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refuse("a forward without a cache")
+
+    def compile(self) -> NoReturn:
+        self._refuse("compiling")
+
+    def save(self, *args: object, **kwargs: object) -> NoReturn:
+        self._refuse("saving")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise InputError(f"{what} needs the whole model: load it without tensor_parallel")
+
+
+class LeadingCache(SlotCache):
+    """Rank 0's part of a cache. What is done with it, all ranks do."""
+
+    def __init__(self, model: LeadingModel, slots: int):
+        config = model.backbone.config
+        heads = config.num_key_value_heads // model.tensor_parallel
+        super().__init__(config, slots, dtype=model.dtype, device=model.device, heads=heads)
+        self.number = next(_cache_numbers)
+        ranks = joined()
+        with ranks.lock:
+            while _forgotten:
+                ranks.send("drop", _forgotten.popleft())
+            ranks.send("cache", self.number, _models.index(model), slots)
+        # A destructor runs at any moment, also while something is sent: it only leaves a note.
+        weakref.finalize(self, _forgotten.append, self.number).atexit = False
+
+    def clear(self, start: int, stop: int) -> None:
+        """See `SlotCache.clear`."""
+        joined().send("clear", self.number, start, stop)
+        super().clear(start, stop)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """See `SlotCache.copy`."""
+        joined().send("copy", self.number, source.cpu().numpy(), target.cpu().numpy())
+        super().copy(source, target)
+
+
+def follow() -> None:
+    """On a rank behind the first, once every model is loaded: do what rank 0 does until it has
+    ended. Signals are rank 0's to take. Raises RankError where it, or this rank, has failed."""
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    ranks, caches = joined(), dict[int, tuple[DiffusionModel, SlotCache]]()
+    for message in ranks.messages():
+        with ranks.together(), torch.inference_mode():
+            _repeat(caches, *message)
+
+
+def _repeat(
+    caches: dict[int, tuple[DiffusionModel, SlotCache]], what: str, number: int, *given: Any
+) -> None:
+    """One message of rank 0. number: of the cache that it is about."""
+    if what == "cache":
+        model, slots = _models[given[0]], given[1]
+        caches[number] = model, model.new_cache(slots)
+        return
+    if what == "drop":
+        del caches[number]
+        return
+    model, cache = caches[number]
+    if what == "clear":
+        cache.clear(*given)
+    elif what == "copy":
+        cache.copy(*map(torch.from_numpy, given))
+    else:
+        arrays, segments = given
+        tokens, positions, slots, spans, read = (
+            torch.from_numpy(array).to(model.device) for array in arrays
+        )
+        cache.slots = slots
+        model.decode_rows(tokens, positions, SpanPlan(spans, segments), cache, read)
