@@ -1,5 +1,5 @@
-"""What loading, training and exporting need of memory, measured in processes of their own: the
-weights of a model are never there twice, and `--check` says what it takes."""
+"""What loading, training and exporting need of memory, measured in processes of their own: weights
+are never there twice, and `--check` says what it takes."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ def results(models, tmp_path_factory) -> dict:
     return json.loads(place.with_suffix(".result").read_text())
 
 
+@pytest.mark.slow
 def test_it_decodes_what_the_whole_model_decodes(results, models):
     """The same tokens in the same forwards: every family and decoder, grouped heads and not, tied
     embeddings, a merged adapter."""
@@ -89,6 +90,7 @@ def test_what_needs_the_whole_model_is_refused(results):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_ends_the_others(models, tmp_path, victim):
     """kill -9 in the middle of decoding; the other one ends by itself, and says why."""
@@ -113,6 +115,7 @@ def test_a_rank_that_is_killed_ends_the_others(models, tmp_path, victim):
     assert f"rank {victim} has ended" in said
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_one_of_the_whole_model_and_dies_with_a_rank(tmp_path):
     """Rank 0 serves: streams, clients that leave, sampling. kill -9 of the other one ends it."""
     port, ranks_port = free_ports(2)
@@ -141,6 +144,7 @@ def test_a_server_answers_as_one_of_the_whole_model_and_dies_with_a_rank(tmp_pat
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_end_ends_all_ranks():
     port, ranks_port = free_ports(2)
     command = ["-m", "decode.serve", "--tensor-parallel", "2", "--port", str(port)]
@@ -169,6 +173,7 @@ def wait_for(client: httpx.Client, running) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-d2f", "no/such"])
 def test_rank_0_speaks_for_all(tmp_path, model):
     """One output, of a run and of an error."""
