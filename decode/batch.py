@@ -19,6 +19,7 @@ from d2f.locks import locked
 from d2f.quiet import quiet
 from decode.batching.batch_flags import parse
 from decode.commands.run_command import command, say
+from decode.commands.several_ranks import followed
 from decode.reporting.places import check_folder
 from decode.reporting.shown_progress import ShownProgress, standard_output
 
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     source = open_rows(options.input, options.dataset_config, options.split)
     check_names(source)
     columns = asked_columns(source, options.column)
-    shape = outline(options.model, options.adapter, options.family)
+    shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
     length: Any = settings.given.get("max_new_tokens")  # None: what the context leaves
     decoder = settings.decoder(shape, length)
     decoder.check(shape.contract)
@@ -136,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)
     with quiet(options.verbose):
-        run(options)
+        if not followed(options):
+            run(options)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,21 @@ def test_rank_0_speaks_for_all(tmp_path, model):
     assert "countdown" not in second and "error:" not in second
 
 
+@pytest.mark.slow
+def test_a_batch_of_rows_is_answered_as_by_the_whole_model(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+4"}) + "\n" for n in range(3)))
+    given = ["-m", "decode.batch", "--model", "tiny-d2f", "--max-new-tokens", "8", "--input"]
+    for output, ranks in (("whole", 1), ("parts", 2)):
+        more = ["--tensor-parallel", "2"] if ranks == 2 else []
+        command = [*given, str(rows), "--output", str(tmp_path / output), *more]
+        running = start(command, ranks, free_ports(1))
+        said = [process.communicate(timeout=100)[0] for process in running]
+        assert [process.returncode for process in running] == [0] * ranks, said
+    whole, parts = (tmp_path / output / "answers.jsonl" for output in ("whole", "parts"))
+    assert parts.read_bytes() == whole.read_bytes()
+
+
 def as_one_of(monkeypatch, size: int, rank: int = 0) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(size))
     monkeypatch.setenv("RANK", str(rank))

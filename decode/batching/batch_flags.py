@@ -49,7 +49,7 @@ def _parser(kinds: list[Kind]) -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS,  # the description opens with it
         allow_abbrev=False,
     )
-    add_model(parser.add_argument_group("model"), "merge", "family", "compile")
+    add_model(parser.add_argument_group("model"), "merge", "family", "compile", "tensor-parallel")
     _add_input(parser.add_argument_group("input"))
     decoder = parser.add_argument_group(
         "decoder", "An option that the chosen decoder does not have is an error."

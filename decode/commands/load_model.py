@@ -104,8 +104,8 @@ def weights_hash(model: DiffusionModel) -> str:
     """Identity of loaded weights, adapter included: a hash over the name, shape and first, middle
     and last row of every tensor, or of the parts of them that this process has."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(stored_tensors(model.backbone.state_dict())):
-        tensor = own_part(tensor)
+    own = {name: own_part(tensor) for name, tensor in model.backbone.state_dict().items()}
+    for name, tensor in sorted(stored_tensors(own)):
         rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
         # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
         sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]

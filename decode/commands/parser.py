@@ -136,6 +136,8 @@ def check_workers(options: argparse.Namespace) -> None:
         if options.address is not None:
             raise InputError("--address is of a Ray cluster, for more --workers than 1")
         return
+    if options.tensor_parallel > 1:
+        raise InputError("--tensor-parallel is one model's processes: not with several --workers")
     require_ray()
     options.address = options.address or os.environ.get("RAY_ADDRESS")
     if ":" in (options.device or ""):
