@@ -183,6 +183,14 @@ def test_a_router_that_looks_is_no_worse_than_one_that_does_not():
     assert looks < blind
 
 
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_a_capacity_is_that_of_a_full_batch(max_batch):
+    known = recording(trace((8, 0, 1), (8, 0, 2), (8, 0, 3)))
+    a_forward = TIME.by_rows(8 * max_batch)[-1] + max_batch * 250_000
+    found = capacity(known, Load(1, max_batch=max_batch))
+    assert found == pytest.approx(max_batch / (3e-9 * a_forward), rel=0.01)
+
+
 def test_the_rate_is_the_highest_that_meets_the_target():
     row = most(MIXED, SMALL, TARGET)
     assert 0 < row["rate"] < row["capacity"]

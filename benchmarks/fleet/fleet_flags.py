@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,13 +37,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options, max_batch=1, seed=0, problems=1, threads=1, behind=1, light=2, requests=100
     )  # fmt: skip
     above = [*options.replicas, *options.loads, options.seconds, options.horizon]
-    # Not `min(...) <= 0`: nan is neither.
-    if not min(*above, options.latency_ms, options.first_ms) > 0:
+    above += [options.latency_ms, options.first_ms]
+    if not all(0 < value < math.inf for value in above):
         raise InputError(
             "expected more than 0 for --replicas, --loads, --seconds, --horizon, --latency-ms and "
             "--first-ms"
         )
-    if not min(options.http_ms, options.event_ms) >= 0:
+    if not all(0 <= value < math.inf for value in (options.http_ms, options.event_ms)):
         raise InputError("expected at least 0 for --http-ms and --event-ms")
     if options.record and options.check:
         raise InputError("--record and --check are two commands: expected one of them")

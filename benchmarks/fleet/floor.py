@@ -18,6 +18,6 @@ def floor(model: str, gpu_name: str) -> ForwardTime:
     rows = math.ceil(least / (1e3 * size.flops(1) / gpu.flops))  # from where arithmetic is longer
     return ForwardTime(
         kind="estimated floor",
-        points=((1, least), (rows, least), (2 * rows, 2 * least)),
+        points=tuple((count, size.floor_ms(gpu, count)) for count in (1, rows, 2 * rows)),
         cached_ms=1e3 * REST * size.slot / gpu.bandwidth,
     )

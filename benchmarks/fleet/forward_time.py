@@ -44,15 +44,16 @@ class ForwardTime(Section):
         return [round(NS * value) for value in np.interp(range(most + 1), rows, ms)]
 
     def check(self, where: str) -> None:
-        """Raise InputError unless it is a time of more rows that are never faster."""
-        flat = [0.0, *(ms for _, ms in self.points), self.request_ms, self.cached_ms]
-        rows = [0, *(count for count, _ in self.points)]
-        if len(rows) < 2 or any(a >= b for a, b in pairwise(rows)):
+        """Raise InputError unless more rows never take less, and no forward takes no time."""
+        rows, times = [count for count, _ in self.points], [ms for _, ms in self.points]
+        if not rows or rows[0] < 1 or any(a >= b for a, b in pairwise(rows)):
+            raise InputError(f"{where}: expected points of rows from 1 on that grow, got {rows}")
+        added = self.request_ms, self.cached_ms
+        if times != sorted(times) or min(times[0], *added) < 0 or times[0] + added[0] <= 0:
             raise InputError(
-                f"{where}: expected points of rows from 1 on that grow, got {rows[1:]}"
+                f"{where}: expected times above 0 that never fall with the rows, got {times}, "
+                f"request_ms {added[0]:g} and cached_ms {added[1]:g}"
             )
-        if min(flat) < 0 or any(a > b for a, b in pairwise(flat[:-2])):
-            raise InputError(f"{where}: expected times that never fall with the rows, got {flat}")
 
 
 def fitted(forwards: ArrayLike) -> ForwardTime:
