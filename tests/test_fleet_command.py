@@ -75,12 +75,29 @@ def test_a_floor_is_called_one_in_all_that_is_written(folder):
     assert {r["time"]["kind"] for r in report["recordings"]} == {"estimated floor"}
 
 
+def test_a_model_of_ones_own_is_recorded_with_its_options(tmp_path, capsys):
+    options = tmp_path / "options.yaml"
+    options.write_text("decoder: d2f\nblock_size: 4\ntau_conf: 0.5\n")
+    given = ("--model", "tiny-d2f", "--config", str(options), "--task", "sudoku", "--problems", "2")
+    folder = tmp_path / "made"
+    few = ("--ways", "D2F", "--max-batch", "2")
+    assert main(["--record", "--folder", str(folder), *few, *given]) == 0
+    found = Recording.load(folder / "d2f.json")
+    assert found.about["task"] == "sudoku" and found.max_new_tokens == 32
+    assert found.options["decoder"] == "d2f" and found.options["tau_conf"] == 0.5
+    said = capsys.readouterr().out
+    assert "2 held-out sudoku problems" in said and said.count("ms a forward") == 2
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (("--replicas", "0"), "expected more than 0"),
         (("--latency-ms", "nan"), "expected more than 0"),
         (("--http-ms", "-1"), "expected at least 0"),
+        (("--model", "m"), "--model is for one of --ways, got D2F, autoregressive"),
+        (("--config", "c"), "--config is for a --model"),
+        (("--record", "--task", "nothing"), "expected a task among story"),
         (("--max-batch", "0"), "--max-batch must be at least 1, got 0"),
         (("--record", "--check", "http://h"), "expected one of them"),
         (("--floor", "small", "--time", "f"), "expected one of them"),

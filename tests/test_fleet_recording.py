@@ -123,7 +123,8 @@ def test_the_floor_is_the_arithmetic_of_the_sizes(gpu):
 
 def test_a_way_is_recorded_saved_and_read(tmp_path):
     """An autoregressive request: its prompt, then a row a token; each shows one more."""
-    found, means = record(Way("autoregressive", "tiny-ar"), "story", 3, 2, compiled=False)
+    way = Way("autoregressive", "tiny-ar")
+    found, means = record(way, "story", 3, 2, compiled=False)
     assert [size for size, _, _ in means] == [1, 2]
     assert found.options == {"decoder": "autoregressive"} and found.time.kind == "measured"
     for trace in found.traces:

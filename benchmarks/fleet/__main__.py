@@ -48,11 +48,15 @@ def record_all(options: argparse.Namespace) -> None:
 
     from benchmarks.fleet.record import WAYS, record
     from d2f.quiet import quiet
+    from decode.reporting.extras import require_scipy
 
+    require_scipy()
     torch.set_num_threads(options.threads)
     for way in WAYS:
         if way.name not in options.ways:
             continue
+        if options.model is not None:
+            way = replace(way, model=options.model, config=options.config)
         with quiet(False):
             found, means = record(
                 way, options.task, options.problems, options.max_batch, compiled=options.compile
@@ -68,7 +72,9 @@ def record_all(options: argparse.Namespace) -> None:
 def check_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> None:
     """Measure beside the simulation."""
     from benchmarks.fleet.check import Servers, check
+    from decode.reporting.extras import require_scipy
 
+    require_scipy()
     count = options.behind or len(options.check)
     load = Load(count, max_batch=options.max_batch, seed=options.seed)
     # All are asked what they serve before any is measured.
@@ -89,6 +95,9 @@ def check_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> N
 
 def simulate_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> None:
     """Simulate every fleet that was asked for; report and figure."""
+    from decode.reporting.extras import require_matplotlib
+
+    require_matplotlib()
     from benchmarks.fleet.fleet_report import fleet_figure, table
     from decode.reporting.plots import save
 

@@ -13,7 +13,6 @@ from decode.commands.parser import Parser, check_least
 
 WAYS = ("D2F", "WeDLM", "autoregressive")
 FLEETS = (1, 2, 4, 10, 100, 1000)
-TASKS = ("story", "sudoku")
 GPUS = ("H100", "A100", "RTX4090")
 
 _DESCRIPTION = """\
@@ -45,6 +44,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         )
     if not all(0 <= value < math.inf for value in (options.http_ms, options.event_ms)):
         raise InputError("expected at least 0 for --http-ms and --event-ms")
+    if options.model is not None and len(options.ways) > 1:
+        raise InputError(f"--model is for one of --ways, got {', '.join(options.ways)}")
+    if options.config is not None and options.model is None:
+        raise InputError("--config is for a --model: the bundled models have their own")
     if options.record and options.check:
         raise InputError("--record and --check are two commands: expected one of them")
     if options.time is not None and options.floor is not None:
@@ -67,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-batch", type=int, default=16, help="requests in a forward (16)")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and requests (0)")
     group = parser.add_argument_group("--record")
-    group.add_argument("--task", choices=TASKS, default="story")
+    group.add_argument("--task", default="story", help="a generated one or a task file (story)")
+    group.add_argument("--model", help="for one way: in place of its bundled model")
+    group.add_argument("--config", metavar="FILE", help="the decoder's options of that --model")
     group.add_argument("--problems", type=int, default=64, help="held-out ones (64)")
     group.add_argument("--threads", type=int, default=1, help="of a forward (1)")
     group.add_argument("--compile", action="store_true", help="through torch.compile")

@@ -14,7 +14,7 @@ from benchmarks.forward import engine_of
 from d2f.configuration import read_mapping
 from d2f.model import DiffusionModel
 from d2f.shipped import DECODING, find_config
-from d2f.tasks import check, find_task
+from d2f.tasks import find_task
 from decode.commands.decoder_settings import DecoderSettings, split
 from decode.commands.task_problems import draw_problems, encode_problems
 from decode.decoders import Decoder, spelled
@@ -46,7 +46,7 @@ def record(
     way: Way, task_name: str, problems: int, most: int, *, compiled: bool
 ) -> tuple[Recording, list[tuple[int, float, float]]]:
     """The recording, and for each batch size up to `most` the mean milliseconds of its forwards:
-    measured, and as the recording says. task_name: story or sudoku."""
+    measured, and as the recording says. Needs scipy. Raises InputError."""
     task = find_task(task_name)
     config = way.config and way.config.format(task=task_name)
     path = config and find_config(config, *DECODING)
@@ -71,7 +71,7 @@ def record(
                     Trace(
                         prompt=tuple(prompts[request.index]),
                         text=request.result.text,
-                        right=check(problem, request.result.text),
+                        right=task.right(problem, request.result.text),
                         forwards=tuple((rows, cached, seen) for (rows, cached), seen in calls),
                     )
                 )

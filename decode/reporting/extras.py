@@ -16,6 +16,14 @@ def require_matplotlib(otherwise: str | None = None) -> None:
         )
 
 
+def require_scipy() -> None:
+    """Raise InputError if nothing can be fitted here."""
+    if find_spec("scipy") is None:
+        raise InputError(
+            "fits need scipy, which is not installed: pip install 'd2f-toolkit[ablation]'"
+        )
+
+
 def require_serve() -> None:
     """Raise InputError if the server cannot run here."""
     needed = ("fastapi", "uvicorn", "openai", "prometheus_client")
