@@ -15,8 +15,8 @@ from tiny import random_model
 
 import decode
 from benchmarks.fleet.arrivals import BURSTY, POISSON, Bursts, arrivals
+from benchmarks.fleet.fleet_plan import Load, Target, capacity, drawn, most, serve
 from benchmarks.fleet.forward_time import ForwardTime
-from benchmarks.fleet.plan import Load, Target, capacity, drawn, most, serve
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.fleet.simulation import Overheads, at_random, least_in_flight, simulate
 from benchmarks.forward import engine_of
@@ -75,6 +75,11 @@ def test_every_request_ends_once_and_never_before_it_could(asked, replicas, most
     # Each forward of each request was in exactly one forward of its replica.
     assert seen.batches == sum(len(one.forwards) for one in traces)
     assert seen.batches <= most_together * seen.forwards
+    for number, now in enumerate(came if looks else []):
+        here = seen.replica[:number][seen.finished[:number] > now]
+        assert (counts := np.bincount(here, minlength=replicas))[seen.replica[number]] == min(
+            counts
+        )
     span = int(seen.finished.max() - came.min())
     assert (seen.busy <= span).all() and seen.busy.sum() > 0
 
@@ -194,6 +199,8 @@ def test_a_capacity_is_that_of_a_full_batch(max_batch):
 def test_the_rate_is_the_highest_that_meets_the_target():
     row = most(MIXED, SMALL, TARGET)
     assert 0 < row["rate"] < row["capacity"]
+    three = most(MIXED, replace(SMALL, replicas=3), TARGET)  # a rate is that of each
+    assert three["seen"]["per_second"] == pytest.approx(3 * three["rate"], rel=0.1)
     assert row["seen"]["latency_95"] <= 40.0 and row["seen"]["first_95"] <= 15.0
     more = row["rate"] + row["capacity"] / 64
     seconds = SMALL.seconds(more, TARGET)

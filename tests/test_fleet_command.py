@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.fleet.__main__ import main
-from benchmarks.fleet.check import Servers, measured_overheads
+from benchmarks.fleet.fleet_check import Servers, measured_overheads
+from benchmarks.fleet.fleet_plan import Load, drawn, serve
 from benchmarks.fleet.forward_time import ForwardTime
-from benchmarks.fleet.plan import Load, drawn, serve
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.fleet.simulation import Overheads
 from d2f.errors import InputError
@@ -132,6 +132,14 @@ def test_a_check_sends_what_was_recorded_and_prints_both(folder, capsys):
         assert set(row["measured"]) == set(row["simulated"])
         assert 0 < row["measured"]["first_95"] <= row["measured"]["latency_95"]
     assert capsys.readouterr().out.count("measured / simulated") == 3
+
+
+def test_the_check_sends_to_whom_has_least_to_do():
+    """Of two that have nothing to do the first, again and again."""
+    right = answering(lambda body: f"w{body['prompt'][0]} end")
+    with endpoint(right) as a, endpoint(right) as b:
+        Servers.at([a.url, b.url], recording()).run(TRACES, None)
+        assert (len(a.bodies), len(b.bodies)) == (3, 0)
 
 
 @pytest.mark.parametrize("text", ["other", None])

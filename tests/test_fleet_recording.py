@@ -13,7 +13,7 @@ from benchmarks.fleet.fleet_flags import GPUS as GPU_FLAGS
 from benchmarks.fleet.fleet_flags import WAYS as WAY_FLAGS
 from benchmarks.fleet.floor import floor
 from benchmarks.fleet.forward_time import NS, ForwardTime, fitted, read_time
-from benchmarks.fleet.record import WAYS, Way, record
+from benchmarks.fleet.record_way import WAYS, Way, record
 from benchmarks.fleet.recording import Recording
 from benchmarks.model_size import GPUS, size_of
 from d2f.errors import InputError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.fleet.arrivals import BURSTY
 from benchmarks.fleet.fleet_flags import parse
+from benchmarks.fleet.fleet_plan import ARRIVALS, STEPS, Load, Target, most
 from benchmarks.fleet.forward_time import ForwardTime, read_time
-from benchmarks.fleet.plan import ARRIVALS, STEPS, Load, Target, most
 from benchmarks.fleet.recording import Recording
 from benchmarks.fleet.simulation import Overheads
 from d2f.files import make_folder, write_beside
@@ -46,7 +46,7 @@ def record_all(options: argparse.Namespace) -> None:
     """Record every way that was asked for."""
     import torch
 
-    from benchmarks.fleet.record import WAYS, record
+    from benchmarks.fleet.record_way import WAYS, record
     from d2f.quiet import quiet
     from decode.reporting.extras import require_scipy
 
@@ -71,7 +71,7 @@ def record_all(options: argparse.Namespace) -> None:
 
 def check_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> None:
     """Measure beside the simulation."""
-    from benchmarks.fleet.check import Servers, check
+    from benchmarks.fleet.fleet_check import Servers, check
     from decode.reporting.extras import require_scipy
 
     require_scipy()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fleet.plan import ARRIVALS, ROUTERS
+from benchmarks.fleet.fleet_plan import ARRIVALS, ROUTERS
 from d2f.errors import InputError
 from decode.commands.parser import Parser, check_least
 

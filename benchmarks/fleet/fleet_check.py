@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet.arrivals import arrivals
+from benchmarks.fleet.fleet_plan import Load, capacity, drawn, serve
 from benchmarks.fleet.forward_time import NS, ForwardTime, nonnegative
-from benchmarks.fleet.plan import Load, capacity, drawn, serve
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.fleet.simulation import Answers, Overheads, least_in_flight
 from d2f.errors import InputError

@@ -7,7 +7,7 @@ import json
 from serving import listening, stock
 
 from benchmarks.fleet.__main__ import main
-from benchmarks.fleet.record import WAYS, record
+from benchmarks.fleet.record_way import WAYS, record
 from decode.server.app import create_app
 
 
