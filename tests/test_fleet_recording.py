@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import random_model
 
+import d2f
+import decode
 from benchmarks.fleet.fleet_flags import GPUS as GPU_FLAGS
 from benchmarks.fleet.fleet_flags import WAYS as WAY_FLAGS
 from benchmarks.fleet.floor import floor
 from benchmarks.fleet.forward_time import NS, ForwardTime, fitted, read_time
-from benchmarks.fleet.record_way import WAYS, Way, record
+from benchmarks.fleet.record_way import WAYS, Way, decode_together, record
 from benchmarks.fleet.recording import Recording
 from benchmarks.model_size import GPUS, size_of
 from d2f.errors import InputError
@@ -131,13 +134,29 @@ def test_a_way_is_recorded_saved_and_read(tmp_path):
         rows, cached, visible = zip(*trace.forwards, strict=True)
         assert rows == (len(trace.prompt), *[1] * (len(rows) - 1))
         assert cached == (0, *(len(trace.prompt) + n for n in range(len(rows) - 1)))
-        # The end token is made and not shown.
-        assert visible in {tuple(range(1, len(rows) + 1)), (*range(1, len(rows)), len(rows) - 1)}
+        assert visible[:-1] == tuple(range(1, len(rows)))
         assert (trace.first, trace.tokens) == (0, visible[-1])
+    # The end token is made and not shown.
+    model = d2f.load("tiny-ar")
+    decoder = decode.Autoregressive(found.max_new_tokens)
+    results = decode.generate(model, [list(t.prompt) for t in found.traces], decoder)
+    assert [trace.tokens for trace in found.traces] == [len(result.tokens) for result in results]
     assert f"3 held-out story problems, {sum(t.right for t in found.traces)} right" in found.summary
     found.save(tmp_path / "r.json")
     assert Recording.load(tmp_path / "r.json") == found
     assert (tmp_path / "r.json").stat().st_size < 20_000
+
+
+def test_what_is_measured_is_all_that_a_forward_feeds():
+    """Three requests, two at a time: each of their calls is in one forward."""
+    decoder = decode.D2F(block_size=4, max_new_tokens=8)
+    prompts = [[5, 6, 7], [8, 9], [10] * 6]
+    requests, shown, measured = decode_together(random_model("llada"), prompts, decoder, 2)
+    calls = [call for request in requests for call in request.calls]
+    rows, cached, counts, ms = (sum(column) for column in zip(*measured, strict=True))
+    assert (rows, cached) == tuple(map(sum, zip(*calls, strict=True)))
+    assert counts == len(calls) > len(measured) and ms > 0
+    assert [len(own) for own in shown] == [len(request.calls) for request in requests]
 
 
 @pytest.mark.parametrize(

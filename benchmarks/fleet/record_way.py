@@ -57,12 +57,12 @@ def record(
     prompts = encode_problems(model, drawn, decoder)
     if compiled:
         model.compile()
-    _batch(model, prompts[:most], decoder, most)  # pays for what is done only once
+    decode_together(model, prompts[:most], decoder, most)  # pays for what is done only once
     sizes = sorted({most, *(2**n for n in range(most.bit_length() - 1))})
     by_size: dict[int, list[Measured]] = {}
     traces: list[Trace] = []
     for size in sizes:
-        requests, shown, by_size[size] = _batch(model, prompts, decoder, size)
+        requests, shown, by_size[size] = decode_together(model, prompts, decoder, size)
         if size == 1:
             for request, visible, problem in zip(requests, shown, drawn, strict=True):
                 assert request.result is not None and request.result.text is not None
@@ -102,7 +102,7 @@ def record(
     return recording, [(size, *_means(found, fit)) for size, found in by_size.items()]
 
 
-def _batch(
+def decode_together(
     model: DiffusionModel, prompts: Sequence[list[int]], decoder: Decoder, size: int
 ) -> tuple[list[Request], list[list[int]], list[Measured]]:
     """Decode the prompts, at most `size` together: the requests, of each the visible tokens after
