@@ -140,7 +140,7 @@ def simulate_all(options: argparse.Namespace, recordings: Sequence[Recording]) -
     report = options.folder / "report.json"
     write_beside(report, json.dumps({**told, "rows": rows}, indent=1) + "\n")
     caption = (
-        f"Simulated; a forward's time: {source}. 95 % of answers within {target.latency_ms:g} ms "
+        f"Simulated; a forward's time: {source}.\n95 % of answers within {target.latency_ms:g} ms "
         f"and of first tokens within {target.first_ms:g}; up to {base.max_batch} requests a forward"
     )
     for path in (report, *save(fleet_figure(rows, caption), options.folder / "fleet")):

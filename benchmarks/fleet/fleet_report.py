@@ -58,6 +58,9 @@ def fleet_figure(rows: Sequence[dict[str, Any]], caption: str) -> Figure:
                     markersize=5,
                 )  # fmt: skip
         axes.set_xscale("log")
+        ticks = sorted({row["replicas"] for row in rows})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set_ylabel("requests a second and replica at the target")
         dress(axes, kind, "replicas")
