@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from d2f.device import parse_device
-from d2f.errors import InputError
+from d2f.errors import InputError, brief
 from d2f.model import DiffusionModel
 from decode.cluster.ray_session import has_gpus, nodes, ray_session, share
 from decode.commands.load_model import load
@@ -72,7 +72,7 @@ class OneWorker:
 
 class RayWorkers:
     """`count` workers with so many cores and GPUs each, in a Ray session. Raises InputError where
-    their weights differ, and what `load` raises."""
+    their weights differ or one ends as it loads them, and what `load` raises."""
 
     def __init__(self, options: argparse.Namespace, count: int, cores: int, gpus: int):
         import ray
@@ -83,7 +83,7 @@ class RayWorkers:
             self._ray.remote(_Worker).options(num_cpus=cores, num_gpus=gpus).remote(options)
         )
         self._actors = [self._make() for _ in range(count)]
-        hashes = {self._get(actor.ask.remote(_weights)) for actor in self._actors}
+        hashes = {self._said(actor, _weights) for actor in self._actors}
         if len(hashes) > 1:
             raise InputError(
                 f"--model {options.model}: the workers found different weights: expected the same "
@@ -92,7 +92,7 @@ class RayWorkers:
 
     def ask(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """As of `OneWorker`, in one of the workers."""
-        answer: Found = self._get(self._actors[0].ask.remote(function, *arguments))
+        answer: Found = self._said(self._actors[0], function, *arguments)
         return answer
 
     def spread(
@@ -140,6 +140,17 @@ class RayWorkers:
         self._actors[self._actors.index(dead)] = actor = self._make()
         return actor
 
+    def _said(self, actor: Any, function: Callable[..., Found], *arguments: Any) -> Found:
+        """What a worker answers to `_Worker.ask`. Raises InputError where it has ended."""
+        try:
+            said: Found = self._get(actor.ask.remote(function, *arguments))
+        except self._ray.exceptions.RayError as error:
+            raise InputError(
+                "a worker ended before it had answered anything, perhaps for want of memory or "
+                f"without this toolkit on its machine: {_reason(error)}"
+            ) from error
+        return said
+
     def _get(self, reference: Any) -> Any:
         """What a worker gave. Raises what it raised, as it would have been raised here."""
         try:
@@ -164,9 +175,14 @@ class _Chunk:
             raise InputError(
                 f"{MOST_DEATHS} workers died one after the other on the same items (the first is "
                 f"{next(iter(self.left), None)!r}), perhaps for want of memory: expected fewer "
-                f"--workers or a smaller --batch-size; the same command goes on: {error}"
+                f"--workers or a smaller --batch-size; the same command goes on: {_reason(error)}"
             )
         return _Chunk(self.left, self.deaths + 1)
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says on many lines, in one."""
+    return brief(" ".join(str(error).split()))
 
 
 class _Worker:

@@ -29,3 +29,10 @@ def failing(model, items):
         if item == 3:
             raise NonFiniteLogitsError(f"item {item}")
         yield key, item
+
+
+class Deadly:
+    """What ends the process that it comes to."""
+
+    def __reduce__(self):
+        return os._exit, (1,)

@@ -21,6 +21,7 @@ from batch_runs import ROWS, answered, command, files, write_rows
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode import batch, evaluate, tune
+from decode.batching.batch_flags import parse
 from decode.cluster.ray_session import ray_session
 from decode.cluster.workers import RayWorkers
 from distill.rollouts import __main__ as rollouts
@@ -48,11 +49,12 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def crew(cluster, saved):
-    options = Namespace(
-        model=saved, adapter=None, family=None, dtype=None, device="cpu", verbose=False,
-        merge=True, compile=False,
-    )  # fmt: skip
+def options(saved):
+    return parse(command(saved, Path("rows.jsonl"), Path("out"), "--device", "cpu"))
+
+
+@pytest.fixture(scope="module")
+def crew(cluster, options):
     found = RayWorkers(options, 2, 0, 0)  # no cores: the commands beside it want them all
     yield found
     found.close()
@@ -74,6 +76,12 @@ def test_items_that_kill_every_worker_end_the_command(crew, tmp_path):
     work = partial(items.doubled, deaths=tmp_path, kills={5: 2})
     with pytest.raises(InputError, match=r"2 workers died .* the same items .*the first is 5\)"):
         list(crew.spread(work, ((n, n) for n in range(8)), 4))
+
+
+def test_a_worker_that_dies_as_it_loads_is_an_error_in_one_line(cluster, options):
+    with pytest.raises(InputError, match=r"^a worker ended before .* died") as error:
+        RayWorkers(Namespace(**vars(options), deadly=items.Deadly()), 1, 0, 0)
+    assert "\n" not in str(error.value)
 
 
 def test_an_error_of_a_worker_is_raised_as_it_was(crew):
