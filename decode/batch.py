@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def run(options: argparse.Namespace) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
-    from decode.batching.batch_files import LEDGER, check_names, write_files
+    from decode.batching.batch_files import LEDGER, check_free, check_names, write_files
     from decode.batching.batch_ledger import BatchLedger
     from decode.batching.batch_rows import asked_columns, open_rows
     from decode.cluster.workers import workers
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> None:
     facts = {"input": source.digest, "rows": len(source)}
     known = describe(options, shape, "", decoder, facts)
     with locked(check_folder(options.output)) as folder:
+        check_free(source, folder)
         BatchLedger.refuse_early(folder / LEDGER, known)
         with workers(options) as crew:
             ledger = BatchLedger(folder / LEDGER, crew.ask(describe, decoder, facts))

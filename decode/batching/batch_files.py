@@ -19,11 +19,9 @@ from d2f.data_records import BadRecord, Source, Table
 from d2f.errors import InputError
 from d2f.files import writing
 from decode.batching.batch_ledger import BatchLedger
-from decode.batching.batch_rows import Answer
+from decode.batching.batch_rows import FIELDS, Answer, renamed
 from decode.reporting.ledger import json_line
 
-FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")
-OF_INPUT = "input_"  # before a field of the input that has the name of one of ours
 LEDGER, BAD = "ledger.jsonl", "bad.jsonl"
 _CHUNK = 1000  # rows
 
@@ -37,7 +35,21 @@ def answers_name(source: Source) -> str:
 def check_names(source: Source) -> None:
     """Raise InputError where a table's columns cannot stand beside ours."""
     if isinstance(source, Table):
-        _renamed(source.columns, source.name)
+        try:
+            renamed(source.columns)
+        except BadRecord as error:
+            raise InputError(f"{source.name}: {error}") from error
+
+
+def check_free(source: Source, folder: Path) -> None:
+    """Raise InputError where a file of another command, perhaps the input itself, is in the place
+    of one of ours, which are there with their ledger alone."""
+    for name in (answers_name(source), BAD):
+        if (folder / name).exists() and not (folder / LEDGER).exists():
+            raise InputError(
+                f"{folder / name} exists and is not of this command; nothing was written, give "
+                "another --output"
+            )
 
 
 def write_files(ledger: BatchLedger, source: Source, folder: Path) -> None:
@@ -53,8 +65,7 @@ def write_files(ledger: BatchLedger, source: Source, folder: Path) -> None:
 
 def _line(answer: Answer, source: Source) -> str:
     row = source.record(answer.row)
-    names = _renamed(list(row), source.where(answer.row))
-    return json_line(dict(zip(names, row.values(), strict=True)) | _fields(answer))
+    return json_line(dict(zip(renamed(list(row)), row.values(), strict=True)) | _fields(answer))
 
 
 def _fields(answer: Answer) -> dict[str, Any]:
@@ -69,15 +80,6 @@ def _bad_line(answer: Answer, source: Source) -> str:
         json.dumps(values | ({} if isinstance(row, BadRecord) else {"input": row}), default=str)
         + "\n"
     )
-
-
-def _renamed(names: Sequence[str], where: str) -> list[str]:
-    """The names of the input's fields beside ours. Raises InputError."""
-    found = [OF_INPUT + name if name in FIELDS else name for name in names]
-    if len(set(found)) < len(found):
-        twice = next(name for name in names if name in FIELDS and OF_INPUT + name in names)
-        raise InputError(f"{where}: cannot have both {twice} and {OF_INPUT}{twice}")
-    return found
 
 
 def _write_lines(lines: Iterable[str], path: Path) -> None:
@@ -103,7 +105,7 @@ def _write_parquet(answers: Iterator[Answer], source: Table, path: Path) -> None
 
     def joined(some: Sequence[Answer]) -> Any:
         table = source.arrow([answer.row for answer in some])
-        table = table.rename_columns(_renamed(table.column_names, source.name))
+        table = table.rename_columns(renamed(table.column_names))
         for name, column in zip(
             FIELDS, pa.Table.from_pylist([_fields(a) for a in some], ours).columns, strict=True
         ):

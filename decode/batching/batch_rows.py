@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,8 @@ from decode.engine.prompts import Prompt, checked
 from decode.engine.result import Result
 
 COLUMNS = ("messages", "prompt", "question", "ids")
+FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
+OF_INPUT = "input_"  # before a field of the input that has the name of one of ours
 _FILES = (".jsonl", ".json", ".parquet")
 _LOOKED_AT = 100  # rows, before any weights are read
 
@@ -79,10 +81,24 @@ def asked(source: Source, number: int, columns: tuple[str, ...]) -> Any:
         return row
     if not isinstance(row, Mapping):
         return BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
+    try:
+        renamed(list(row))
+    except BadRecord as error:  # nor could its answer be written
+        return error
     found = [row[name] for name in columns if row.get(name) is not None]
     if found:
         return found[0]
-    return BadRecord(f"expected {' or '.join(columns)}, got the keys {', '.join(map(str, row))}")
+    keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
+    return BadRecord(f"expected {' or '.join(columns)}, got the keys {keys}")
+
+
+def renamed(names: Sequence[str]) -> list[str]:
+    """The names of the input's fields beside ours. Raises BadRecord."""
+    found = [OF_INPUT + name if name in FIELDS else name for name in names]
+    if len(set(found)) < len(found):
+        twice = next(name for name in names if name in FIELDS and OF_INPUT + name in names)
+        raise BadRecord(f"cannot have both {twice} and {OF_INPUT}{twice}")
+    return found
 
 
 def answer_rows(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import POISON, poisoned_model
 
 from decode import batch
-from decode.batching.batch_files import FIELDS
+from decode.batching.batch_rows import COLUMNS, FIELDS, asked
 from decode.commands import timed_loop
 
 
@@ -108,6 +108,32 @@ def test_a_table_comes_back_as_parquet_with_all_its_columns(saved, tmp_path, kin
     assert batch.main(command(saved, tmp_path / "rows.jsonl", tmp_path / "lines")) == 0
     lines = lines_of((tmp_path / "lines" / "answers.jsonl").read_bytes())
     assert [made[i]["tokens"] for i in range(2)] == [line["tokens"] for line in lines]
+
+
+def test_a_row_whose_answer_has_no_place_beside_its_fields_is_a_bad_row(saved, tmp_path):
+    rows = [{"prompt": "2 + 3"}, {"prompt": "2 + 3", "text": "own", "input_text": "another"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = answered(saved, tmp_path / "rows.jsonl", tmp_path / "out")
+    (bad,) = lines_of(found["bad.jsonl"])
+    assert bad["error"] == "cannot have both text and input_text" and bad["input"] == rows[1]
+    assert [answer["row"] for answer in lines_of(found["answers.jsonl"])] == [0]
+
+
+def test_a_row_that_asks_nothing_says_so_of_a_null():
+    class Rows:
+        def attempt(self, number):
+            return {"id": 1, "prompt": None}
+
+    assert str(asked(Rows(), 0, COLUMNS)).endswith("got the keys id, prompt (null)")
+
+
+@pytest.mark.parametrize("name", ["answers.jsonl", "bad.jsonl"])
+def test_files_of_others_are_not_written_over(saved, unloadable, tmp_path, capsys, name):
+    rows = write_rows(tmp_path / name)  # the input itself
+    before = rows.read_bytes()
+    assert batch.main(command(saved, rows, tmp_path)) == 2
+    assert f"{name} exists and is not of this command" in capsys.readouterr().err
+    assert rows.read_bytes() == before and list(tmp_path.iterdir()) == [rows]
 
 
 def test_a_row_that_fails_in_decoding_is_a_bad_row_and_the_others_are_answered(
