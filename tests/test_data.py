@@ -265,6 +265,20 @@ def test_the_tails_of_generated_samples_are_drawn_by_generators_of_their_own():
     assert all(len(s.response) == s.answer for s in map(bare.sample, range(9)))
 
 
+def test_the_tails_of_generated_samples_end_with_the_row():
+    """Else the first long prompt with a padded response would end a training."""
+    whole = [stream(tasks={"countdown": 1.0}, padded_share=1.0).sample(i) for i in range(9)]
+    limit = max(len(sample.prompt) + sample.answer for sample in whole)
+    cut = stream(tasks={"countdown": 1.0}, padded_share=1.0, row_length=limit)
+    for index, sample in enumerate(whole):
+        assert sample.answer < len(sample.response)
+        expected = sample.response[: limit - len(sample.prompt)]
+        assert cut.sample(index).response == expected
+    short = stream(tasks={"countdown": 1.0}, padded_share=1.0, row_length=limit - 1)
+    with pytest.raises(InputError, match=f"{limit} tokens, data.row_length is {limit - 1}"):
+        [short.sample(index) for index in range(9)]
+
+
 def test_generated_samples_are_template_text_and_answer():
     found = stream(tasks={"sudoku": 1.0}, padded_share=0.0, short_tail=0)
     for index in range(5):

@@ -109,10 +109,8 @@ class Stream:
                 extra = max(0, full - kept)
             else:
                 extra = int(rng.integers(self.data.short_tail + 1))
-            if self.screen is not None:
-                # The tail of a file's sample is cut to what its prompt leaves of the row; a
-                # generated sample that does not fit is an error below.
-                extra = min(extra, self.data.row_length - len(encoded.prompt) - kept)
+            # The tail is cut to what prompt and answer leave of the row.
+            extra = min(extra, max(0, self.data.row_length - len(encoded.prompt) - kept))
             response += [self.end_id] * extra
         return Sample(index, encoded.prompt, response, kept)
 
