@@ -122,6 +122,8 @@ def test_wrong_answers_are_not_kept_and_the_ladder_stops_at_the_first_right_one(
     ladder = (0.0, 0.5, 1.0)
     single = [dict(collect(model, enumerate(jobs), temperatures=(t,))) for t in ladder]
     found = dict(collect(model, enumerate(jobs), temperatures=ladder, batch_size=5))
+    # A cache of as many slots as jobs need, whatever the batch could hold.
+    assert dict(collect(model, enumerate(jobs), temperatures=ladder, batch_size=10**30)) == found
     for number in range(len(jobs)):
         rungs = [rung for rung, kept in enumerate(single) if kept[number] is not None]
         assert found[number] == (single[rungs[0]][number] if rungs else None)

@@ -34,6 +34,10 @@ def check_folder(output: str | Path) -> Path:
     """The folder. Raises InputError if there is one that cannot be written, or something else."""
     if not str(output):
         raise InputError("--output is empty: expected a folder")
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:  # which reports that name it could not be written with
+        raise InputError(f"--output {str(output)!r}: expected a name in UTF-8") from None
     folder = Path(os.path.realpath(output))
     if is_there(folder, "--output") and not folder.is_dir():
         raise InputError(f"--output {output}: no folder can be there: it is a file")

@@ -103,7 +103,8 @@ def collect(
     # Any job fits beside any others.
     sizes = (job.decoder.begin(job.ids, model.contract).slots for job in numbered.values())
     slots = max(sizes, default=1)
-    engine = Engine(model, batch_size=batch_size, slots=slots * batch_size)
+    at_once = min(batch_size, len(numbered))
+    engine = Engine(model, batch_size=batch_size, slots=slots * max(at_once, 1))
     under_way: dict[int, Trajectory] = {}
 
     def submit(number: int, rung: int) -> None:

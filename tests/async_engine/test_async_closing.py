@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import subprocess
 import sys
 
@@ -152,4 +153,6 @@ def test_the_interpreter_ends_without_close():
     done = subprocess.run(
         [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=PATIENCE
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    # What transformers prints where torchao is installed, when it is imported, is not the engine's.
+    ours = [line for line in done.stderr.splitlines() if not re.search("torchao|_pytree", line)]
+    assert (done.returncode, done.stdout, ours) == (0, "1\n", [])

@@ -101,6 +101,7 @@ def without_the_expensive_part(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
     monkeypatch.setattr("decode.commands.load_model.outline", functools.cache(outline))
     monkeypatch.setattr("decode.commands.load_model.load", reached)
+    monkeypatch.setattr("decode.cluster.workers.load", reached)
     monkeypatch.setattr("decode.compare._run", reached)
     monkeypatch.setattr("distill.convert._make_room", reached)
     monkeypatch.setattr("distill.check.check", reached)

@@ -310,6 +310,7 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
         (["--problems", "2147483648"], "problems must be at most 1048576, got 2147483648"),
         (["--problems", "200000"], "count must be at most 100000, got 200000"),
         (["--output", ""], "--output is empty: expected a folder"),
+        (["--output", "a\udcff"], r"--output 'a\udcff': expected a name in UTF-8"),
         (["--device", "abacus"], "--device abacus: no such device here"),
         (["--nothing"], "unrecognized arguments: --nothing"),
     ],
