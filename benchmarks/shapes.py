@@ -25,7 +25,8 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=8192,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     ),
-    # LLaDA 1B of arXiv 2502.09992, table 5; with 3 B the widths of Llama 3.2 3B and 24 layers.
+    # LLaDA's architecture with about 1.5 and 3 B weights, its vocabulary included. These numbers
+    # are this project's choice: no configuration of such a LLaDA was at hand to hold them against.
     "llada-1b": lambda: LlamaConfig(
         vocab_size=126464, hidden_size=2048, intermediate_size=5634, num_hidden_layers=22,
         num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=4096,

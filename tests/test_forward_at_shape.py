@@ -76,8 +76,8 @@ def test_quantised_layers_are_read_in_their_bits():
     assert 3 * plain.layers * 0.9 < plain.weights - eight.weights < 3 * plain.layers
 
 
-def test_the_published_form():
-    """LLaDA 1B: 1.49 · 10⁹ parameters, 0.97 without embeddings (arXiv 2502.09992, table 5)."""
+def test_the_shapes_are_as_large_as_they_say():
+    """As docs/low-precision.md says: 1.49 · 10⁹ parameters, 0.97 without embeddings."""
     backbone = build("llada-1b", torch.bfloat16, "meta").backbone
     inner = sum(m.weight.numel() for m in backbone.model.modules() if isinstance(m, nn.Linear))
     assert round(backbone.num_parameters() / 1e9, 2) == 1.49 and round(inner / 1e9, 2) == 0.97
