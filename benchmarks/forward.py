@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model.compile()
     print(
         f"{options.model} on {options.task}, {options.problems} problems; {model.device}, "
-        f"{model.dtype}, {torch.get_num_threads()} threads, "
+        f"{model.dtype}, {model.threads} threads, "
         f"{'compiled' if options.compile else 'not compiled'}; torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}"
     )

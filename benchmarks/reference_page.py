@@ -172,7 +172,8 @@ def _decoders() -> Iterator[str]:
 def _option(option: Option) -> str:
     if isinstance(option.kind, tuple):
         return ", ".join(f"`{word}`" for word in option.kind)
-    return {int: "whole number", float: "number", bool: "true or false"}[option.kind]
+    number = {int: "whole number", float: "number", bool: "true or false"}[option.kind]
+    return ", ".join((number, *(f"`{word}`" for word in option.words)))
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from d2f.openmp import spin_briefly
+
 if TYPE_CHECKING:
     from d2f.contract import Contract
     from d2f.load_checkpoint import load
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Contract", "DiffusionModel", "load"]
+
+spin_briefly()  # before torch is imported
 
 _HOMES = {"load": "d2f.load_checkpoint", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
 

@@ -11,7 +11,7 @@ are packed (`d2f.packed`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,15 @@ class _PlanOfTheForward(SpanPlan):
         return out
 
 
+def _guards(guards: Sequence[Any]) -> list[bool]:
+    """Which of its conditions a graph checks at a call: the shapes. The weights and the model's
+    attributes do not change, and of the state of the process, its number of threads among it,
+    nothing does that the graph depends on."""
+    kept = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    pairs = zip(kept, guards, strict=True)
+    return [keep and guard.guard_type != "GLOBAL_STATE" for keep, guard in pairs]
+
+
 class CompiledRows:
     """The hidden states of flat rows, compiled at once; takes some seconds.
 
@@ -92,10 +101,8 @@ class CompiledRows:
 
         # Graphs are kept by code object, a few to each: this model's are its own.
         hidden.__code__ = hidden.__code__.replace()
-        # The weights and the model's attributes do not change: only shapes are checked at a call.
-        options: dict[str, Any] = {
-            "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe
-        }
+        # With any number of threads, as the engine sets them.
+        options: dict[str, Any] = {"guard_filter_fn": _guards, "cpp.dynamic_threads": True}
         self._run = torch.compile(hidden, dynamic=True, fullgraph=True, options=options)
         try:
             # One row has a graph of its own; the second number of rows makes them symbolic in the

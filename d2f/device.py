@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from d2f.errors import InputError
+from d2f.cpus import thread_counts, usable_cpus
+from d2f.errors import InputError, repr_of
+
+MOST_THREADS = 4096
 
 _DTYPES = {
     "float32": torch.float32,
@@ -46,6 +49,21 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
     if dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {sorted(['auto', *_DTYPES])}, got {dtype!r}")
     return _DTYPES[dtype]
+
+
+def parse_threads(threads: int | str | None) -> tuple[int, ...]:
+    """The numbers of threads that a forward on a CPU may be computed with: N alone; for ``auto`` 1,
+    2, 4, ... up to the processors that the process may use; for None up to the number that torch is
+    set to, where that is lower. Raises InputError."""
+    if isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MOST_THREADS:
+        return (threads,)
+    if threads not in (None, "auto"):
+        raise InputError(
+            f"threads must be auto or a whole number from 1 to {MOST_THREADS}, got "
+            f"{repr_of(threads)}"
+        )
+    most = usable_cpus()
+    return thread_counts(most if threads == "auto" else min(most, torch.get_num_threads()))
 
 
 def _has_fast_bf16() -> bool:

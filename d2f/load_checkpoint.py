@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from d2f import attention
 from d2f.adapters import attach
 from d2f.contract import Contract
-from d2f.device import parse_device, parse_dtype
+from d2f.device import parse_device, parse_dtype, parse_threads
 from d2f.errors import CheckpointError
 from d2f.families import Family, family_of, get_family, model_classes
 from d2f.family_contract import check_ids, published_contract
@@ -53,6 +53,7 @@ def load(
     quantize: str | bool | None = None,
     progress: bool = False,
     tensor_parallel: int = 1,
+    threads: int | str | None = None,
 ) -> DiffusionModel:
     """Load a checkpoint into transformers' own class.
 
@@ -67,7 +68,9 @@ def load(
     progress: a bar while the weights are read; a download has its own either way. tensor_parallel:
     how many processes, started by torchrun, hold a part of the model each; all of them call this,
     then rank 0 decodes and the others follow it (`d2f.leading`). An adapter is merged into the
-    parts.
+    parts. threads: how many a forward is computed with on a CPU; ``auto`` lets each engine
+    measure which number is fastest at the time, up to the processors that the process may use
+    (`d2f.cpus`), None up to the number that torch is set to, if that is lower.
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
@@ -79,6 +82,7 @@ def load(
         quantize = "nf4" if quantize else None
     where = parse_device(device)
     number = parse_dtype(dtype, where)
+    counts = parse_threads(threads)
     if tensor_parallel != 1:
         where = check_parallel(tensor_parallel, where, quantize=quantize is not None)
     if quantize is not None:
@@ -104,6 +108,7 @@ def load(
             quantize=quantize,
             progress=progress,
             tensor_parallel=tensor_parallel,
+            threads=threads,
         )
     raw = _read_config(place)
     # The contract is what this project saved and knows best; an official checkpoint has none, and
@@ -130,6 +135,8 @@ def load(
         path=place,
         tensor_parallel=tensor_parallel,
     )
+    if where.type == "cpu":
+        model.thread_counts = counts
     if adapter is not None and in_parts:
         with reported():
             model.merge_from(resolve(str(adapter)))

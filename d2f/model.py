@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
+from d2f.device import parse_threads
 from d2f.errors import InputError
 from d2f.model_parts import ModelParts
 from d2f.saving import save
@@ -45,6 +46,10 @@ class DiffusionModel(ModelParts):
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
         self._compiled: CompiledRows | None = None
+        # Of threads, among which engines choose for each forward; no more than torch is set to.
+        self.thread_counts: tuple[int, ...] = ()
+        if self.device.type == "cpu":
+            self.thread_counts = parse_threads(None)
         decoder = self.backbone.model
         # A model that is converted keeps its backbone, which may be wrapped already.
         if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
@@ -66,6 +71,11 @@ class DiffusionModel(ModelParts):
             *(["no tokenizer"] if self.tokenizer is None else []),
         ]
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
+
+    @property
+    def threads(self) -> int:
+        """The most that a forward on a CPU is computed with."""
+        return self.thread_counts[-1] if self.thread_counts else torch.get_num_threads()
 
     @property
     def is_adapted(self) -> bool:

@@ -122,7 +122,6 @@ def _report(
 ) -> None:
     """The totals and what was counted; for a quiet single prompt its response instead. new,
     seconds: the records of this run, not of the one that it goes on from, and its decoding."""
-    import torch
 
     from decode.commands.run_header import short_dtype
     from decode.commands.timed_loop import WARM_UP_FORWARDS
@@ -138,7 +137,7 @@ def _report(
         lines.append(
             f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         )
-    threads = f", {torch.get_num_threads()} threads" if model.device.type == "cpu" else ""
+    threads = f", {model.threads} threads" if model.device.type == "cpu" else ""
     lines.append(
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "

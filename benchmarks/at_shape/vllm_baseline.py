@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks.at_shape.traces import Trace
 from benchmarks.shapes import SHAPES
+from d2f.openmp import users_environment
 
 PROGRAM = Path(__file__).with_name("vllm_process.py")
 
@@ -42,7 +42,7 @@ def run_vllm(
         try:
             done = subprocess.run(
                 [python, str(PROGRAM)], input=json.dumps(asked), text=True, capture_output=True,
-                timeout=limit, env={**os.environ, **more}, cwd=place,
+                timeout=limit, env={**users_environment(), **more}, cwd=place,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"dtype": dtype, "refused": f"not done after {limit:g} s"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from d2f.errors import InputError
@@ -82,7 +82,25 @@ def _reading(having: Sequence[tuple[Kind, Option]]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, tuple):
         return {"choices": option.kind}
+    if option.words:
+        return {"type": _number_or_word(option), "metavar": "|".join((option.unit, *option.words))}
     return {"type": option.kind, "metavar": option.unit}
+
+
+def _number_or_word(option: Option) -> Callable[[str], int | float | str]:
+    assert not isinstance(option.kind, tuple)
+    number = option.kind
+
+    def read(text: str) -> int | float | str:
+        if text in option.words:
+            return text
+        try:
+            return number(text)
+        except ValueError:
+            known = " or ".join(("a number", *option.words))
+            raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}") from None
+
+    return read
 
 
 def add_decoder(group: argparse._ArgumentGroup, kinds: Sequence[Kind]) -> None:

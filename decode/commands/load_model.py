@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import d2f
 from d2f.contract import Contract
-from d2f.device import parse_device, parse_dtype
+from d2f.device import parse_device, parse_dtype, parse_threads
 from d2f.errors import InputError
 from d2f.hub import base_of_adapter, folder_of
 from d2f.model import DiffusionModel
@@ -37,6 +37,10 @@ def check_options(options: argparse.Namespace) -> None:
     if options.dtype is not None:
         # Only whether it is a dtype at all; the device is not known to work yet.
         parse_dtype(options.dtype, torch.device("cpu"))
+    try:
+        parse_threads(options.threads)
+    except InputError as error:
+        raise InputError(f"--{error}") from error
     if options.address is not None:
         return  # its machines may have other devices than this one
     try:
@@ -86,6 +90,7 @@ def load(options: argparse.Namespace) -> tuple[DiffusionModel, str]:
         quantize=options.quantize,
         progress=options.verbose,
         tensor_parallel=options.tensor_parallel,
+        threads=options.threads,
     )
     if options.quantize is not None and (slow := slowness(options.quantize, model.device)):
         say(f"notice: {slow}")

@@ -58,6 +58,13 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "NAME",
         "help": "cpu, cuda, cuda:1, ... (default: cuda where there is one)",
     },
+    "threads": {
+        "type": lambda text: int(text) if text.isdecimal() else text,
+        "metavar": "N|auto",
+        "help": "of a forward on a CPU: N, or auto, which measures what is fastest as it runs, up "
+        "to the processors that this process may use (default: auto, up to OMP_NUM_THREADS where "
+        "that is set)",
+    },
     "compile": {
         "action": "store_true",
         "help": "run the model through torch.compile: takes some seconds at the start and a C++ "
@@ -76,8 +83,8 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
 def add_model(
     group: Group, *more: str, default: str | None = DEFAULT_MODEL, several: str = ""
 ) -> None:
-    """Add --model, --adapter, --dtype, --quantize, --device, and of --merge, --family, --compile,
-    --tensor-parallel those that `more` names; the others have their defaults, so
+    """Add --model, --adapter, --dtype, --quantize, --device, --threads, and of --merge, --family,
+    --compile, --tensor-parallel those that `more` names; the others have their defaults, so
     `load_model.load` takes every command's options. default: of --model, None where it must be
     given. several: said of a --model that may be given more than once; then it is a list, None
     where it was not given."""
@@ -88,7 +95,7 @@ def add_model(
         reading = {"action": "append"}
     group.add_argument("--model", metavar="NAME", help=bundled + end + several, **reading)
     for name, flag in _MODEL_FLAGS.items():
-        if name in ("adapter", "dtype", "quantize", "device", *more):
+        if name in ("adapter", "dtype", "quantize", "device", "threads", *more):
             group.add_argument(f"--{name}", **flag)
     group.set_defaults(
         family=None, merge=True, compile=False, workers=1, address=None, tensor_parallel=1

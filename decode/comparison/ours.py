@@ -41,7 +41,7 @@ class OursRunner:
             "device": torch.cuda.get_device_name(self.model.device) if cuda else "cpu",
             "dtype": self.model.precision,
             "compiled": entry.compile,
-            "threads": None if cuda else torch.get_num_threads(),
+            "threads": None if cuda else self.model.threads,
             "decoder": {
                 name: {"decoder": spelled(type(d)), **asdict(d)}
                 for name, d in self.decoders.items()

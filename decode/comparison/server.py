@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import httpx
 from d2f.errors import InputError
 from d2f.files import new_file
 from d2f.models import resolve
+from d2f.openmp import users_environment
 from decode.comparison import guard
 from decode.comparison.comparison_config import Vllm
 from decode.comparison.http import UnusableError, fetch
@@ -76,7 +76,7 @@ class Server:
                 stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py
                 stdout=subprocess.PIPE,
                 stderr=out,
-                env=os.environ | self.env,
+                env={**users_environment(), **self.env},
                 start_new_session=True,  # an interrupt in the terminal is for the command alone
             )
         try:

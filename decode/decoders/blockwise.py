@@ -127,20 +127,25 @@ class BlockwiseSession(MaskedSession):
         return self.end
 
     def step(self) -> Step | None:
+        return self.feed_step() if self.proceed() else None
+
+    def proceed(self) -> bool:
+        """Begin the next block where one is done, say what is wanted; False where the request is
+        done."""
         # At first the block is empty; a block that looked-ahead drafts have filled is passed over.
         while not self.masked[self.start : self.end].any():
             if self.end == len(self.x) or self._ended():
-                return None
+                return False
             self.block += 1
             self.start = self.end
             self.end = min(self.start + self.decoder.size, len(self.x))
             self.begin_block()
         if self._ended():
-            return None
+            return False
         self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.reach()])
-        return self.feed_rows()
+        return True
 
-    def feed_rows(self) -> Step:
+    def feed_step(self) -> Step:
         """The step that reads the predictions of `wanted` under the cache policy. Dream's second
         step in block 2, ``[4, 6)``, of a sequence of 6 with cache dual, where position 4 is masked
         yet::

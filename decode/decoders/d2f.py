@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from decode.decoders.adaptive import AUTO
 from decode.decoders.base import Card, Decoder
 from decode.decoders.checks import greedy_only, ratio
-from decode.decoders.d2f_lossless import LosslessSession
+from decode.decoders.d2f_lossless import WIDTHS, LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
 from decode.decoders.d2f_session import D2FSession, Pick, PipelineRules
 from decode.decoders.options import (
@@ -41,7 +42,8 @@ class D2F(Decoder):
     all open blocks, as the official code does.
 
     lossless: states of the pipeline that a forward checks, the fed one and drafts of the next
-    (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts nothing.
+    (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts nothing;
+    ``auto`` lets the engine choose how many, before each forward (`decode.engine.row_budget`).
     revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
     tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``, once,
     in the forward that would cache a block. It helps a tau_conf below tau_revoke.
@@ -78,10 +80,11 @@ class D2F(Decoder):
     )
     max_new_tokens: int | None = max_new_tokens_option()
     early_exit: bool = early_exit_option("finish the open blocks")
-    lossless: int | None = option(
+    lossless: int | Literal["auto"] | None = option(
         None,
         "states that a forward checks, at least 1, drafted from the predictions at hand: the same "
-        "tokens in no more forwards, each with more rows",
+        "tokens in no more forwards, each with more rows; auto, as many as decode fastest at the "
+        "time",
     )
     revoke: Revoke | None = option(
         None,
@@ -139,7 +142,8 @@ class D2F(Decoder):
             tau_act=self.tau_act,
             tau_conf=self.tau_conf,
             early_exit=self.early_exit,
-            states=self.lossless or 1,
+            states=WIDTHS[-1] if isinstance(self.lossless, str) else self.lossless or 1,
+            adaptive=self.lossless == AUTO,
             tau_revoke=self.tau_revoke,
             forced_pick=self.forced_pick,
         )

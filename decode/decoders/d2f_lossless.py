@@ -24,16 +24,20 @@ Had x revealed c too, the branch would not have been the next state, and only it
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
 from d2f.contract import Contract
+from decode.decoders.adaptive import Adaptive
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.d2f_session import D2FSession, PipelineRules
 from decode.engine.step import Predictions, Step
 
+WIDTHS = (1, 2, 3, 4, 6)  # among which the states of lossless "auto" are chosen
 
-class LosslessSession(D2FSession):
+
+class LosslessSession(D2FSession, Adaptive):
     """One request. branches: the states drafted after the one that is fed, each from the last.
 
     guesses: (token, confidence, sureness) by position, the last predictions. counts: ``drafted``
@@ -47,16 +51,20 @@ class LosslessSession(D2FSession):
         self.branches: list[D2FSession] = []
         self.guesses: dict[int, tuple[int, float, float]] = {}
         self.counts |= {"drafted": 0, "accepted": 0}
+        if rules.adaptive:
+            own = replace(rules, max_new_tokens=0)
+            self.widen_by([width for width in WIDTHS if width <= 1 + self.most], ("d2f", own))
 
     @property
     def slots(self) -> int:
         # The sequence, a spare slot for rows fed only to be read, a response for each branch.
         return len(self.x) + 1 + self.most * self.rules.max_new_tokens
 
-    def step(self) -> Step | None:
-        own = super().step()
-        if own is None:
-            return None
+    def proceed(self) -> bool:
+        return self.advance()
+
+    def feed_step(self) -> Step:
+        own = super().feed_step()
         # After the own step: what it caches counts as cached in the branches, which see it there.
         self.branches = self._drafts()
         end, parts = self.pipeline[-1].end, []
@@ -94,9 +102,10 @@ class LosslessSession(D2FSession):
 
     def _drafts(self) -> list[D2FSession]:
         """States after this one by the stale predictions, as far as these tell."""
+        most = min(self.most, self.width - 1) if self.widths else self.most
         states: list[D2FSession] = []
         state: D2FSession = self
-        while len(states) < self.most and self._tells(state):
+        while len(states) < most and self._tells(state):
             state = _fork(state)
             unknown = (0, -1.0, -np.inf)  # a block that was not open: it reveals nothing yet
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]

@@ -36,7 +36,8 @@ Pick = Literal["confidence", "entropy", "margin"]
 class PipelineRules:
     """The options of `decode.decoders.d2f.D2F` as its sessions read them, once lengths and block
     size that were left open are known. states: how many states of the pipeline a forward checks
-    (the option lossless, else 1). tau_revoke: the threshold of the option revoke."""
+    (the option lossless, else 1), adaptive: at most, as many as pay at the time. tau_revoke: the
+    threshold of the option revoke."""
 
     max_new_tokens: int
     block_size: int
@@ -45,6 +46,7 @@ class PipelineRules:
     tau_conf: float
     early_exit: bool
     states: int
+    adaptive: bool
     tau_revoke: float
     forced_pick: Pick
 
@@ -105,8 +107,10 @@ class D2FSession(MaskedSession):
         self.counts["active_blocks"] = 0
 
     def step(self) -> Step | None:
-        if not self.advance():
-            return None
+        return self.feed_step() if self.advance() else None
+
+    def feed_step(self) -> Step:
+        """The step that feeds what is open, and what was just finished."""
         self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
         # Everything from the first block that is not cached on: finished blocks, clean, then open
         # ones.

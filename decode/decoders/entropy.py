@@ -59,8 +59,8 @@ class EntropySession(BlockwiseSession):
 
     decoder: EntropyBounded
 
-    def feed_rows(self) -> Step:
-        return replace(super().feed_rows(), uncertainty=True)
+    def feed_step(self) -> Step:
+        return replace(super().feed_step(), uncertainty=True)
 
     def choose(self, predictions: Predictions) -> Ints:
         entropy, margin = predictions.entropy, predictions.margin

@@ -44,6 +44,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from decode.decoders.adaptive import AUTO, Adaptive
 from decode.decoders.base import Card
 from decode.decoders.blockwise import CACHE, MODELS
 from decode.decoders.branches import Branch, split, with_branches
@@ -55,6 +56,7 @@ from decode.decoders.visibility import mask_kind
 from decode.engine.step import Floats, Ints, Predictions, Step
 
 Drafting = Literal["tree", "batch"]
+WIDTHS = (1, 2, 3, 4, 6, 8)  # among which drafts of "auto" are chosen
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class FreeDave(Static):
     """Options of FreeDave: the tokens of `Static` with the same block_size, steps, cache and
     early_exit, in no more forwards; steps are those of static decoding. Greedy only.
 
-    drafts: states a forward, the paper's d; 1 is static decoding. drafting: ``batch`` feeds in each
+    drafts: states a forward, the paper's d; 1 is static decoding, ``auto`` lets the engine choose
+    before each forward (`decode.engine.row_budget`). drafting: ``batch`` feeds in each
     branch all rows that static decoding would feed; ``tree`` feeds only once what the mask keeps
     the same: on a block-causal model a shifted family's row before the block, and complete blocks
     on their way into the cache (where eager drafts completed them, or a block here spans several of
@@ -86,7 +89,11 @@ class FreeDave(Static):
         source="FreeDave, [2510.00294](https://arxiv.org/abs/2510.00294)",
     )
 
-    drafts: int = option(4, "states that a forward checks, at least 1; 1 is static decoding")
+    drafts: int | Literal["auto"] = option(
+        4,
+        "states that a forward checks, at least 1; 1 is static decoding; auto, as many as decode "
+        "fastest at the time",
+    )
     drafting: Drafting = option(
         "tree", "tree feeds once what is the same in all states, batch feeds all of each"
     )
@@ -121,16 +128,21 @@ class FreeDave(Static):
             )
 
     @property
+    def most(self) -> int:
+        """States that a forward checks at most."""
+        return WIDTHS[-1] if isinstance(self.drafts, str) else self.drafts
+
+    @property
     def ahead(self) -> int:
         """How many blocks after the current one drafts may lie in."""
         a_block = self.block_steps if self.tau is None else self.size  # drafts that fill one
-        return -(-self.drafts // a_block) if self.eager else 0
+        return -(-self.most // a_block) if self.eager else 0
 
     def begin(self, prompt: list[int], contract: Contract) -> FreeDaveSession:
         return FreeDaveSession(self, prompt, contract)
 
 
-class FreeDaveSession(StaticSession):
+class FreeDaveSession(StaticSession, Adaptive):
     """One request. drafts: of each branch the (position, token) pairs that it has beyond the branch
     before it, in the order in which they would be revealed.
 
@@ -145,10 +157,13 @@ class FreeDaveSession(StaticSession):
         # One slot behind the sequence is the spare one that all blockwise sessions have.
         self.scratch = len(self.x) + 1
         self.counts = {"drafted": 0, "accepted": 0}
+        if decoder.drafts == AUTO:
+            rule = (decoder.size, decoder.block_steps, decoder.cache, decoder.drafting)
+            self.widen_by(WIDTHS, (decoder.name, *rule, decoder.eager, decoder.tau))
 
     @property
     def slots(self) -> int:
-        branches = min(self.decoder.drafts - 1, self.decoder.length - 1)
+        branches = min(self.decoder.most - 1, self.decoder.length - 1)
         return self.scratch + branches * self._branch_rows()
 
     def reach(self) -> int:
@@ -164,8 +179,10 @@ class FreeDaveSession(StaticSession):
         count = self._due(int(self.wanted[0]), inside)
         return np.argsort(-confidence, kind="stable")[:count]
 
-    def feed_rows(self) -> Step:
-        own, branches = super().feed_rows(), []
+    def feed_step(self) -> Step:
+        if self.widths:
+            del self.drafts[self.width - 1 :]
+        own, branches = super().feed_step(), []
         # Each branch is the state before it and its drafts more; x, wanted, differs describe it.
         x, wanted, differs = self.x, self.wanted, len(self.x)
         for pairs in self.drafts:
@@ -220,7 +237,7 @@ class FreeDaveSession(StaticSession):
         order = np.lexsort((-confidence, blocks))
         drafts: list[list[tuple[int, int]]] = []
         first = 0
-        while len(drafts) < self.decoder.drafts - 1 and first < len(order):
+        while len(drafts) < self.decoder.most - 1 and first < len(order):
             count = 1
             if self.decoder.tau is None:
                 left = self._in_block_of(first, blocks) - first

@@ -25,13 +25,15 @@ Check = Callable[[str, object], None]
 class Option:
     """An option of one decoder.
 
-    kind: int, float, bool, or the words to choose from. may_be_none: whether None is a value.
+    kind: int, float, bool, or the words to choose from. words: those that a number's option takes
+    in place of one, as "auto". may_be_none: whether None is a value.
     default: the value; shown: the default in words. search: the values that tuning tries where none
     are given. unit: what stands for a number in --help. check: raises InputError for a bad value.
     """
 
     name: str
     kind: type | tuple[str, ...]
+    words: tuple[str, ...]
     may_be_none: bool
     default: Any
     help: str
@@ -47,6 +49,8 @@ class Option:
     def verify(self, value: object) -> None:
         """Raise InputError unless value is one that the option can have."""
         if value is None and self.may_be_none:
+            return
+        if isinstance(value, str) and value in self.words:
             return
         if isinstance(self.kind, tuple):
             one_of(self.name, value, self.kind)
@@ -67,8 +71,9 @@ def option(
     unit: str | None = None,
     check: Check | None = None,
 ) -> Any:
-    """A field of a decoder's options (see `Option`). Its annotation is a number, bool or Literal,
-    or None with one of them. A whole number is at least 1 unless a check says otherwise."""
+    """A field of a decoder's options (see `Option`). Its annotation is a number, bool or Literal, a
+    number or a Literal, or None with one of them. A whole number is at least 1 unless a check says
+    otherwise."""
     about = {"help": help, "shown": shown, "search": search, "unit": unit, "check": check}
     return field(default=default, metadata=about)
 
@@ -115,20 +120,23 @@ def default_grid(decoder: type) -> dict[str, tuple[int | float, ...]]:
 
 def _option(field: Any, hint: Any) -> Option:
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    inner, *others = (part for part in parts if part is not type(None))
-    kind = get_args(inner) if get_origin(inner) is Literal else inner
-    if others or not (isinstance(kind, tuple) or kind in (int, float, bool)):
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    others = [p for p in parts if p is not type(None) and get_origin(p) is not Literal]
+    kind: Any = others[0] if others else words
+    number = kind in (int, float) or (kind is bool and not words)
+    if len(others) > 1 or not (number or (words and kind is words)):
         raise InputError(
             f"the option {field.name} of a decoder must be annotated as int, float, bool or "
-            f"Literal, or one of them and None, got {field.type}"
+            f"Literal, a number and a Literal, or one of them and None, got {field.type}"
         )
     about = field.metadata
     shown = _in_words(field.default) if about["shown"] is None else about["shown"]
     unit = about["unit"] or ("N" if kind is int else "SHARE")
-    optional = len(parts) > 1
+    optional = type(None) in parts
+    words = () if kind is words else words
     return Option(
-        field.name, kind, optional, field.default, about["help"], shown, about["search"], unit,
-        about["check"],
+        field.name, kind, words, optional, field.default, about["help"], shown, about["search"],
+        unit, about["check"],
     )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.span_makers import prefix
+from decode.decoders.adaptive import AUTO, Adaptive
 from decode.decoders.base import Card, Decoder, MaskedSession
 from decode.decoders.checks import not_negative
 from decode.decoders.options import max_new_tokens_option, option
@@ -60,14 +61,16 @@ from decode.engine.result import BlockView
 from decode.engine.step import Floats, Ints, Predictions, Step
 
 Refill = Literal["paper", "repository", "block"]
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # among which a window of "auto" is chosen
 
 
 @dataclass(frozen=True)
 class WeDLM(Decoder):
     """Options of streaming decoding.
 
-    window: slots W of the window. entropy_threshold: a mask is filled where its entropy in nats
-    plus its penalty lies below it; where none does, and always for None, the lowest is filled.
+    window: slots W of the window; with verify, ``auto`` lets the engine choose it before each
+    forward (`decode.engine.row_budget`). entropy_threshold: a mask is filled where its entropy in
+    nats plus its penalty lies below it; where none does, and always for None, the lowest is filled.
     distance_penalty: nats a position, counted from the first mask. max_new_tokens: kept exactly;
     decoding stops at the first end id. refill: ``paper`` keeps W slots and none beyond
     max_new_tokens (a window without masks goes on with the next one in the same forward);
@@ -92,8 +95,11 @@ class WeDLM(Decoder):
         source="WeDLM, [2512.22737](https://arxiv.org/abs/2512.22737)",
     )
 
-    window: int = option(
-        16, "slots of the window, at least 1", shown="as trained here, else 16", search=(8, 16)
+    window: int | Literal["auto"] = option(
+        16,
+        "slots of the window, at least 1; auto, with verify, what decodes fastest at the time",
+        shown="as trained here, else 16",
+        search=(8, 16),
     )
     entropy_threshold: float | None = option(
         0.4,
@@ -130,6 +136,11 @@ class WeDLM(Decoder):
             )
         if self.verify and self.refill == "block":
             raise InputError("verify commits token by token: expected another refill, got block")
+        if self.window == AUTO and not self.verify:
+            raise InputError(
+                "window auto needs verify ar: without it the tokens depend on the window, got "
+                f"verify {self.verify!r}"
+            )
         if self.window_attention == "bidirectional" and self.refill != "block":
             raise InputError(
                 "window_attention bidirectional needs refill block, as a row that saw all of the "
@@ -161,7 +172,10 @@ class WeDLM(Decoder):
 
     @property
     def overhang(self) -> int:
-        return self.window - 1 if self.refill == "repository" and not self.verify else 0
+        if self.refill != "repository" or self.verify:
+            return 0
+        assert not isinstance(self.window, str)  # which goes with verify alone
+        return self.window - 1
 
     def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
         kind = VerifiedSession if self.verify else WeDLMSession
@@ -212,7 +226,7 @@ class WeDLMSession(MaskedSession):
         leading, begin = self.leading, self.begin_of_window
         step = self.feed_window(leading)
         # Its rows saw no mask: final with this forward. Block by block, only a whole window is.
-        part = self.decoder.refill == "block" and leading < begin + self.decoder.window
+        part = self.decoder.refill == "block" and leading < begin + self.window
         self.committed = begin if part else leading
         return step
 
@@ -220,15 +234,26 @@ class WeDLMSession(MaskedSession):
     def begin_of_window(self) -> int:
         return max(self.committed, self.prompt_length)
 
+    @property
+    def window(self) -> int:
+        """Its slots."""
+        assert not isinstance(self.decoder.window, str)
+        return self.decoder.window
+
+    def end_of_window(self, leading: int) -> int:
+        """Where what is fed ends, the first mask being at `leading`."""
+        begin = self.begin_of_window
+        end = begin + self.window
+        if self.decoder.refill == "repository" or leading >= end:
+            # The official code appends before it commits: up to 2 W rows, and more masks compete.
+            end += leading - begin  # a mask for each slot that this forward commits
+        return min(end, len(self.x))
+
     def feed_window(self, first: int) -> Step:
         """The step that reads the filled rows from position `first` up to the first mask, then
         the masks of the window. It feeds what is not committed, at first with it the prompt."""
-        size, leading, begin = self.decoder.window, self.leading, self.begin_of_window
-        self.end = begin + size
-        if self.decoder.refill == "repository" or leading >= self.end:
-            # The official code appends before it commits: up to 2 W rows, and more masks compete.
-            self.end += leading - begin  # a mask for each slot that this forward commits
-        self.end = min(self.end, len(self.x))
+        leading, begin = self.leading, self.begin_of_window
+        self.end = self.end_of_window(leading)
         fed = np.arange(self.committed, self.end)
         filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
         # Observed tokens come first, so that under a causal mask every mask sees all of them, also
@@ -237,7 +262,7 @@ class WeDLMSession(MaskedSession):
         ends = fed + 1
         if self.decoder.window_attention == "bidirectional":
             # A window that is filled is committed causally, beside the next one's masks.
-            ends[fed >= (leading if leading >= begin + size else begin)] = self.end
+            ends[fed >= (leading if leading >= begin + self.window else begin)] = self.end
         self.counts["window_rows"] += int((fed >= self.prompt_length).sum())
         return Step(
             tokens=self.x[order],
@@ -251,7 +276,7 @@ class WeDLMSession(MaskedSession):
                 (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
             ),
             cached=self.committed,
-            uncertainty=True,
+            uncertainty=len(self.wanted) > 0,  # which masks to fill is all that it is for
         )
 
     def accept(self, predictions: Predictions) -> None:
@@ -289,7 +314,7 @@ class WeDLMSession(MaskedSession):
         return views
 
 
-class VerifiedSession(WeDLMSession):
+class VerifiedSession(WeDLMSession, Adaptive):
     """One request with verify="ar". Positions before `known` are verified, all but the last of them
     committed; filled ones from there on are drafts.
 
@@ -301,6 +326,27 @@ class VerifiedSession(WeDLMSession):
         super().__init__(decoder, prompt, contract)
         self.known = len(prompt)
         self.counts |= {"accepted": 0, "rejected": 0}
+        if decoder.window == AUTO:
+            rule = (decoder.entropy_threshold, decoder.distance_penalty, decoder.refill)
+            self.widen_by(WIDTHS, (decoder.name, *rule))
+
+    @property
+    def done(self) -> bool:
+        # Nothing is verified behind an end id, so only the last token can be one.
+        length = self.known - self.prompt_length
+        ended = length > 0 and int(self.x[self.known - 1]) in self.contract.end_ids
+        return ended or length == self.decoder.length
+
+    @property
+    def window(self) -> int:
+        return self.width if self.widths else super().window
+
+    def end_of_window(self, leading: int) -> int:
+        if self.widths and self.width == 1:
+            # No mask: as autoregressive decoding feeds it. Drafts that are left cost a row a token
+            # too, and save forwards.
+            return leading
+        return super().end_of_window(leading)
 
     @property
     def settled(self) -> list[int]:
@@ -309,7 +355,13 @@ class VerifiedSession(WeDLMSession):
     tokens = settled
 
     def step(self) -> Step | None:
-        return None if self.done else self.feed_window(self.known - 1)
+        return self.feed_step() if self.proceed() else None
+
+    def proceed(self) -> bool:
+        return not self.done
+
+    def feed_step(self) -> Step:
+        return self.feed_window(self.known - 1)
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
@@ -342,9 +394,9 @@ class VerifiedSession(WeDLMSession):
     def _draft(self, filled: int, predictions: Predictions) -> None:
         """Fill masks, whose predictions follow those of the `filled` rows; the first mask is known
         by now."""
-        assert predictions.entropy is not None
         masks, own = self.wanted[1:], slice(filled + 1, None)
         if len(masks):
+            assert predictions.entropy is not None
             chosen = self.choose(masks, predictions.entropy[own])
             self.x[masks[chosen]] = predictions.token[own][chosen]
             self.masked[masks[chosen]] = False

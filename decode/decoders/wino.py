@@ -125,8 +125,8 @@ class WinoSession(BlockwiseSession):
         # The official code begins with a `last` of 30: nothing is decided yet that it could bound.
         self.last, self.forwards = 0, 0
 
-    def feed_rows(self) -> Step:
-        step = super().feed_rows()
+    def feed_step(self) -> Step:
+        step = super().feed_step()
         decided = self.start + np.flatnonzero(~self.masked[self.start : self.end])
         self.verified = decided if self._may_revoke() else decided[:0]
         return add_shadow(

@@ -27,6 +27,7 @@ from decode.engine.pieces import share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
 from decode.engine.result import Event
+from decode.engine.row_budget import RowBudget
 from decode.engine.sampling import PredictionRequest, queried_tokens, split, table_of
 from decode.engine.step import Predictions, Step
 
@@ -82,6 +83,7 @@ class Engine:
         self.pool = SlotPool(slots)
         self.request_slots = slots if request_slots is None else request_slots
         self.prefixes = Prefixes(self.cache, on=reuse_prefixes)
+        self.budget = RowBudget(model)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
@@ -173,6 +175,7 @@ class Engine:
     def _release(self, request: Request, *, clear: bool = True) -> None:
         """Take a running request out. clear: what it wrote may be anything."""
         self.running.remove(request)
+        self.budget.forget(request)
         if not clear and self.prefixes.keep(request.base):
             return
         self.prefixes.drop(request.base)
@@ -186,6 +189,8 @@ class Engine:
     def _start_forward(self) -> None:
         """Admit what fits and start the forward of all requests that run."""
         self._admit()
+        began = time.perf_counter()
+        self.budget.assign(self.running)
         feeds = [(r, r.feed) for r in self.running if r.feed is not None]
         for request, feed in feeds:
             # Also of one that has waited for its turn: another may have fed the rows meanwhile.
@@ -210,7 +215,7 @@ class Engine:
             scored = any(group.scored for group in groups)
             pending = self.static.start(rows, queried_tokens(groups) if scored else None)
         # Without a pending table there is no fixed size for it: sampled, too many rows, or no GPU.
-        self._started = StartedForward(fed, groups, pending or self._compute(rows, groups))
+        self._started = StartedForward(fed, groups, began, pending or self._compute(rows, groups))
 
     def _count(self, steps: list[Step]) -> None:
         self.forwards += 1
@@ -218,7 +223,8 @@ class Engine:
 
     def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> PendingTable:
         """The forward of any number of rows; what it returns waits for the table."""
-        with torch.inference_mode():
+        threads = self.budget.learned.best_threads(len(flat.tokens))
+        with torch.inference_mode(), threads:
             rows = flat.on(self.device)
             # Each layer writes keys and values to these slots before its rows attend, so rows of
             # one forward see each other, and a slot that is fed again is overwritten in place.
@@ -235,7 +241,10 @@ class Engine:
         if forward is None:
             return []
         events = []
-        found = split(forward.wait(), forward.groups)
+        table = forward.wait()
+        ended = time.perf_counter()
+        self.budget.learned.note_forward(forward.rows, ended - forward.began)
+        found = split(table, forward.groups)
         for (request, step), group, predictions in zip(
             forward.fed, forward.groups, found, strict=True
         ):
@@ -248,6 +257,7 @@ class Engine:
             if predictions is None and (len(forward.fed) > 1 or anywhere):
                 predictions = self._alone(request, request.feed.anew(), group)
             events.append(self._accept(request, step, predictions))
+        self.budget.note_host(time.perf_counter() - ended, len(forward.fed))
         return events
 
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
@@ -264,6 +274,7 @@ class Engine:
         assert feed is not None
         try:
             request.accept(step, predictions, now)
+            self.budget.note_request(request, len(step.tokens), first=feed.first)
             if feed.first and request.feed is not feed:
                 self.prefixes.add(request.base, feed)
             event = request.event()
@@ -279,13 +290,20 @@ class Engine:
 class StartedForward:
     """A forward that is under way on the device, or done.
 
-    fed: the steps in it, with their requests. groups: what each of them wants of its rows. pending:
-    waits for the forward and gives its table.
+    fed: the steps in it, with their requests. groups: what each of them wants of its rows. began:
+    when its making was begun, in the seconds of perf_counter. pending: waits for the forward and
+    gives its table.
     """
 
     fed: list[tuple[Request, Step]]
     groups: list[PredictionRequest]
+    began: float
     pending: PendingTable
+
+    @property
+    def rows(self) -> int:
+        """How many it feeds."""
+        return sum(len(step.tokens) for _, step in self.fed)
 
     def wait(self) -> NDArray[np.float64]:
         """Its table, as `decode.engine.sampling.table_of` has it."""

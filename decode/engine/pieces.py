@@ -16,7 +16,7 @@ The engine knows no mask: the cuts are read off the step's arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -58,18 +58,27 @@ def _largest(values: Ints, ranges: Ints) -> Ints:
 
 
 class Feed:
-    """How far a step has been fed. first: whether it is its request's first, mostly prompt.
+    """How far a step has been fed. step: the step, or what gives it when it is first asked for (a
+    session's width may be chosen until then). first: whether it is its request's first, mostly
+    prompt.
 
     copied: leading rows whose keys and values came from another request (`decode.engine.prefixes`);
     of them only those that are read are fed. fed: rows before it were in an earlier forward. stop:
     where the piece in the forward that runs ends. waited: forwards since it was first asked for.
     """
 
-    def __init__(self, step: Step, *, first: bool = False):
-        self.step, self.first = step, first
-        self.stop = len(step.tokens)
-        self.copied = self.fed = self.waited = 0
+    def __init__(self, step: Step | Callable[[], Step], *, first: bool = False):
+        self._given, self.first = step, first
+        self.copied = self.fed = self.waited = self.stop = 0
         self._found: list[Predictions] = []
+
+    @cached_property
+    def step(self) -> Step:
+        return self._given if isinstance(self._given, Step) else self._given()
+
+    @property
+    def is_made(self) -> bool:
+        return "step" in self.__dict__
 
     @cached_property
     def cuts(self) -> Ints:

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from d2f.contract import Contract
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
+from decode.decoders.adaptive import Adaptive
 from decode.decoders.base import Decoder
 from decode.engine.pieces import Feed
 from decode.engine.result import Event, FinishReason, Result
@@ -32,7 +33,7 @@ class Request:
         self.sampler = Sampler(decoder.sampling, contract.mask_id)
         # Always one step ahead: that a request is done is known with the predictions that end it,
         # and it leaves the batch before the next forward.
-        self.feed = _feed(self.session.step(), first=True)
+        self.feed = self._next_feed(first=True)
         if self.feed is None:  # it would run for ever, in no forward
             raise RequestError(f"the decoder {decoder.name} has no first step")
         self.calls: list[tuple[int, int]] = []
@@ -89,9 +90,16 @@ class Request:
         self.session.accept(whole)
         # A stop string in text that may still change ends nothing.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
-        self.feed = None if stopped else _feed(self.session.step())
+        self.feed = None if stopped else self._next_feed()
         if self.feed is None:
             self.result = self._finish(now)
+
+    def _next_feed(self, *, first: bool = False) -> Feed | None:
+        session = self.session
+        if isinstance(session, Adaptive) and session.widths:
+            return Feed(session.feed_step, first=first) if session.proceed() else None
+        step = session.step()
+        return None if step is None else Feed(step, first=first)
 
     def event(self) -> Event:
         """What the last forward did to this request."""
@@ -154,7 +162,3 @@ class Request:
         while kept and len(self._decode(kept)) > cut:
             kept = kept[:-1]
         return kept, text[:cut]
-
-
-def _feed(step: Step | None, *, first: bool = False) -> Feed | None:
-    return None if step is None else Feed(step, first=first)

@@ -19,7 +19,7 @@ def environment(model: DiffusionModel) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if cuda else processor(),
-        "threads": torch.get_num_threads(),
+        "threads": model.threads,
         "dtype": model.precision,
         "compiled": model.is_compiled,
         "torch": torch.__version__,

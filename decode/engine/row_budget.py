@@ -1,0 +1,167 @@
+"""How wide lossless sessions speculate: before each forward its rows are handed out where they are
+expected to bring the most tokens a second.
+
+Two things are learned (`decode.engine.learned`): what a forward costs by its rows, and what a width
+brings, tokens and rows a forward, the mean over all requests of the same rules; each request has a
+factor of its own from what it gained so far. With n
+requests that speculate, at widths w_1 .. w_n, and what the others feed and decode in any case,
+
+    rate = (other tokens + sum of tokens(w_i)) / (seconds(other rows + sum of rows(w_i)) + host)
+
+is made as large as it can be: from no speculation on, always the request whose next width brings
+most tokens a row is widened, and the best of all these states is taken. One request alone gets wide
+where rows are nearly free; at high load each row costs what it costs, speculation brings less than
+a token a row, and all fall back to one token a forward.
+
+Expected, say, of widths 1 and 4: 1 and 2.5 tokens; a forward of R rows takes 10 + R / 2 ms::
+
+    in flight    all at 1                 all at 4
+    1            1 / 10.5 = 0.095         2.5 / 12 = 0.21        tokens a ms: speculate
+    16           16 / 18 = 0.89           40 / 42 = 0.95
+    64           64 / 42 = 1.52           160 / 138 = 1.16       one row a token
+
+The tokens of a session do not depend on its width, so that a wrong estimate costs time and nothing
+else; `forwards` and `calls` of a result do depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from d2f.model import DiffusionModel
+from decode.decoders.adaptive import Adaptive
+from decode.engine.cost_curve import Numbers
+from decode.engine.learned import Yields, learned_of
+from decode.engine.request import Request
+
+EVERY = 8  # forwards from one choice to the next, where the requests stay the same
+OWN = 8.0  # tokens that the expectation counts for beside what a request gained itself
+
+
+class Gain:
+    """What one session gained, and what was expected of its widths, in tokens above those without
+    speculation."""
+
+    def __init__(self, yields: Yields):
+        self.yields = yields
+        self.gained = self.expected = 0.0
+        self.width = 0  # of the forward before
+
+    @property
+    def factor(self) -> float:
+        """How much more or less than others it gains."""
+        return (self.gained + OWN) / (self.expected + OWN)
+
+    def note(self, width: int, tokens: int, rows: int) -> None:
+        """After a forward of that width."""
+        steady, self.width = width == self.width, width
+        if not steady:
+            return  # what it drafted rests on another width
+        self.yields.note(width, tokens, rows)
+        base = self.yields.tokens[0] or 1.0
+        at = int(np.searchsorted(self.yields.widths, width))
+        self.gained += max(tokens - base, 0.0)
+        self.expected += max(float(self.yields.tokens[at]) - base, 0.0)
+
+
+class RowBudget:
+    """The widths of one engine's requests."""
+
+    def __init__(self, model: DiffusionModel):
+        self.learned = learned_of(model)
+        self._gains: dict[Adaptive, Gain] = {}
+        self._count = 0  # requests at the last choice
+        self._age = 0
+
+    def assign(self, running: Iterable[Request]) -> None:
+        """Choose the widths of the steps that are not made yet, mostly as they were."""
+        requests = list(running)
+        sessions = [session for r in requests if (session := _choosing(r)) is not None]
+        if not sessions:
+            return
+        new = [session for session in sessions if session not in self._gains]
+        for session in new:
+            self._gains[session] = Gain(self.learned.yields(session))
+        self._age += 1
+        if not new and self._age < EVERY and self._count == len(requests):
+            return
+        self._age, self._count = 0, len(requests)
+        others = [r for r in requests if not (isinstance(r.session, Adaptive) and r.session.widths)]
+        rows = sum(len(r.feed.step.tokens) for r in others if r.feed and not r.feed.first)
+        for session, at in zip(sessions, self._choose(sessions, rows, len(others)), strict=True):
+            session.width = session.widths[at]
+
+    def _choose(self, sessions: Sequence[Adaptive], rows: int, others: int) -> list[int]:
+        """Of each session the index of its width. rows: what `others` requests feed."""
+        hulls: dict[int, Hull] = {}
+        found = []
+        for session in sessions:
+            gain = self._gains[session]
+            hull = hulls.get(id(gain.yields))
+            if hull is None:
+                hull = hulls[id(gain.yields)] = Hull(*gain.yields.expected())
+            found.append((hull, gain.factor))
+        steps = [len(hull.at) - 1 for hull, _ in found]
+        owner = np.repeat(np.arange(len(found)), steps)
+        more_tokens = np.concatenate([hull.more_tokens * factor for hull, factor in found])
+        more_rows = np.concatenate([hull.more_rows for hull, _ in found])
+        # Within a hull the tokens a row fall from step to step, so a session's steps stay in order.
+        order = np.argsort(-more_tokens / more_rows, kind="stable")
+        base_rows = rows + sum(hull.rows for hull, _ in found)
+        base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
+        all_rows = base_rows + np.append(0.0, np.cumsum(more_rows[order]))
+        all_tokens = base_tokens + np.append(0.0, np.cumsum(more_tokens[order]))
+        host = self.learned.host * (others + len(found))
+        best = int(np.argmax(all_tokens / (self.learned.curve.seconds(all_rows) + host)))
+        taken = np.bincount(owner[order[:best]], minlength=len(found))
+        return [int(hull.at[n]) for (hull, _), n in zip(found, taken.tolist(), strict=True)]
+
+    def note_host(self, seconds: float, requests: int) -> None:
+        """So long it took to hand its predictions to so many requests."""
+        self.learned.host += (seconds / requests - self.learned.host) / 64
+
+    def note_request(self, request: Request, rows: int, *, first: bool) -> None:
+        """What a forward brought a request. first: it had the prompt."""
+        session, tokens = request.session, len(request.session.revealed)
+        if not (isinstance(session, Adaptive) and session in self._gains):
+            self.learned.others += (tokens - self.learned.others) / 64
+        elif not first:
+            self._gains[session].note(session.width, tokens, rows)
+
+    def forget(self, request: Request) -> None:
+        """The request has left."""
+        self._gains.pop(request.session, None)  # type: ignore[call-overload]
+
+
+class Hull:
+    """The widths that may be the best at some load: the corners of the upper hull of tokens over
+    rows. at: their indices. rows, tokens: of the first. more_rows, more_tokens: from each to the
+    next."""
+
+    def __init__(self, tokens: Numbers, rows: Numbers):
+        kept = [0]
+        for i in range(1, len(rows)):
+            if rows[i] <= rows[kept[-1]] or tokens[i] <= tokens[kept[-1]]:
+                continue
+            while len(kept) > 1 and _slope(tokens, rows, kept[-1], i) >= _slope(
+                tokens, rows, kept[-2], kept[-1]
+            ):
+                kept.pop()
+            kept.append(i)
+        self.at = np.array(kept)
+        self.tokens, self.rows = float(tokens[0]), float(rows[0])
+        self.more_tokens, self.more_rows = np.diff(tokens[kept]), np.diff(rows[kept])
+
+
+def _slope(tokens: Numbers, rows: Numbers, i: int, j: int) -> float:
+    return float((tokens[j] - tokens[i]) / (rows[j] - rows[i]))
+
+
+def _choosing(request: Request) -> Adaptive | None:
+    """The session of a request whose next step may still be made in any width."""
+    session, feed = request.session, request.feed
+    if isinstance(session, Adaptive) and session.widths and feed is not None and not feed.is_made:
+        return session
+    return None

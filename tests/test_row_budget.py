@@ -1,0 +1,258 @@
+"""Lossless sessions whose width the engine chooses: the tokens stay, whatever it chooses and
+whatever it believes a forward costs; what it chooses is what its figures say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from every_decoder import exact_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import decode
+from d2f.errors import InputError
+from decode.decoders.wedlm import WIDTHS
+from decode.engine.cost_curve import CostCurve, non_decreasing
+from decode.engine.engine import Engine
+from decode.engine.learned import Learned, Yields
+from decode.engine.request import Request
+from decode.engine.row_budget import Hull, RowBudget
+
+N = 12
+# A decoder of width "auto", and the plain one whose tokens it gives.
+PAIRS = {
+    "wedlm": [
+        (decode.WeDLM("auto", 0.6, max_new_tokens=N, verify="ar"), decode.Autoregressive(N)),
+        (decode.WeDLM("auto", 3.0, max_new_tokens=N, verify="ar"), decode.Autoregressive(N)),
+        (
+            decode.WeDLM("auto", 3.0, max_new_tokens=N, verify="ar", refill="repository"),
+            decode.Autoregressive(N),
+        ),
+    ],
+    "llada": [
+        (decode.FreeDave(4, N, drafts="auto"), decode.Static(4, N)),
+        (decode.FreeDave(None, N, drafts="auto", cache="dual"), decode.Static(None, N, "dual")),
+        (
+            decode.D2F(4, tau_conf=0.2, max_new_tokens=N, lossless="auto"),
+            decode.D2F(4, tau_conf=0.2, max_new_tokens=N),
+        ),
+    ],
+    "dream student": [
+        (decode.FreeDave(4, N, drafts="auto", eager=True), decode.Static(4, N)),
+        (
+            decode.D2F(3, tau_add=0.0, tau_conf=0.1, max_new_tokens=N, lossless="auto"),
+            decode.D2F(3, tau_add=0.0, tau_conf=0.1, max_new_tokens=N),
+        ),
+    ],
+}
+prompts = st.lists(st.integers(2, 80), min_size=1, max_size=8)
+
+
+@st.composite
+def loads(draw):
+    """A model, its requests (prompt, pair, forwards before it arrives) and a batch size."""
+    kind = draw(st.sampled_from(sorted(PAIRS)))
+    request = st.tuples(prompts, st.sampled_from(PAIRS[kind]), st.integers(0, 9))
+    return kind, draw(st.lists(request, min_size=1, max_size=5)), draw(st.integers(1, 5))
+
+
+class AnyWidths(RowBudget):
+    """Chooses at random in every forward."""
+
+    def __init__(self, model, draws):
+        super().__init__(model)
+        self.draws = draws
+
+    def assign(self, running):
+        self._count = -1  # never as it was
+        super().assign(running)
+
+    def _choose(self, sessions, rows, others):
+        return [int(self.draws.integers(len(session.widths))) for session in sessions]
+
+
+class AnyCosts(RowBudget):
+    """Believes made-up times."""
+
+    def __init__(self, model, draws):
+        super().__init__(model)
+        self.learned = Learned()
+        self.draws = draws
+
+        self.learned.note_forward = lambda rows, _: self.learned.curve.note(rows, self._time(rows))
+
+    def _time(self, rows):
+        return float(self.draws.lognormal(sigma=2.0)) * rows ** float(self.draws.random())
+
+
+@settings(max_examples=60)
+@given(loads(), st.sampled_from([AnyWidths, AnyCosts]), st.integers(0, 99))
+def test_the_tokens_are_those_alone_and_without_speculation(load, kind_of_budget, seed):
+    kind, asked, batch_size = load
+    model = exact_model(kind)
+    requests = [
+        (at, Request(i, prompt, auto, model.contract, None))
+        for i, (prompt, (auto, _), at) in enumerate(asked)
+    ]
+    slots = sum(request.session.slots for _, request in requests)
+    engine = Engine(model, batch_size=batch_size, slots=slots)
+    engine.budget = kind_of_budget(model, np.random.default_rng(seed))
+    now = 0
+    while not all(request.done for _, request in requests):
+        for at, request in requests:
+            if at == now:
+                engine.submit(request)
+        engine.advance()
+        now += 1
+    for (prompt, (_, plain), _), (_, request) in zip(asked, requests, strict=True):
+        expected = decode.generate(model, [prompt], plain)[0]
+        assert request.result.raw_tokens == expected.raw_tokens
+        assert request.result.tokens == expected.tokens
+        assert request.result.forwards <= expected.forwards
+
+
+def test_a_width_of_one_feeds_what_autoregressive_decoding_feeds():
+    model = exact_model("wedlm")
+    request = Request(0, [5, 6, 7], PAIRS["wedlm"][0][0], model.contract, None)
+    engine = Engine(model, batch_size=1, slots=request.session.slots)
+    engine.budget.assign = lambda running: None  # as a session begins: width 1
+    engine.submit(request)
+    while not request.done:
+        engine.advance()
+    assert (
+        request.result.calls
+        == decode.generate(model, [[5, 6, 7]], decode.Autoregressive(N))[0].calls
+    )
+
+
+def test_what_one_request_alone_and_what_many_are_given():
+    """The table of `decode.engine.row_budget`."""
+    tokens, rows = np.array([1.0, 2.5]), np.array([1.0, 4.0])
+    for count, expected in ((1, 1), (16, 1), (64, 0)):
+        assert chosen(count, tokens, rows, lambda r: (10 + r / 2) / 1000) == [expected] * count
+
+
+def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0):
+    """What a budget with these figures gives `count` equal sessions."""
+    model = exact_model("wedlm")
+    sessions = [
+        decode.WeDLM("auto", max_new_tokens=N, verify="ar").begin([5], model.contract)
+        for _ in range(count)
+    ]
+    budget = RowBudget(model)
+    budget.learned = Learned()
+    budget.learned.curve.seconds = seconds
+    with patch.object(Yields, "expected", lambda self: (tokens, rows)):
+        for session in sessions:
+            session.widths = tuple(range(1, len(rows) + 1))
+            budget._gains[session] = type(
+                "Fixed", (), {"yields": budget.learned.yields(session), "factor": 1.0}
+            )()
+        return budget._choose(sessions, other_rows, others)
+
+
+@settings(max_examples=80)
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.floats(0, 2), st.floats(0.5, 6)), min_size=1, max_size=3),
+    st.floats(0, 50),
+    st.floats(0, 3),
+    st.integers(0, 40),
+)
+def test_no_uniform_width_is_better_than_the_choice(count, further, flat, slope, other_rows):
+    tokens = np.cumsum([1.0, *(more for more, _ in further)])
+    rows = np.cumsum([1.0, *(more for _, more in further)])
+
+    def seconds(r):
+        return (1.0 + np.maximum(r, flat) * slope) / 1000
+
+    def rate(widths):
+        at = list(widths)
+        return tokens[at].sum() / seconds(other_rows + rows[at].sum())
+
+    found = rate(chosen(count, tokens, rows, seconds, other_rows=other_rows))
+    uniform = max(rate([at] * count) for at in range(len(rows)))
+    best = max(rate(w) for w in combinations_with_replacement(range(len(rows)), count))
+    assert found >= uniform * (1 - 1e-9) or found >= best * 0.9
+    assert found <= best * (1 + 1e-9)
+
+
+def test_a_curve_is_the_medians_and_in_between_a_straight_line():
+    """The table of `decode.engine.cost_curve`; one forward that took long changes nothing."""
+    curve = CostCurve()
+    for rows, milliseconds in ((16, 2), (64, 4), (16, 2), (64, 400), (64, 4), (16, 2)):
+        curve.note(rows, milliseconds / 1000)
+    found = 1000 * curve.seconds(np.array([1.0, 16.0, 32.0, 64.0, 128.0]))
+    assert np.round(found, 1).tolist() == [1.4, 2.0, 2.7, 4.0, 6.7]
+
+
+@given(st.dictionaries(st.integers(1, 4000), st.floats(1e-4, 1), max_size=12))
+def test_more_rows_never_seem_cheaper(times):
+    curve = CostCurve()
+    for rows, seconds in times.items():
+        curve.note(rows, seconds)
+    found = curve.seconds(np.arange(1.0, 5000.0, 7))
+    assert (np.diff(found) >= -1e-12).all() and (found > 0).all()
+
+
+@given(st.lists(st.floats(0, 9), min_size=1, max_size=8))
+def test_non_decreasing_keeps_the_mean_and_what_rises(values):
+    given_values, weights = np.array(values), np.ones(len(values))
+    found = non_decreasing(given_values, weights)
+    assert (np.diff(found) >= -1e-12).all()
+    np.testing.assert_allclose(found.sum(), given_values.sum(), atol=1e-9)
+    np.testing.assert_array_equal(
+        non_decreasing(np.sort(given_values), weights), np.sort(given_values)
+    )
+
+
+def test_a_hull_leaves_out_what_no_load_would_choose():
+    hull = Hull(np.array([1.0, 1.2, 3.0, 2.9, 3.5]), np.array([1.0, 2.0, 3.0, 4.0, 8.0]))
+    assert hull.at.tolist() == [0, 2, 4]
+    assert hull.more_tokens.tolist() == [2.0, 0.5] and hull.more_rows.tolist() == [2.0, 5.0]
+
+
+def test_widths_that_were_seen_are_believed_and_others_are_tried():
+    yields = Yields(WIDTHS)
+    for _ in range(2000):
+        yields.note(1, 1, 1)
+        yields.note(16, 4, 16)
+    tokens, rows = yields.expected()
+    assert tokens[0] == pytest.approx(1.0)
+    at = WIDTHS.index(16)
+    assert tokens[at] == pytest.approx(4.0, rel=0.05) and rows[at] == pytest.approx(16, rel=0.01)
+    assert (np.diff(tokens[: at - 1]) > 0).all()  # between the two, never seen: on a rising curve
+    assert tokens[WIDTHS.index(4)] > 1 and rows[WIDTHS.index(4)] == pytest.approx(4.0)
+
+
+def test_auto_speculates_alone_and_learns_from_it():
+    """A model whose masks are always right, and one row costs as much as many."""
+    model = exact_model("wedlm")
+    budget = RowBudget(model)
+    budget.learned = Learned()
+    request = Request(0, [5, 6], PAIRS["wedlm"][1][0], model.contract, None)
+    budget.assign([request])
+    assert request.session.width > 1
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: decode.WeDLM("auto"), "window auto needs verify ar"),
+        (lambda: decode.WeDLM("wide", verify="ar"), "window must be"),
+        (lambda: decode.FreeDave(drafts="many"), "drafts must be"),
+        (lambda: decode.D2F(lossless="AUTO"), "lossless must be"),
+        (lambda: decode.D2F(lossless="auto", temperature=1.0), "lossless needs temperature 0"),
+    ],
+)
+def test_what_auto_goes_with(make, said):
+    with pytest.raises(InputError, match=said):
+        make()
+
+
+def test_replace_keeps_auto():
+    assert replace(decode.FreeDave(drafts="auto"), block_size=4).drafts == "auto"
