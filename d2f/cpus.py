@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+MOST_THREADS = 4096
 
 
 def usable_cpus(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from d2f.cpus import thread_counts, usable_cpus
+from d2f.cpus import MOST_THREADS, thread_counts, usable_cpus
 from d2f.errors import InputError, repr_of
-
-MOST_THREADS = 4096
 
 _DTYPES = {
     "float32": torch.float32,

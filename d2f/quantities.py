@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from d2f.cpus import MOST_THREADS
+
 
 def _printable(name: str) -> str:
     if not name.isprintable():
@@ -18,6 +20,7 @@ Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 Whole = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(ge=1, le=10**9)]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**20)]  # lengths of texts, rows and blocks
 Problems = Annotated[int, Field(ge=1, le=10**6)]

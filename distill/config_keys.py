@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from d2f.configuration import Section, Switch
-from d2f.quantities import FileSize, Positive, Seed, Share, Text, Tokens
+from d2f.quantities import FileSize, Positive, Seed, Share, Text, Threads, Tokens
 from distill.config_sections import Evaluation, Lora, ModelShape, Noise, Optimizer, Wedlm, WinoPlus
 from distill.data.data_config import Data
 
@@ -73,6 +73,10 @@ class TrainKeys(Section):
     """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
     attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
     """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
+    threads: Threads | Literal["auto"] | None = None
+    """Of a step on a CPU; auto measures as it goes which number is fastest (docs/cpu.md), and the
+    same run may then differ in the last digits. Default: torch's, no more than the processors that
+    the process may use."""
     save_every: Positive = 200
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -4,6 +4,7 @@ one by one, whatever the models, options, prompts, batches and arrival orders.""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tiny import random_model, tokenizer
 import decode
 from d2f.model import DiffusionModel
 from decode.decoders import Decoder
+from decode.decoders.d2f_session import D2FSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from tests.references import d2f as reference
@@ -172,3 +174,26 @@ def test_the_response_is_exactly_max_new_tokens_without_an_end(model, prompt, de
     if not set(result.raw_tokens) & set(model.end_ids):
         assert len(result.raw_tokens) == decoder.max_new_tokens
         assert result.finish_reason == "length"
+
+
+@settings(max_examples=30)
+@given(models, prompts, pipelines)
+def test_d2f_feeds_only_blocks_that_may_reveal_or_are_cached(model, prompt, decoder):
+    """And would decode the same if it fed all open ones."""
+    result = decode.generate(model, [prompt], decoder)[0]
+    with patch.object(D2FSession, "needed_end", lambda self: self.pipeline[-1].end):
+        whole = decode.generate(model, [prompt], decoder)[0]
+    assert result.raw_tokens == whole.raw_tokens
+    assert result.forwards == whole.forwards
+    fed, all_fed = ([rows for rows, _ in one.calls] for one in (result, whole))
+    assert all(few <= many for few, many in zip(fed, all_fed, strict=True))
+
+
+def test_d2f_feeds_no_block_that_could_not_reveal_anything():
+    decoder = decode.D2F(4, tau_add=0.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=16)
+    result = decode.generate(random_model("llada", 0), [[5, 6, 7]], decoder)[0]
+    with patch.object(D2FSession, "needed_end", lambda self: self.pipeline[-1].end):
+        whole = decode.generate(random_model("llada", 0), [[5, 6, 7]], decoder)[0]
+    assert result.raw_tokens == whole.raw_tokens
+    assert max(rows for rows, _ in result.calls[1:]) == 8  # one that is cached, one that reveals
+    assert max(rows for rows, _ in whole.calls[1:]) > 8

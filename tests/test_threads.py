@@ -17,8 +17,8 @@ import decode
 from d2f.cpus import cpu_quota, thread_counts, usable_cpus
 from d2f.device import parse_threads
 from d2f.errors import InputError
+from d2f.thread_choice import TRIALS, ThreadChoice
 from decode.engine.learned import Learned
-from decode.engine.thread_choice import TRIALS, ThreadChoice
 
 
 def groups(tmp_path, own: str, **files: str):

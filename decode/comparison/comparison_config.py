@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from d2f.configuration import Section, Switch, check, override, read_mapping
 from d2f.errors import InputError
-from d2f.quantities import Name, Problems, Seconds, Seed, Text, Tokens
+from d2f.quantities import Name, Problems, Seconds, Seed, Text, Threads, Tokens
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks import Task, find_tasks
 from d2f.validation import shown
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
 Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
-Threads = Annotated[int, Field(ge=1, le=4096)]
 Requests = Annotated[int, Field(ge=1, le=10**5)]  # at once
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
 

@@ -60,6 +60,10 @@ class LosslessSession(D2FSession, Adaptive):
         # The sequence, a spare slot for rows fed only to be read, a response for each branch.
         return len(self.x) + 1 + self.most * self.rules.max_new_tokens
 
+    def needed_end(self) -> int:
+        # A branch may see any row of the state that it is drafted from.
+        return self.pipeline[-1].end if self.most else super().needed_end()
+
     def proceed(self) -> bool:
         return self.advance()
 

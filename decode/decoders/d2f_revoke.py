@@ -59,6 +59,9 @@ class RevokingSession(D2FSession):
         were verified and the probabilities of their tokens. drafted: how many tokens this forward
         decided, by the start of their block."""
 
+    def needed_end(self) -> int:
+        return self.pipeline[-1].end  # a decided block is fed to be verified
+
     def step(self) -> Step | None:
         step = super().step()
         if step is None:

@@ -49,6 +49,7 @@ class PipelineRules:
     adaptive: bool
     tau_revoke: float
     forced_pick: Pick
+    greedy: bool
 
     @property
     def uncertainty(self) -> bool:
@@ -117,7 +118,7 @@ class D2FSession(MaskedSession):
         step = feed(
             self.x,
             self.cached,
-            self.ends(),
+            self.ends()[: self.needed_end()],
             self.wanted,
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
@@ -136,9 +137,23 @@ class D2FSession(MaskedSession):
         self._activate()
         if self._done():
             return False
-        # int64 [N], the masked positions of all open blocks, ascending.
-        self.wanted = np.flatnonzero(self.masked[: self.pipeline[-1].end])
+        # int64 [N], the masked positions of the blocks that are fed, ascending.
+        self.wanted = np.flatnonzero(self.masked[: self.needed_end()])
         return True
+
+    def needed_end(self) -> int:
+        """Where the last block ends whose rows this forward needs: one that may reveal a token, or
+        is cached with it. Blocks after it are seen by none of the rows before them, and are fed
+        anew in any case, as long as one before them is open."""
+        # No confidence lies above 1: only full blocks reveal. What is drawn at a temperature is
+        # drawn for every row in turn, also where nothing comes of it.
+        blind = self.rules.tau_conf >= 1 and self.rules.greedy
+        needed = [
+            block.end
+            for block in self.pipeline
+            if block.state == "to cache" or (block.masked and (block.full or not blind))
+        ]
+        return needed[-1]
 
     def ends(self) -> Ints:
         """Where what each opened position sees ends, int64 ``[end of the last block]``: under the

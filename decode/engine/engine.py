@@ -274,9 +274,10 @@ class Engine:
         assert feed is not None
         try:
             request.accept(step, predictions, now)
-            self.budget.note_request(request, len(step.tokens), first=feed.first)
-            if feed.first and request.feed is not feed:
-                self.prefixes.add(request.base, feed)
+            if request.feed is not feed:  # all of its rows were fed
+                self.budget.note_request(request, len(step.tokens), first=feed.first)
+                if feed.first:
+                    self.prefixes.add(request.base, feed)
             event = request.event()
         except Exception as error:
             self._release(request)

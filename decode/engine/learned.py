@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 
 from d2f.model import DiffusionModel
+from d2f.thread_choice import ThreadChoice
 from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import CostCurve, Numbers
-from decode.engine.thread_choice import ThreadChoice
 
 RECENT = 1000  # forwards over which the mean gain of a width is taken, about
 GUESS = 4  # forwards that a guess counts for where a width was never or seldom seen
@@ -36,17 +35,12 @@ class Learned:
     @contextmanager
     def best_threads(self, rows: int) -> Iterator[None]:
         """Within it, torch computes with the threads that are fastest for a forward of so many
-        rows; what the process does besides keeps its own number."""
+        rows."""
         if self.threads is None:
             yield
-            return
-        before = torch.get_num_threads()
-        self._used = self.threads.choose(rows)
-        torch.set_num_threads(self._used)  # takes a microsecond
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        else:
+            with self.threads.using(rows) as self._used:
+                yield
 
     def note_forward(self, rows: int, seconds: float) -> None:
         """It took so long."""

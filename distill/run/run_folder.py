@@ -30,7 +30,7 @@ RESULTS = ("model", "adapter", "official", "best")
 # Keys that may change while a run is under way. Parts and recomputation give the same sums.
 _FREE = {
     "output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official",
-    "gradient_accumulation", "gradient_checkpointing", "max_shard_size",
+    "gradient_accumulation", "gradient_checkpointing", "max_shard_size", "threads",
 }  # fmt: skip
 
 

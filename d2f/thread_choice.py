@@ -1,4 +1,4 @@
-"""With how many threads a forward is computed on a CPU: measured while requests are decoded.
+"""With how many threads a forward or a step of training is computed on a CPU: measured as it goes.
 
 More threads are faster on cores that are free, and far slower on cores that are not; few rows may
 be computed fastest by one thread anywhere. So forwards of about as many rows (up to the same power
@@ -10,9 +10,13 @@ together may lose `TRIALS` of the time, so one that turns out slow is not repeat
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
+
+import torch
 
 LAST = 7  # forwards with a count of which the median is taken
 FIRST = 3  # forwards with each before one is chosen
@@ -44,6 +48,25 @@ class ThreadChoice:
             return lacking
         self._latest, best = size, size.best()
         return size.oldest(besides=best) if self._lost < TRIALS * self._spent else best
+
+    @contextmanager
+    def using(self, rows: int) -> Iterator[int]:
+        """Within it, torch computes with the threads of a forward of so many rows; what the process
+        does besides keeps its own number. Gives that number; `note` is still to be called."""
+        before, count = torch.get_num_threads(), self.choose(rows)
+        torch.set_num_threads(count)  # takes a microsecond
+        try:
+            yield count
+        finally:
+            torch.set_num_threads(before)
+
+    @contextmanager
+    def timed(self, rows: int) -> Iterator[None]:
+        """The same, and what is done within it is noted as such a forward."""
+        began = time.perf_counter()
+        with self.using(rows) as count:
+            yield
+        self.note(rows, count, time.perf_counter() - began)
 
     def note(self, rows: int, threads: int, seconds: float) -> bool:
         """A forward of so many rows took so long with so many threads; whether these are what it
