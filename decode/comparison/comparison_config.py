@@ -69,7 +69,7 @@ class Ours(Entry):
     batch_size: Requests | None = None
     """Most requests in a forward; default: the concurrency."""
     threads: Threads | None = None
-    """Default: torch's."""
+    """Of a forward on a CPU. Default: the fastest as it runs, up to torch's number."""
 
 
 class Transformers(Entry):
