@@ -69,12 +69,17 @@ class Feed:
 
     def __init__(self, step: Step | Callable[[], Step], *, first: bool = False):
         self._given, self.first = step, first
-        self.copied = self.fed = self.waited = self.stop = 0
+        self.copied = self.fed = self.waited = 0
+        self._stop: int | None = None
         self._found: list[Predictions] = []
 
     @cached_property
     def step(self) -> Step:
         return self._given if isinstance(self._given, Step) else self._given()
+
+    @property
+    def stop(self) -> int:
+        return len(self.step.tokens) if self._stop is None else self._stop
 
     @property
     def is_made(self) -> bool:
@@ -122,7 +127,7 @@ class Feed:
 
     def piece(self, stop: int) -> Step:
         """The step that feeds the rows up to `stop` that were not fed yet."""
-        self.stop = stop
+        self._stop = stop
         if not self.begin and stop == len(self.step.tokens):
             return self.step
         return self._of(np.concatenate((self.again, np.arange(self.begin, stop))))
