@@ -88,7 +88,7 @@ class CompiledRows:
 
     def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
         plan = _PlanOfTheForward()
-        packed = PackedModel(backbone) if can_pack(backbone) else None
+        packed = self.packed = PackedModel(backbone) if can_pack(backbone) else None
         model = backbone.model if packed is None else packed.model
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class DiffusionModel(ModelParts):
 
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
-        self._compiled: CompiledRows | None = None
+        self.compiled_rows: CompiledRows | None = None
         # Of threads, among which engines choose for each forward; no more than torch is set to.
         self.thread_counts: tuple[int, ...] = ()
         if self.device.type == "cpu":
@@ -85,7 +85,7 @@ class DiffusionModel(ModelParts):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._compiled is not None
+        return self.compiled_rows is not None
 
     def forward(
         self, input_ids: Tensor, spans: Tensor | SpanPlan, positions: Tensor | None = None
@@ -118,8 +118,8 @@ class DiffusionModel(ModelParts):
     ) -> Tensor:
         """Feed flat rows ``[T]`` through the cache (its `slots` set); logits ``[N, V]`` of the rows
         `read` ``[N]`` only."""
-        if self._compiled is not None:
-            hidden = self._compiled(tokens, positions, plan, cache)
+        if self.compiled_rows is not None:
+            hidden = self.compiled_rows(tokens, positions, plan, cache)
         else:
             # All requests in one row of a batch of 1: the plan says which slots each row sees.
             hidden = self.backbone.model(
@@ -141,7 +141,7 @@ class DiffusionModel(ModelParts):
         from d2f.compiled import CompiledRows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
-        self._compiled = CompiledRows(self.backbone, self.new_cache)
+        self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""

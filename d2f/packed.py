@@ -109,10 +109,17 @@ class _Product:
         self.x: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
+        self.inputs = weight.shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """All layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
+        out: Tensor = torch.ops.d2f.packed_linear(x, self.handle)
+        return out
+
     def part(self, x: Tensor, i: int) -> Tensor:
         if self.x is not x:  # q_proj, k_proj and v_proj are called with the very same tensor
             self.x = x
-            self.parts = torch.ops.d2f.packed_linear(x, self.handle).split(self.outputs, -1)
+            self.parts = self(x).split(self.outputs, -1)
         return self.parts[i]
 
     def forget(self) -> None:

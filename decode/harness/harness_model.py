@@ -40,8 +40,8 @@ class D2FLM(HarnessText):
     """A model for `lm_eval.simple_evaluate`, and for its command line as ``--model d2f``.
 
     pretrained: folder, hub or bundled name, or a loaded model. adapter, family, dtype, quantize,
-    device, merge, compile: as `d2f.load` and the commands take them. decoder: a name, or a
-    `Decoder`; default: the one that suits the model. options: of that decoder. What a task says
+    threads, device, merge, compile: as `d2f.load` and the commands take them. decoder: a name, or
+    a `Decoder`; default: the one that suits the model. options: of that decoder. What a task says
     itself, how long an answer is, where it stops, at which temperature, comes by its
     generation_kwargs.
     batch_size: most requests in a forward, ``auto`` is max_batch_size or 16; no answer depends on
@@ -61,6 +61,7 @@ class D2FLM(HarnessText):
         family: str | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
+        threads: int | str | None = None,
         device: str | None = None,
         batch_size: int | str = DEFAULT_BATCH_SIZE,
         max_batch_size: int | None = None,
@@ -101,7 +102,7 @@ class D2FLM(HarnessText):
             wanted = Namespace(
                 model=pretrained, adapter=adapter, family=family, dtype=dtype, quantize=quantize,
                 merge=merge, compile=compile, device=self.processes.device(device), verbose=False,
-                tensor_parallel=1,
+                tensor_parallel=1, threads=threads,
             )  # fmt: skip
             self.model, self.weights = load(wanted)
         self._device = self.model.device
