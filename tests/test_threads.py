@@ -191,7 +191,7 @@ def test_how_threads_wait_is_said_before_torch_is_loaded(first, given_spins, exp
 
 def test_the_benchmark_of_shared_cores(tmp_path, capsys, monkeypatch):
     """Its children decode, its other work ends with it, and the file has what was printed."""
-    monkeypatch.setattr(shared_cores, "WAYS", {"auto": shared_cores.WAYS["auto"]})
+    monkeypatch.setattr(shared_cores, "WAYS", {"one thread": shared_cores.WAYS["one thread"]})
     file = tmp_path / "found.json"
     arguments = ["--model", "tiny-d2f", "--seconds", "0.5", "--repeat", "1", "--json", str(file)]
     assert shared_cores.main([*arguments, "--busy", "sleep 600"]) == 0
