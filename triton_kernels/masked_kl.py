@@ -31,7 +31,8 @@ from torch.autograd.function import once_differentiable
 from triton_kernels.choice import use_kernel
 from triton_kernels.self_check import compare, random_inputs, self_check
 
-TILE_BYTES = 32 << 20  # of one tile's fp32 logits on an accelerator
+TILE_BYTES = 768 << 20  # of one tile's fp32 logits on an accelerator, at most
+_TILE_SHARE = 32  # of its memory: one part in so many
 CPU_TILE_BYTES = 8 << 20  # what is computed of it is there beside it
 _LEAST_COLUMNS = 128
 # Fewer rows at a time, and reading the head for each part would take the time.
@@ -63,19 +64,14 @@ def masked_linear_kl(
 
     student_hidden, teacher_hidden: ``[N, C]``, N may be 0. head: ``[V, C]``, frozen. weight:
     ``[N]``. columns: tokens of the vocabulary in a tile; by default all of them for some of the
-    rows, or some for all of the rows, so that a tile of fp32 logits stays within 32 MiB (8 on a
-    CPU). kernel: whether Triton computes between the matrix products (default: as `use_kernel`
-    says). Only student_hidden gets a gradient. Raises ValueError for shapes, devices or dtypes that
-    do not fit, and for a head that wants a gradient.
+    rows, or some for all of the rows (`tile_shape`). kernel: whether Triton computes between the
+    matrix products (default: as `use_kernel` says). Only student_hidden gets a gradient. Raises
+    ValueError for shapes, devices or dtypes that do not fit, and for a head that wants a gradient.
     """
     _check(student_hidden, teacher_hidden, head, weight, columns)
     rows = len(weight)
     if columns is None:
-        cpu = head.device.type == "cpu"
-        tile, least = (CPU_TILE_BYTES, _CPU_LEAST_ROWS) if cpu else (TILE_BYTES, _LEAST_ROWS)
-        columns, part = tile_columns(rows, tile), tile // 4 // (2 * len(head))
-        if part >= min(rows, least):
-            rows, columns = max(1, part), len(head)
+        rows, columns = tile_shape(rows, len(head), head.device)
     # What autocast asks for is done once, here; within the function it is off, so that forward and
     # backward compute in the same dtype.
     kind = student_hidden.device.type
@@ -93,10 +89,27 @@ def masked_linear_kl(
     )
 
 
-def tile_columns(rows: int, tile: int = TILE_BYTES) -> int:
-    """Tokens of the vocabulary in a tile (bytes) of `rows` student rows and as many of the
-    teacher."""
-    return max(_LEAST_COLUMNS, tile // 4 // max(1, 2 * rows))
+def tile_shape(rows: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
+    """Rows and tokens of the vocabulary in a tile, whose fp32 logits of student and teacher stay
+    within what `tile_bytes` allows: the whole vocabulary wherever enough rows of it fit, because
+    that takes 6 N C V operations (C the width of a hidden state) and tiles of it 10 N C V."""
+    cpu = device.type == "cpu"
+    logits = tile_bytes(device) // 4 // 2  # of each of the two
+    part = logits // vocabulary
+    if part >= min(rows, _CPU_LEAST_ROWS if cpu else _LEAST_ROWS):
+        return max(1, min(rows, part)), vocabulary
+    return rows, min(vocabulary, max(_LEAST_COLUMNS, logits // max(1, rows)))
+
+
+def tile_bytes(device: torch.device) -> int:
+    """Bytes of one tile's fp32 logits: of a GPU a part of its memory, 768 MiB from 24 GiB on. Not
+    of what is free there: the same run then computes in the same order of summation."""
+    if device.type == "cpu":
+        return CPU_TILE_BYTES
+    if device.type == "cuda":
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return min(TILE_BYTES, total // _TILE_SHARE)
+    return TILE_BYTES
 
 
 class _MaskedLinearKL(torch.autograd.Function):

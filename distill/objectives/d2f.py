@@ -42,7 +42,7 @@ from distill.objectives.base import (
 from distill.objectives.kinds import KINDS
 from distill.objectives.logit_parts import linear_reverse_kl, rows_at_a_time
 from distill.run.sharding import gathered
-from triton_kernels.masked_kl import masked_linear_kl, tile_columns
+from triton_kernels.masked_kl import masked_linear_kl, tile_shape
 
 
 class D2F(Objective):
@@ -81,8 +81,9 @@ class D2F(Objective):
         if config.distill_target == "reverse":
             reads = min(2 * reads, rows_at_a_time(model.vocab_size))
             return super().loss_bytes(model, config, reads)
-        columns = min(model.vocab_size, tile_columns(reads))  # the kernel's, for two models
-        return 2 * reads * columns * (logit_bytes(config) + 8)
+        # A tile of two models' logits, as PyTorch computes on it; the kernel makes no fp32 copies.
+        rows, columns = tile_shape(reads, model.vocab_size, model.device)
+        return 2 * rows * columns * (logit_bytes(config) + 8)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.config.noise, self.block_size(sample)
