@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,8 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.fresh_process import in_fresh_process
+from benchmarks.row_file import RowFile
 from benchmarks.timing import about, milliseconds
-from d2f.files import write_beside
 from decode.comparison.process_memory import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = ways(device)
     head = "".join(f"{way + ', ms':>16}{'MiB':>7}" for way in measured)
     print(f"{'vocabulary':>10}{'rows':>6}{head}")
-    table = []
+    table = RowFile(options.json, {**about(options.dtype), "width": options.width})
     for vocabulary in options.vocabularies:
         for rows in options.rows:
             line = f"{vocabulary:>10}{rows:>6}"
@@ -146,15 +145,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shape = (rows, vocabulary, options.width, options.dtype)
                 found = in_fresh_process(measure, way, *shape, device, options.repeat)
                 sizes = {"way": way, "rows": rows, "vocabulary": vocabulary}
-                table.append({**sizes, **(found or {"ms": None, "peak_mib": None})})
+                table.add({**sizes, **(found or {"ms": None, "peak_mib": None})})
                 if found is None:
                     line += f"{'no memory':>23}"
                 else:
                     line += f"{found['ms']:>16.1f}{found['peak_mib']:>7.0f}"
             print(line, flush=True)
-    if options.json is not None:
-        facts = {**about(options.dtype), "width": options.width, "measured": table}
-        write_beside(options.json, json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

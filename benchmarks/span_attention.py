@@ -1,31 +1,35 @@
 """python -m benchmarks.span_attention
 
 Time of attention over spans in one layer, for LLaDA-8B's heads (32 over 32) and Dream-7B's (28 over
-4), of dimension 128. Decoding: 16 to 128 rows over 512 to 4,096 cached keys, forward. Training:
-block-causal samples, forward and backward. Beside the kernel, what PyTorch has:
+4), of dimension 128. Decoding: 16 to 128 rows of one block or of two over 512 to 4,096 cached keys,
+forward; on a GPU in a CUDA graph, over caches that take turns, so that neither Python's launches
+nor the L2 cache are measured. Training: a block-causal sample and a bidirectional one, forward and
+backward.
 
+    kernel   the Triton kernel; decoding only
     sdpa     scaled_dot_product_attention with a mask (`span_attention_reference`)
     flex     flex_attention, compiled, with the spans as its block mask, made beforehand
+    flash    FlashAttention as PyTorch has it, where every row sees every key: it takes no mask
 
-The kernel and flex_attention run on a GPU only; elsewhere sdpa alone is measured, by default at
-shorter lengths.
+The kernel and flex_attention run on a GPU only; a CPU measures the others, by default at shorter
+lengths.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import about, milliseconds
+from benchmarks.row_file import RowFile
+from benchmarks.timing import about, copies_beyond_cache, milliseconds, replayed_milliseconds
 from d2f import spans as sp
-from d2f.files import write_beside
 from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import span_attention
 
@@ -33,18 +37,40 @@ HEADS = {"LLaDA-8B": (32, 32), "Dream-7B": (28, 4)}
 DIM = 128
 # Cached keys and lengths of training that are measured by default: on a GPU, on a CPU.
 LARGE, SMALL = ([512, 2048, 4096], [1024, 4096]), ([512], [512])
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def decoding_spans(rows: int, cached: int) -> Tensor:
-    """Two blocks that are being decoded: each sees what is cached, itself and what is before."""
-    half = -(-rows // 2)
-    ends = [cached + half] * half + [cached + rows] * (rows - half)
+def decoding_spans(rows: int, cached: int, blocks: int = 2) -> Tensor:
+    """One or two blocks that are being decoded: each sees what is cached, itself and what is
+    before."""
+    first = -(-rows // blocks)
+    ends = [cached + first] * first + [cached + rows] * (rows - first)
     return torch.tensor([[[0, end]] for end in ends], dtype=torch.int32)
 
 
-def flex(spans: Tensor, slots: int, device: str) -> Callable[..., Tensor]:
-    """flex_attention over these spans, from q ``[T, H, D]`` and k, v ``[H_kv, S, D]``."""
-    attention = FlexSpans(spans.to(device)[None], slots)
+def ways(spans: Tensor, slots: int, device: str, dtype: torch.dtype) -> dict[str, Attention]:
+    """Each way over these spans that runs here, from q ``[T, H, D]`` and k, v ``[H_kv, S, D]``."""
+    where = spans.to(device)
+    found: dict[str, Attention] = {
+        "sdpa": lambda q, k, v: span_attention(q, k, v, where, kernel=False, check=False)
+    }
+    if device == "cuda":
+        found["kernel"] = lambda q, k, v: span_attention(q, k, v, where, kernel=True, check=False)
+        torch._dynamo.reset()  # a compiled shape stays in memory, and their number is limited
+        found["flex"] = _batched(FlexSpans(where[None], slots))
+    whole = bool((spans[..., 1] - spans[..., 0]).sum(1).eq(slots).all())
+    if whole and (device != "cuda" or dtype.itemsize == 2):  # a GPU has none in fp32
+        found["flash"] = _batched(_flash)
+    return found
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _batched(attention: Attention) -> Attention:
+    """From a batch of one to what the flat batch gives."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q.transpose(0, 1)[None], k[None], v[None])[0].transpose(0, 1)
@@ -59,24 +85,32 @@ def measure(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
     q = torch.randn(len(spans), heads[0], DIM, device=device).to(dtype)
-    k, v = (torch.randn(heads[1], slots, DIM, device=device).to(dtype) for _ in range(2))
-    where = spans.to(device)
-    ways: dict[str, Callable[..., Tensor]] = {
-        "sdpa": lambda *x: span_attention(*x, where, kernel=False, check=False)
-    }
-    if device == "cuda":
-        ways["kernel"] = lambda *x: span_attention(*x, where, kernel=True, check=False)
-        ways["flex"] = flex(spans, slots, device)
-    if train:
-        q, k, v = (x.requires_grad_() for x in (q, k, v))
+    copies = (
+        1 if train else copies_beyond_cache(2 * heads[1] * slots * DIM * dtype.itemsize, device)
+    )
+    caches = [
+        [torch.randn(heads[1], slots, DIM, device=device).to(dtype) for _ in range(2)]
+        for _ in range(copies)
+    ]
+    if not train:
+        with torch.inference_mode():
+            return {
+                way: replayed_milliseconds(
+                    lambda i, run=run: run(q, *caches[i]), copies, device, options.repeat
+                )
+                for way, run in ways(spans, slots, device, dtype).items()
+            }
+    inputs = [x.requires_grad_() for x in (q, *caches[0])]
     upstream = torch.randn_like(q)
 
-    def once(way: str) -> None:
-        out = ways[way](q, k, v)
-        if train:
-            torch.autograd.grad(out, (q, k, v), upstream)
+    def step(run: Attention) -> None:
+        torch.autograd.grad(run(*inputs), inputs, upstream)
 
-    return {way: milliseconds(partial(once, way), device, options.repeat) for way in ways}
+    return {
+        way: milliseconds(partial(step, run), device, options.repeat)
+        for way, run in ways(spans, slots, device, dtype).items()
+        if way != "kernel"
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -94,27 +128,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     name = torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads"
     print(f"{name}, {options.dtype}, torch {torch.__version__}; ms")
-    table: list[dict[str, Any]] = []
+    table = RowFile(options.json, about(options.dtype))
 
     def show(what: str, model: str, found: dict[str, float], **sizes: int) -> None:
-        table.append({"what": what, "model": model, **sizes, **found})
+        table.add({"what": what, "model": model, **sizes, **found})
         said = ", ".join(f"{size} {n}" for n, size in sizes.items())
         times = "".join(f"  {way} {ms:.3f}" for way, ms in found.items())
-        print(f"{what:<9}{model:<10}{said:<26}{times}", flush=True)
+        print(f"{what:<14}{model:<10}{said:<36}{times}", flush=True)
 
     for model, heads in HEADS.items():
         for cached in options.cached:
             for rows in options.rows:
-                spans = decoding_spans(rows, cached)
-                found = measure(heads, spans, cached + rows, False, options)
-                show("decoding", model, found, rows=rows, cached=cached)
+                for blocks in (1, 2):
+                    spans = decoding_spans(rows, cached, blocks)
+                    found = measure(heads, spans, cached + rows, False, options)
+                    show("decoding", model, found, rows=rows, cached=cached, blocks=blocks)
         for length in options.lengths:
-            spans = sp.block_causal(length, length // 4, 32)
-            found = measure(heads, spans, length, True, options)
-            show("training", model, found, positions=length)
-    if options.json is not None:
-        found = {**about(options.dtype), "measured": table}
-        write_beside(options.json, json.dumps(found) + "\n")
+            for what, spans in (
+                ("block-causal", sp.block_causal(length, length // 4, 32)),
+                ("bidirectional", sp.bidirectional(length)),
+            ):
+                found = measure(heads, spans, length, True, options)
+                show(what, model, found, positions=length)
 
 
 if __name__ == "__main__":

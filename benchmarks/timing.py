@@ -44,3 +44,32 @@ def milliseconds(run: Callable[[], object], device: str, repeat: int) -> float:
         ended.record()
     torch.cuda.synchronize()
     return statistics.median(began.elapsed_time(ended) for began, ended in pairs)
+
+
+def replayed_milliseconds(
+    run: Callable[[int], object], copies: int, device: str, repeat: int
+) -> float:
+    """Milliseconds of a call that may take microseconds: run(0) to run(copies - 1) one after the
+    other, the median of `repeat` times, divided by `copies`. On a GPU they are one CUDA graph, so
+    Python's launches are not timed."""
+
+    def once() -> None:
+        for i in range(copies):
+            run(i)
+
+    if device != "cuda":
+        return milliseconds(once, device, repeat) / copies
+    once()  # compiles what a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once()
+    return milliseconds(graph.replay, device, repeat) / copies
+
+
+def copies_beyond_cache(size: int, device: str) -> int:
+    """Copies of `size` bytes that a GPU's L2 cache does not hold, so that each is read from memory
+    when they take turns; two on a CPU."""
+    if device != "cuda":
+        return 2
+    return max(3, 1 + 4 * torch.cuda.get_device_properties(device).L2_cache_size // size)

@@ -90,11 +90,11 @@ def test_without_arguments_a_cpu_measures_small_sizes(monkeypatch):
     assert max(rows * vocabulary for _, _, rows, vocabulary, *_ in largest) <= 2**23
     sizes = []
 
-    def timed(run, device, repeat):
+    def timed(run, copies, device, repeat):
         sizes.append([tuple(x.shape) for x in run.args if isinstance(x, torch.Tensor)])
         return 1.0
 
-    monkeypatch.setattr(confidence, "milliseconds", timed)
+    monkeypatch.setattr(confidence, "replayed_milliseconds", timed)
     confidence.main([])
     assert max(x[0] * head[0] for x, head in sizes) <= 2**23
     seen = []
