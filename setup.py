@@ -63,7 +63,7 @@ setup(
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
         "huggingface_hub>=1.5",
-        "numpy>=2.0",
+        "numpy>=2.0",  # below 2.4 for the interpreter of triton 3.6, which says so
         "einops>=0.8",
         "jinja2>=3.1",  # chat templates
         "pydantic>=2.10",

@@ -1,154 +1,179 @@
 """python -m benchmarks.compiled_kernels --capability 90
 
-Compiles every Triton kernel for an NVIDIA GPU of that compute capability, which needs none here,
-and prints what each takes: bytes of shared memory, registers of a thread, bytes spilled. That a
-kernel compiles and fits is not that it is fast.
+Compiles every Triton kernel for an NVIDIA GPU of that compute capability, which needs none here:
+the project's own functions are called on tensors without data, and each kernel that they launch is
+compiled with the argument types, alignments and tiles of that launch. Of each it prints
+
+    shared     bytes of shared memory of a block
+    registers  of a thread
+    spilled    bytes of a thread that did not fit into registers
+    blocks     that fit on a multiprocessor at a time
+    by         instructions in the binary: wgmma or mma multiply matrices, cp.async and tma copy
+               while something else is computed
+
+That a kernel compiles and fits is not that it is fast.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from d2f.files import write_beside
+import torch
 
-LIMIT = 227 * 1024  # shared memory of a block on compute capability 9.0
-TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+from benchmarks.row_file import RowFile
+from triton_kernels import masked_kl_tiles
+from triton_kernels.confidence import confidence_of_logits
+from triton_kernels.span_attention import MAX_SPANS, span_attention, write_slots
+
+# Of a multiprocessor (CUDA C++ Programming Guide, technical specifications): KiB of shared memory,
+# of which a block may take all but one, and threads. Registers are 64 Ki on each.
+SM = {80: (164, 2048), 86: (100, 1536), 89: (100, 1536), 90: (228, 2048), 100: (228, 2048)}
+INSTRUCTIONS = {  # as cuobjdump names them
+    "wgmma": r"HGMMA", "mma": r"HMMA", "cp.async": r"LDGSTS", "tma": r"UTMALDG|UBLKCP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Case:
-    """A kernel with the types of its arguments and its constants; numbers are int32 unless said."""
+class Compiled:
+    """What a kernel takes."""
 
-    name: str
-    kernel: Any
-    types: dict[str, str]
-    constants: dict[str, Any]
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int
+    blocks: int
+    by: list[str]
 
 
-def cases(dtype: str) -> Iterator[Case]:
-    """Every kernel as decoding and training call it, on tensors of one dtype."""
-    from triton_kernels import confidence_tiles as confidence
-    from triton_kernels import masked_kl_tiles as masked_kl
-    from triton_kernels import span_attention_tiles as spans
-
-    data = f"*{TYPES[dtype]}"
-    wide = {"largest": "*fp32", "total": "*fp32", "cross": "*fp32", "log_sum": "*fp32"}
-    wide |= {"scale": "*fp32", "logits": data, "out": data}
-    yield Case("masked_kl add", masked_kl._add_tile, wide, {"BLOCK": masked_kl._BLOCK})
-    yield Case("masked_kl difference", masked_kl._difference, wide, {"BLOCK": masked_kl._BLOCK})
-    facts = {"facts": "*fp32", "tokens": "*i32", "named_logit": "*fp32", "named": "*i64"}
-    facts |= {"seeds": "*i64", "temperature": "fp32", "logits": data, "hidden": data, "head": data}
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls that launch every kernel as decoding and training do, by name."""
+    new = partial(torch.empty, device="meta", dtype=dtype)
+    long = partial(torch.empty, device="meta", dtype=torch.int64)
+    for heads, kv_heads, dim in (
+        *((32, 32, 128), (28, 4, 128), (32, 8, 128)),
+        *((32, 32, dim) for dim in (64, 80, 96)),
+        (32, 8, 256),
+    ):
+        for rows in (16, 64, 1024):
+            q, k = new(rows, heads, dim), new(kv_heads, 8192, dim)
+            spans = torch.empty(rows, MAX_SPANS, 2, device="meta", dtype=torch.int32)
+            what = f"{heads} heads over {kv_heads}, dimension {dim}, {rows} rows"
+            attend = partial(span_attention, q, k, k, spans, kernel=True, check=False)
+            yield f"span attention, {what}", attend
+    k, keys = new(32, 4096, 128), new(32, 64, 128)
+    yield "write slots", partial(write_slots, k, k, long(64), keys, keys, kernel=True)
     for sampled in (False, True):
-        on = {"HAS_MASK": True, "HAS_NAMED": True, "SAMPLED": sampled}
-        said = ", sampled" if sampled else ""
-        yield Case(
-            f"confidence of logits{said}",
-            confidence._logits_tile,
-            facts,
-            {**on, "COLUMNS": confidence._COLUMNS},
-        )
-        for rows in (16, 64):
-            tile = confidence.head_tile(rows, 4 if dtype == "float32" else 2)
-            yield Case(
-                f"confidence head, {rows} rows{said}", confidence._head_tile, facts, {**on, **tile}
-            )
-    joined = facts | {"out": "*fp32", "token": "*i64"}
-    yield Case(
-        "confidence join", confidence._join_tiles, joined, {"HAS_NAMED": True, "TILES": 2048}
-    )
-    yield from _span_cases(spans, data, dtype)
+        drawn = {"temperature": 1.0, "seed": long(64)} if sampled else {}
+        score = partial(confidence_of_logits, mask_id=5, named=long(64), kernel=True, **drawn)
+        yield f"confidence{', sampled' * sampled}", partial(score, new(64, 126464))
+    logits, wide = new(1024, 126464), partial(torch.empty, device="meta")
+    statistics = (wide(1024), wide(1024), wide(512))
+    yield "masked KL", partial(masked_kl_tiles.add_tile, logits, *statistics)
+    yield "masked KL", partial(masked_kl_tiles.difference, logits, wide(1024), wide(512))
 
 
-def _span_cases(spans: Any, data: str, dtype: str) -> Iterator[Case]:
-    import torch
-
-    from triton_kernels import span_attention_backward as gradients
-
-    pointers = dict.fromkeys(("q", "k", "v", "out", "d_out", "d_q", "d_k", "d_v"), data)
-    pointers |= dict.fromkeys(("keys", "values"), data)
-    pointers |= dict.fromkeys(("part", "part_most", "part_total", "log_sum", "delta"), "*fp32")
-    pointers |= {"spans": "*i32", "bounds": "*i32", "slots": "i32", "scale": "fp32"}
-    for heads, kv_heads, dim in ((32, 32, 128), (28, 4, 128), (32, 8, 256), (32, 32, 80)):
-        for queries in (16, 1024):
-            q = torch.empty(queries, heads, dim, dtype=getattr(torch, dtype), device="meta")
-            k = torch.empty(kv_heads, 4096, dim, dtype=q.dtype, device="meta")
-            shape = spans.Shape(q, k, k, torch.empty(queries, 1, 2, device="meta"))
-            sizes = {**shape.sizes, "KEYS": shape.keys}
-            what = f"{heads} heads over {kv_heads}, dimension {dim}, {queries} queries"
-            for splits in (1, 16) if queries == 16 else (1,):
-                yield Case(
-                    f"span attention, {what}, {splits} splits",
-                    spans._forward,
-                    pointers,
-                    {**sizes, "SPLITS": splits},
-                )
-            if queries == 1024:
-                for name in ("_backward_queries", "_backward_keys"):
-                    kernel = getattr(gradients, name)
-                    yield Case(f"span attention {name}, {what}", kernel, pointers, sizes)
-    width = {"DIM": 128, "WIDTH": 128}
-    yield Case("span attention join", spans._join, pointers, {**width, "SPLITS": 64})
-    slots = pointers | {"slots": "*i64"}
-    yield Case("write slots", spans._write, slots, width)
-
-
-def compiled(case: Case, capability: int) -> dict[str, Any]:
-    """What a case takes. Raises triton's errors where it does not compile."""
-    import triton
+@contextmanager
+def compiling(capability: int) -> Iterator[list[tuple[str, Any]]]:
+    """Within it, launching a kernel compiles it for that GPU, as a launch there would, and runs
+    nothing. Gives name and compiled kernel of each launch. As on that GPU, too large a tile raises
+    triton's OutOfResources."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
-    from triton.compiler import ASTSource
+    from triton.runtime.driver import driver
+    from triton.runtime.errors import OutOfResources
+    from triton.runtime.jit import JITFunction
 
-    names = case.kernel.arg_names
-    options = {k: v for k, v in case.constants.items() if k not in names}  # such as num_warps
-    constants = {k: v for k, v in case.constants.items() if k in names}
-    signature = {
-        name: "constexpr" if name in constants else case.types.get(name, "i32") for name in names
-    }
-    places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(case.kernel, signature, constexprs=places)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(kernel.asm["ptx"])
-        arch = re.search(r"\.target (sm_\w+)", kernel.asm["ptx"])
-        assert arch is not None
-        said = subprocess.run(
-            [get_ptxas(capability).path, "-v", f"--gpu-name={arch[1]}", str(ptx), "-o",
-             f"{folder}/kernel.cubin"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    registers, spilled = (
-        re.search(r"Used (\d+) registers", said),
-        re.findall(r"(\d+) bytes spill stores", said),
-    )
-    assert registers is not None
-    return {
-        "kernel": case.name,
-        "shared": kernel.metadata.shared,
-        "registers": int(registers[1]),
-        "spilled": sum(map(int, spilled)),
-    }
+    found: list[tuple[str, Any]] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.metadata.shared > (most := largest_block(capability)):
+            raise OutOfResources(kernel.metadata.shared, most, "shared memory")
+        found.append((self.fn.__name__, kernel))
+        return kernel
+
+    device = mock.Mock()
+    device.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    device.get_current_device.return_value = f"sm_{capability}"  # what triton keeps kernels by
+    with (
+        mock.patch.object(driver, "_active", device),
+        mock.patch.object(JITFunction, "run", compile_only),
+    ):
+        yield found
+
+
+def largest_block(capability: int) -> int:
+    """Bytes of shared memory that one block may take."""
+    return 1024 * (SM[capability][0] - 1)
+
+
+def compiled(name: str, call: Callable[[], object], capability: int) -> list[Compiled]:
+    """What each kernel takes that the call launches. Raises triton's errors where one does not
+    compile or fit."""
+    with compiling(capability) as found:
+        call()
+    table = {}
+    for function, kernel in found:
+        if function not in table:
+            usage, code = (_dumped(kernel.asm["cubin"], flag) for flag in ("-res-usage", "-sass"))
+            registers, spilled = (
+                int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK")
+            )
+            table[function] = Compiled(
+                f"{name}: {function.lstrip('_')}",
+                kernel.metadata.shared,
+                registers,
+                spilled,
+                _blocks(registers, kernel.metadata.shared, kernel.metadata.num_warps, capability),
+                [by for by, names in INSTRUCTIONS.items() if re.search(rf"\b({names})\b", code)],
+            )
+    return list(table.values())
+
+
+def _dumped(cubin: bytes, flag: str) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _blocks(registers: int, shared: int, warps: int, capability: int) -> int:
+    size, threads = SM[capability]
+    of_warp = -(-registers * 32 // 256) * 256  # registers are given out by 256 a warp
+    by_shared = 1024 * size // (shared + 1024)  # each block takes 1 KiB more than it asks for
+    return min(65536 // of_warp // warps, by_shared, threads // (32 * warps))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile and print; 1 where a kernel does not fit into shared memory."""
+    """Compile and print; the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--capability", type=int, default=90)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=TYPES)
-    parser.add_argument("--only", default="", metavar="TEXT", help="kernels with this in the name")
+    parser.add_argument("--capability", type=int, default=90, choices=SM)
+    dtypes = ["bfloat16", "float16", "float32"]
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=dtypes)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="calls with one of these in the name",
+    )
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -157,19 +182,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import triton
 
     print(f"triton {triton.__version__}, compute capability {options.capability}")
-    print(f"{'dtype':<10}{'shared':>8}{'registers':>11}{'spilled':>9}  kernel")
-    table = []
+    print(f"{'dtype':<10}{'shared':>7}{'registers':>10}{'spilled':>8}{'blocks':>7}  by")
+    about = {"triton": triton.__version__, "capability": options.capability}
+    table = RowFile(options.json, about)
     for dtype in options.dtypes:
-        for case in cases(dtype):
-            if options.only in case.name:
-                found = compiled(case, options.capability)
-                table.append({"dtype": dtype, **found})
-                numbers = f"{found['shared']:>8}{found['registers']:>11}{found['spilled']:>9}"
-                print(f"{dtype:<10}{numbers}  {case.name}", flush=True)
-    if options.json is not None:
-        about = {"triton": triton.__version__, "capability": options.capability}
-        write_beside(options.json, json.dumps({**about, "kernels": table}) + "\n")
-    return int(any(row["shared"] > LIMIT for row in table))
+        for name, call in cases(getattr(torch, dtype)):
+            if not any(text in name for text in options.only):
+                continue
+            for row in compiled(name, call, options.capability):
+                table.add({"dtype": dtype, **asdict(row)})
+                numbers = f"{row.shared:>7}{row.registers:>10}{row.spilled:>8}{row.blocks:>7}"
+                by = " ".join(row.by) or "-"
+                print(f"{dtype:<10}{numbers}  {by:<16}{row.kernel}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":

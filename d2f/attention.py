@@ -15,10 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from triton_kernels.choice import use_kernel
 from triton_kernels.flex import FlexSpans
-from triton_kernels.span_attention import HEAD_DIMS, masked_attention, span_attention, span_mask
+from triton_kernels.span_attention import can_run, masked_attention, span_attention, span_mask
 
 NAME = "span"
-Way = Literal["kernel", "sdpa", "flex"]
+Way = Literal["sdpa", "flex"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class SpanPlan:
     spans: int32 ``[B or 1, T, K, 2]`` over the keys, which in decoding are the slots of the cache.
     segments: for a flat batch of several requests, the rows and slots of each. Plain attention then
     builds a mask of rows x own slots for each request; without segments it is one of T x S.
-    way: what computes it. None takes the kernel where `use_kernel` says so, else ``sdpa``, which is
-    scaled_dot_product_attention with a mask. ``flex`` is flex_attention, which takes no segments.
+    way: what computes it. None is decoding's: the kernel where `use_kernel` says so and no gradient
+    is wanted, else ``sdpa``, which is scaled_dot_product_attention with a mask. ``flex`` is
+    flex_attention, which takes no segments.
     """
 
     def __init__(
@@ -95,9 +96,8 @@ class SpanPlan:
             if self._flex is None:
                 self._flex = FlexSpans(self.spans.expand(len(query), -1, -1, -1), key.shape[2])
             return self._flex(query, key, value, scale).transpose(1, 2)
-        # The kernel is compiled for the usual head dimensions; a model of another one is computed
-        # in plain PyTorch, never refused.
-        if query.shape[-1] in HEAD_DIMS and self._takes_kernel(query):
+        # What the kernel is not made for is computed in plain PyTorch, never refused.
+        if self.way is None and can_run(query, key, value) and use_kernel("span_attention", query):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)
@@ -116,11 +116,6 @@ class SpanPlan:
             ]
             out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return out.transpose(1, 2)
-
-    def _takes_kernel(self, query: Tensor) -> bool:
-        if self.way is not None:
-            return self.way == "kernel"
-        return use_kernel("span_attention", query)
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """The kernel knows no batch: its rows are laid one after the other, and so are its keys.

@@ -71,7 +71,7 @@ class TrainKeys(Section):
     """Compute each layer again in the backward pass, for less memory."""
     gradient_accumulation: Positive = 1
     """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
-    attention: Literal["auto", "kernel", "sdpa", "flex"] = "auto"
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
     threads: Threads | Literal["auto"] | None = None
     """Of a step on a CPU; auto measures as it goes which number is fastest (docs/cpu.md), and the

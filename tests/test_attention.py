@@ -253,7 +253,6 @@ def test_a_model_runs_the_kernel_in_every_layer_where_it_is_chosen(llada, monkey
         want = llada.forward(ids, spans)
         monkeypatch.setattr(d2f.attention, "use_kernel", lambda name, x: True)
         monkeypatch.setattr(d2f.attention, "span_attention", spied)
-        monkeypatch.setattr(d2f.attention, "HEAD_DIMS", (16, *HEAD_DIMS))
         monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (16, *HEAD_DIMS))
         got = llada.forward(ids, spans)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -108,8 +108,7 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
 
     for module in (d2f.attention, decode.engine.sampling):
         monkeypatch.setattr(module, "use_kernel", chosen)
-    for module in (d2f.attention, triton_kernels.span_attention):
-        monkeypatch.setattr(module, "HEAD_DIMS", (8,))
+    monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (8,))
     by_kernels = decode.generate(model, prompts, decoder)
     assert [r.raw_tokens for r in by_kernels] == [r.raw_tokens for r in plain]
     assert {len(shape) for shape in used} == {2, 4}, "logits and queries"

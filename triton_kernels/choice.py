@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from functools import cache
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
     if x.dtype == torch.float64:
         return False
     if wanted is not None:
+        if wanted and os.environ.get("TRITON_INTERPRET") == "1":
+            check_interpreter()
         return wanted
     if not x.is_cuda:  # on a CPU there is only the interpreter, which the tests ask for by `wanted`
         return False
@@ -42,11 +45,29 @@ def use_kernel(name: str, x: Tensor, wanted: bool | None = None) -> bool:
 
 
 @cache
+def check_interpreter() -> None:
+    """Raise RuntimeError where Triton's interpreter, which runs the kernels on a CPU, does not work
+    with the numpy that is installed: up to 3.6 it converts arrays of one element as numpy 2.4 no
+    longer does. Kernels on a GPU need no numpy."""
+    triton, numpy = version("triton"), version("numpy")
+    if _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        raise RuntimeError(
+            f"Triton {triton} interprets kernels with numpy below 2.4, this is {numpy}: "
+            "pip install 'numpy<2.4'"
+        )
+
+
+def _release(name: str) -> tuple[int, int]:
+    major, minor = name.split(".")[:2]
+    return int(major), int(minor)
+
+
+@cache
 def is_sound(name: str, dtype: torch.dtype, device: torch.device, dim: int) -> bool:
     """Whether the kernel gives what its reference gives there; asked once, warns where not."""
     check = CHECKS[name]
     try:
-        # The first call may come from a decoder's inference mode; the check needs gradients.
+        # The first call may come from a decoder's inference mode; the masked KL's needs gradients.
         with torch.inference_mode(False), torch.enable_grad():
             check(dtype, device, dim)
     except Exception as error:  # whatever a compiler or a driver may raise

@@ -9,10 +9,8 @@ With z the logits of a row and p = softmax(z) over the whole vocabulary:
     named        p[named], of a token that the caller names
     named_log    log p[named], also where p[named] is 0 in fp32
 
-`confidence_head` computes them from hidden states and the output head without a ``[N, V]`` in
-memory, `confidence_of_logits` from logits. Their truth is `confidence_reference`. Logits are
-accumulated in fp32 and rounded once to the inputs' dtype, as a linear layer does; all that follows
-is fp32. Of equal logits the lowest id is chosen.
+`confidence_of_logits` computes them, its truth is `confidence_reference`; both in fp32, whatever
+the logits' dtype. Of equal logits the lowest id is chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from triton_kernels.choice import use_kernel
@@ -108,38 +105,6 @@ def confidence_of_logits(
 
     seeds = None if not temperature or seed is None else _seeds(seed, logits)
     return Confidence(*confidence_tiles.of_logits(logits, mask_id, named, temperature, seeds))
-
-
-def confidence_head(
-    hidden: Tensor,
-    head: Tensor,
-    *,
-    mask_id: int | None = None,
-    named: Tensor | None = None,
-    temperature: float = 0.0,
-    seed: int | Tensor | None = None,
-    kernel: bool | None = None,
-) -> Confidence:
-    """`confidence_of_logits` of ``hidden @ head.T``, hidden ``[N, C]`` and head ``[V, C]``."""
-    options = {"mask_id": mask_id, "named": named, "temperature": temperature, "seed": seed}
-    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
-        raise ValueError(
-            f"expected hidden [N, C] and head [V, C], got {list(hidden.shape)} and "
-            f"{list(head.shape)}"
-        )
-    if hidden.dtype != head.dtype or hidden.device != head.device:
-        raise ValueError(
-            f"hidden and head must share dtype and device, got {hidden.dtype} on {hidden.device} "
-            f"and {head.dtype} on {head.device}"
-        )
-    if not use_kernel("confidence", hidden, kernel) or not len(hidden):
-        return confidence_reference(F.linear(hidden, head), **options)  # type: ignore[arg-type]
-    _check(len(hidden), len(head), mask_id, named, temperature, seed)
-    from triton_kernels import confidence_tiles
-
-    seeds = None if not temperature or seed is None else _seeds(seed, hidden)
-    found = confidence_tiles.of_hidden(hidden, head, mask_id, named, temperature, seeds)
-    return Confidence(*found)
 
 
 def _seeds(seed: int | Tensor, rows: Tensor) -> Tensor:

@@ -94,31 +94,6 @@ def _logits_tile(
 
 
 @triton.jit
-def _head_tile(
-    hidden, head, rows, columns, width, facts, tokens, named_logit, named, seeds, mask_id,
-    temperature, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A tile of ``hidden @ head.T``, [ROWS, COLUMNS], never written."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    z = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(0, width, WIDTH):
-        at = first + tl.arange(0, WIDTH)
-        x_place = hidden + row.to(tl.int64)[:, None] * width + at[None, :]
-        w_place = head + column.to(tl.int64)[None, :] * width + at[:, None]
-        x = tl.load(x_place, mask=(row < rows)[:, None] & (at < width)[None, :], other=0.0)
-        w = tl.load(w_place, mask=(column < columns)[None, :] & (at < width)[:, None], other=0.0)
-        # ieee: no TF32, which would round fp32 inputs to 10 bits.
-        z = tl.dot(x, w, z, input_precision="ieee")
-    z = z.to(hidden.dtype.element_ty).to(tl.float32)  # as a linear layer rounds
-    _store_tile(
-        z, row, column, rows, columns, facts, tokens, named_logit, named, seeds, mask_id,
-        temperature, HAS_MASK, HAS_NAMED, SAMPLED,
-    )  # fmt: skip
-
-
-@triton.jit
 def _join_tiles(
     facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
     TILES: tl.constexpr,
@@ -159,63 +134,6 @@ def _join_tiles(
         tl.store(out + 4 * rows + row, named_log)
 
 
-def head_tile(rows: int, element_bytes: int) -> dict[str, int]:
-    """Size of a tile of `_head_tile`."""
-    # tl.dot needs 16 rows; few rows take a small tile, as the rest of it would be computed in vain.
-    block = max(16, min(64, triton.next_power_of_2(rows)))
-    warps = 8 if block == 64 else 4
-    if element_bytes == 4:
-        return {"ROWS": block, "COLUMNS": 64, "WIDTH": 32, "num_warps": warps}
-    return {"ROWS": block, "COLUMNS": 128, "WIDTH": 64, "num_warps": warps}
-
-
-class _Work:
-    """The buffers of one call and what its kernels share."""
-
-    def __init__(
-        self,
-        rows: int,
-        tiles: int,
-        like: Tensor,
-        mask_id: int | None,
-        named: Tensor | None,
-        temperature: float,
-        seeds: Tensor | None,
-    ):
-        device = like.device
-        self.rows, self.tiles = rows, tiles
-        self.facts = torch.empty((tiles, rows, _FACTS), dtype=torch.float32, device=device)
-        self.tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
-        self.named_logit = torch.empty(rows, dtype=torch.float32, device=device)
-        self.named = named
-        unused = self.tokens  # a kernel takes a pointer also for what its switches leave out
-        self.shared = (
-            self.facts,
-            self.tokens,
-            self.named_logit,
-            unused if named is None else named.contiguous(),
-            unused if seeds is None else seeds.contiguous(),
-            -1 if mask_id is None else mask_id,
-            float(temperature),
-        )
-        self.switches = {
-            "HAS_MASK": mask_id is not None,
-            "HAS_NAMED": named is not None,
-            "SAMPLED": temperature > 0,
-        }
-
-    def join(self) -> Found:
-        rows, device = self.rows, self.facts.device
-        out = torch.empty((5, rows), dtype=torch.float32, device=device)
-        token = torch.empty(rows, dtype=torch.int64, device=device)
-        _join_tiles[(rows,)](
-            self.facts, self.tokens, self.named_logit, rows, self.tiles, out, token,
-            HAS_NAMED=self.named is not None, TILES=triton.next_power_of_2(self.tiles),
-        )  # fmt: skip
-        named = (None, None) if self.named is None else (out[3], out[4])
-        return token, out[0], out[1], out[2], *named
-
-
 def of_logits(
     logits: Tensor,
     mask_id: int | None,
@@ -224,31 +142,25 @@ def of_logits(
     seeds: Tensor | None,
 ) -> Found:
     """`confidence_of_logits`, N at least 1, arguments checked."""
-    logits = logits.contiguous()
+    logits, device = logits.contiguous(), logits.device
     rows, columns = logits.shape
     tiles = triton.cdiv(columns, _COLUMNS)
-    work = _Work(rows, tiles, logits, mask_id, named, temperature, seeds)
+    facts = torch.empty((tiles, rows, _FACTS), dtype=torch.float32, device=device)
+    tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
+    named_logit = torch.empty(rows, dtype=torch.float32, device=device)
+    unused = tokens  # a kernel takes a pointer also for what its switches leave out
     _logits_tile[(tiles, rows)](
-        logits, rows, columns, *work.shared, **work.switches, COLUMNS=_COLUMNS
-    )
-    return work.join()
-
-
-def of_hidden(
-    hidden: Tensor,
-    head: Tensor,
-    mask_id: int | None,
-    named: Tensor | None,
-    temperature: float,
-    seeds: Tensor | None,
-) -> Found:
-    """`confidence_head`, N at least 1, arguments checked."""
-    hidden, head = hidden.contiguous(), head.contiguous()
-    rows, columns = len(hidden), len(head)
-    tile = head_tile(rows, hidden.element_size())
-    tiles = triton.cdiv(columns, tile["COLUMNS"])
-    work = _Work(rows, tiles, hidden, mask_id, named, temperature, seeds)
-    _head_tile[(tiles, triton.cdiv(rows, tile["ROWS"]))](
-        hidden, head, rows, columns, hidden.shape[1], *work.shared, **work.switches, **tile
-    )
-    return work.join()
+        logits, rows, columns, facts, tokens, named_logit,
+        unused if named is None else named.contiguous(),
+        unused if seeds is None else seeds.contiguous(),
+        -1 if mask_id is None else mask_id, float(temperature), HAS_MASK=mask_id is not None,
+        HAS_NAMED=named is not None, SAMPLED=temperature > 0, COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    out = torch.empty((5, rows), dtype=torch.float32, device=device)
+    token = torch.empty(rows, dtype=torch.int64, device=device)
+    _join_tiles[(rows,)](
+        facts, tokens, named_logit, rows, tiles, out, token,
+        HAS_NAMED=named is not None, TILES=triton.next_power_of_2(tiles),
+    )  # fmt: skip
+    of_named = (None, None) if named is None else (out[3], out[4])
+    return token, out[0], out[1], out[2], *of_named

@@ -3,19 +3,18 @@
     out[t, h] = softmax(scale * q[t, h] . k[h // group, j] for j in spans[t]) @ v[h // group, j]
 
 `span_attention_reference` is the plain PyTorch computation: the path of the CPU and the truth
-that the kernel is tested against. `span_attention` runs the kernel where `use_kernel` says so.
+that the kernel is tested against. `span_attention` runs the kernel where `use_kernel` says so. It
+is made for decoding and has no backward: training takes `triton_kernels.flex` or the reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from triton_kernels.choice import use_kernel
 from triton_kernels.self_check import compare, random_inputs, self_check
@@ -34,53 +33,47 @@ def span_attention(
     kernel: bool | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attention of rows of many requests in one flat batch over a flat cache, differentiable.
+    """Attention of rows of many requests in one flat batch over a flat cache.
 
     q ``[T, H, D]``; k, v ``[H_kv, S, D]`` with H a multiple of H_kv; spans int32 ``[T, K, 2]``,
     absolute slots, K at most 3, the ranges of a row apart; scale defaults to ``D ** -0.5``.
     Returns ``[T, H, D]`` in q's dtype; a row that sees no key gives 0. kernel: as `use_kernel`
-    says; fp64 is the reference's. check: look into the spans, which on a GPU waits for them.
+    says; fp64 is the reference's, and so is a call that wants a gradient. check: look into the
+    spans, which on a GPU waits for them.
 
     Raises ValueError for shapes, dtypes, devices or spans that do not fit, and where the kernel is
-    asked for a head dimension that is not in `HEAD_DIMS`.
+    asked for a gradient or a head dimension that is not in `HEAD_DIMS`.
     """
     _check(q, k, v, spans)
     if check:
         validate_spans(spans, k.shape[1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    use = (kernel is True or q.shape[-1] in HEAD_DIMS) and use_kernel("span_attention", q, kernel)
+    use = (kernel is True or can_run(q, k, v)) and use_kernel("span_attention", q, kernel)
     if not use or not len(q) or not k.shape[1]:  # without rows or keys there is nothing to launch
         rows = q.transpose(0, 1)[None]  # [1, H, T, D]
         plain = span_attention_reference(rows, k[None], v[None], spans[None], scale=scale)
         return plain[0].transpose(0, 1)
     if q.shape[-1] not in HEAD_DIMS:
         raise ValueError(f"the head dimension must be one of {HEAD_DIMS}, got {q.shape[-1]}")
-    out: Tensor = _SpanAttention.apply(q, k, v, spans, scale)
-    return out
+    if wants_gradient(q, k, v):
+        raise ValueError("the span attention kernel has no backward, and a gradient is wanted")
+    from triton_kernels import span_attention_tiles as tiles
+
+    # The kernel takes the strides of rows and heads, never that within a head: a transposed tensor
+    # is read as it lies.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return tiles.forward(q, k, v, spans.contiguous(), scale)
 
 
-class _SpanAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
-        from triton_kernels import span_attention_tiles as tiles
+def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel can compute these: a head dimension that it is compiled for, and no
+    gradient."""
+    return q.shape[-1] in HEAD_DIMS and not wants_gradient(q, k, v)
 
-        # The kernels take the strides of rows and heads, never that within a head: a transposed
-        # tensor is read as it lies.
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        spans = spans.contiguous()
-        out, log_sum = tiles.forward(q, k, v, spans, scale)  # [T, H, D], [T, H]
-        ctx.save_for_backward(q, k, v, spans, out, log_sum)
-        ctx.scale = scale
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from triton_kernels.span_attention_backward import backward
-
-        q, k, v, spans, out, log_sum = ctx.saved_tensors
-        gradients = backward(q, k, v, spans, ctx.scale, out, log_sum, grads[0])
-        return (*gradients, None, None)  # none of spans and scale
+def wants_gradient(*given: Tensor) -> bool:
+    """Whether what is computed of these is to be differentiated."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def write_slots(
@@ -193,7 +186,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
 
 @self_check("span_attention")
 def _check_span_attention(dtype: torch.dtype, device: torch.device, dim: int) -> None:
-    """Forward and backward, two to a key head, few rows on many keys and the other way round."""
+    """Two to a key head, few rows on many keys and the other way round."""
     if dim not in HEAD_DIMS:
         raise AssertionError(f"its head dimension must be one of {HEAD_DIMS}, got {dim}")
     for queries, slots in ((5, 300), (70, 70)):
@@ -203,9 +196,8 @@ def _check_span_attention(dtype: torch.dtype, device: torch.device, dim: int) ->
         inputs = random_inputs(shapes, dtype, device)
 
         def compute(given: Sequence[Tensor], kernel: bool, where: Tensor = spans) -> list[Tensor]:
-            q, k, v = (x.detach().requires_grad_() for x in given)
-            out = span_attention(q, k, v, where, kernel=kernel)
-            return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+            q, k, v = given
+            return [span_attention(q, k, v, where, kernel=kernel)]
 
         compare("span attention", inputs, compute)
 

@@ -7,6 +7,7 @@ keys the tiles are split over programs, whose parts are joined afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 _LEAST_TILE = 16
 _FILLS_A_GPU = 256  # programs
+_JOIN_SHARE = 0.15  # of the bytes of keys and values that a split reads, at most for joining it
 
 
 @triton.jit
@@ -35,22 +37,45 @@ def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def seen_by(spans, query, real, SPAN: tl.constexpr, SPANS: tl.constexpr):
+def seen_by(spans, query, real, span, SPANS: tl.constexpr):
     """Bounds of one span of each row; 0, 0 where there is no row."""
-    place = spans + (query * SPANS + SPAN) * 2
+    place = spans + (query * SPANS + span) * 2
     return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
 
 
 @triton.jit
+def reach_of(start, end):
+    """From the first to the last key that any row of the tile sees by this range: what lies outside
+    is not loaded. Empty ranges may lie anywhere and do not count."""
+    low = tl.min(tl.where(end > start, start, 2147483647))
+    high = tl.max(tl.where(end > start, end, 0))
+    return low, tl.maximum(low, high)
+
+
+@triton.jit
 def _forward(
-    q, k, v, spans, out, log_sum, part, part_most, part_total, scale, queries,
+    q, k, v, spans, out, part, part_most, part_total, used, scale, queries,
     q_t, q_h, k_h, k_s, v_h, v_s,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
+    splits = 1
+    if SPLITS > 1:
+        # The grid is fixed by sizes, as a CUDA graph needs it. How many of the splits compute is
+        # decided here, by the keys that these rows see; the others are done.
+        reach = 0
+        for span in tl.static_range(SPANS):
+            start, end = seen_by(spans, query, real, span, SPANS)
+            low, high = reach_of(start, end)
+            reach += high - low
+        splits = tl.maximum(1, tl.minimum(reach // LEAST, SPLITS))
+        if split >= splits:
+            return
+        if (split == 0) & (kv_head == 0):
+            tl.store(used + tile, splits)
     head = kv_head * GROUP + member
     d = tl.arange(0, WIDTH)  # DIM rounded up to a power of two; R below is QUERIES * PADDED
     held = real[:, None] & (d < DIM)[None, :]
@@ -62,14 +87,10 @@ def _forward(
     total = tl.zeros((QUERIES * PADDED,), dtype=tl.float32)  # [R]
     acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
     keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
-    for span in tl.static_range(SPANS):
+    for span in range(SPANS):
         start, end = seen_by(spans, query, real, span, SPANS)
-        # From the first to the last key that any row of the tile sees by this range; what lies
-        # outside is not loaded. A row's own bounds are held against each key below.
-        low = tl.min(tl.where(end > start, start, 2147483647))
-        high = tl.max(tl.where(end > start, end, 0))
-        tiles = tl.cdiv(tl.maximum(high - low, 0), KEYS)
-        for i in range(split, tiles, SPLITS):  # the splits take turns at the tiles
+        low, high = reach_of(start, end)
+        for i in range(split, tl.cdiv(high - low, KEYS), splits):  # splits take turns at the tiles
             key = low + i * KEYS + tl.arange(0, KEYS)
             inside = key < high
             at = key.to(tl.int64)
@@ -78,13 +99,14 @@ def _forward(
                 mask=inside[None, :] & (d < DIM)[:, None], other=0.0,
             )  # fmt: skip  # [D, S]
             z = tl.dot(rows, k_tile, input_precision=PRECISION) * scale
+            # A row's own bounds: the tile's reach is wider.
             sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
             z = tl.where(sees, z, -float("inf"))
             now = tl.maximum(most, tl.max(z, axis=1))
             # The streaming softmax. A row that has seen no key yet is at -inf, and -inf - -inf NaN.
             safe = tl.where(now == -float("inf"), 0.0, now)
-            p = tl.exp(z - safe[:, None])
-            shrink = tl.exp(most - safe)
+            p = tl.exp2(z - safe[:, None])
+            shrink = tl.exp2(most - safe)
             v_tile = tl.load(
                 values + at[:, None] * v_s + d[None, :],
                 mask=inside[:, None] & (d < DIM)[None, :], other=0.0,
@@ -94,13 +116,12 @@ def _forward(
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
             most = now
     place = query.to(tl.int64) * HEADS + head
-    if SPLITS == 1:
+    if splits == 1:
         some = total > 0  # a row without keys gives 0
         result = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
         tl.store(
             out + place[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=held
         )
-        tl.store(log_sum + place, most + tl.log(total), mask=real)
     else:
         # part [SPLITS, T, H, D], not divided by its total: `_join` does it once for all
         place += split.to(tl.int64) * queries * HEADS
@@ -111,24 +132,31 @@ def _forward(
 
 @triton.jit
 def _join(
-    part, part_most, part_total, out, log_sum, rows,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    part, part_most, part_total, used, out, rows,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head from its splits."""
+    """One row of one head from the splits that computed; where one did, it has written the row."""
     row = tl.program_id(0).to(tl.int64)
+    splits = tl.load(used + row // HEADS // QUERIES)
+    if splits == 1:
+        return
     split = tl.arange(0, SPLITS)
+    there = split < splits
     d = tl.arange(0, WIDTH)
     place = split * rows + row
-    most = tl.load(part_most + place)
+    most = tl.load(part_most + place, mask=there, other=-float("inf"))
     largest = tl.max(most, axis=0)
     safe = tl.where(largest == -float("inf"), 0.0, largest)
-    weight = tl.exp(most - safe)  # [SPLITS]; 0 for a split whose keys the row does not see
-    total = tl.sum(tl.load(part_total + place) * weight, axis=0)
-    acc = tl.load(part + place[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+    weight = tl.exp2(most - safe)  # [SPLITS]; 0 for a split whose keys the row does not see
+    total = tl.sum(tl.load(part_total + place, mask=there, other=0.0) * weight, axis=0)
+    acc = tl.load(
+        part + place[:, None] * DIM + d[None, :],
+        mask=there[:, None] & (d < DIM)[None, :], other=0.0,
+    )  # fmt: skip
     acc = tl.sum(acc * weight[:, None], axis=0)
     result = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
-    tl.store(log_sum + row, largest + tl.log(total))
 
 
 @triton.jit
@@ -159,7 +187,8 @@ class Shape:
         self.width = max(16, triton.next_power_of_2(self.dim))
         self.strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
         # Tiles whose registers suffice (`benchmarks.compiled_kernels`); fp32 has no tensor cores.
-        wide = q.element_size() == 4
+        self.element_bytes = q.element_size()
+        wide = self.element_bytes == 4
         wanted = 64 if self.queries > 16 and not wide else 16  # rows
         self.tile = max(1, wanted // self.padded, -(-16 // self.padded))  # queries
         self.tiles = triton.cdiv(self.queries, self.tile)
@@ -173,42 +202,53 @@ class Shape:
             "SPANS": spans.shape[1],
             "QUERIES": self.tile,
             "PRECISION": "ieee",
-            "num_warps": 8 if wanted == 64 else 4,
+            # Four warps of 64 rows multiply 64 x 128 at once, and two blocks fit on an SM.
+            "num_warps": 8 if wanted == 64 and self.width > 128 else 4,
         }
 
+    def least_keys(self) -> int:
+        """Keys that a split reads at the least, so that the join's traffic stays within its share
+        of theirs: each split writes an fp32 row with its maximum and total for every row of the
+        tile, and the join reads it."""
+        rows = min(self.tile, self.queries) * self.group
+        joined = 2 * 4 * rows * (self.dim + 2)  # bytes a split
+        return math.ceil(joined / (_JOIN_SHARE * 2 * self.dim * self.element_bytes))
+
     def splits(self) -> int:
-        """Programs that share the keys of a tile of queries; a power of two."""
+        """Programs that may share the keys of a tile of queries; a power of two."""
         # A decoding step has few rows on a long cache: one program a tile would leave most of the
-        # GPU idle.
+        # GPU idle. Only sizes are looked at: what rows see is on the GPU, where `_forward` takes
+        # as many of these splits as it is worth.
         programs = self.tiles * self.kv_heads
-        most = triton.cdiv(self.slots, self.keys)
-        wanted = max(1, min(_FILLS_A_GPU // max(1, programs), most, 64))
-        return 1 << (wanted.bit_length() - 1)  # rounded down to a power of two
+        wanted = min(_FILLS_A_GPU // max(1, programs), self.slots // self.least_keys(), 64)
+        return 1 << (max(1, wanted).bit_length() - 1)  # rounded down to a power of two
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, D]`` and fp32 log-sum ``[T, H]``; arguments checked, T at least 1."""
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Output ``[T, H, D]``; arguments checked, T at least 1."""
     shape = Shape(q, k, v, spans)
     out = torch.empty((shape.queries, shape.heads, shape.dim), dtype=q.dtype, device=q.device)
-    log_sum = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
     splits = shape.splits()
-    parts = (out, log_sum, log_sum)  # unused without splits
+    parts = (out, out, out, spans)  # unused without splits
     if splits > 1:
-        part = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-        most, total = (
-            torch.empty((splits, *log_sum.shape), dtype=torch.float32, device=q.device)
-            for _ in range(2)
-        )
-        parts = (part, most, total)
+        rows = (splits, shape.queries, shape.heads)
+        part = torch.empty((*rows, shape.dim), dtype=torch.float32, device=q.device)
+        most, total = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+        used = torch.empty(shape.tiles, dtype=torch.int32, device=q.device)
+        parts = (part, most, total, used)
     grid = (shape.tiles, shape.kv_heads, splits)
+    scale *= math.log2(math.e)  # the kernel's exponentials are to the base 2
     with_tile(shape.keys, lambda keys: _forward[grid](
-        q, k, v, spans, out, log_sum, *parts, scale, shape.queries, *shape.strides,
-        **shape.sizes, KEYS=keys, SPLITS=splits,
+        q, k, v, spans, out, *parts, scale, shape.queries, *shape.strides,
+        **shape.sizes, KEYS=keys, SPLITS=splits, LEAST=shape.least_keys(),
     ))  # fmt: skip
     if splits > 1:
-        rows = shape.queries * shape.heads
-        _join[(rows,)](*parts, out, log_sum, rows, DIM=shape.dim, WIDTH=shape.width, SPLITS=splits)
-    return out, log_sum
+        count = shape.queries * shape.heads
+        _join[(count,)](
+            *parts, out, count, HEADS=shape.heads, QUERIES=shape.tile, DIM=shape.dim,
+            WIDTH=shape.width, SPLITS=splits,
+        )  # fmt: skip
+    return out
 
 
 def write_slots(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:

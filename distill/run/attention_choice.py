@@ -4,7 +4,6 @@ before the first step, kept beside the run so that a resumed one computes the sa
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from pathlib import Path
@@ -18,10 +17,9 @@ from d2f.attention import SpanPlan, Way
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
-from triton_kernels.choice import is_sound
-from triton_kernels.span_attention import HEAD_DIMS
 
 FILE_NAME = "attention.json"
+WAYS: tuple[Way, ...] = ("flex", "sdpa")
 _REPEAT = 10
 
 
@@ -41,7 +39,8 @@ def choose_attention(
     # Ways differ in rounding: a resumed run computes by the one that it began with.
     if path.is_file():
         kept: Way = json.loads(path.read_text(encoding="utf-8"))["chosen"]
-        return kept
+        if kept in WAYS:  # an earlier version had others
+            return kept
     found = measure_attention(model, spans, dtype)
     chosen = min(found, key=found.__getitem__)
     write_beside(path, json.dumps({"chosen": chosen, "milliseconds": found}) + "\n")
@@ -52,8 +51,7 @@ def choose_attention(
 
 def check_attention(wanted: str, device: torch.device) -> None:
     """Raise InputError for an attention that cannot train on the device."""
-    interpreted = wanted == "kernel" and os.environ.get("TRITON_INTERPRET") == "1"
-    if wanted in ("kernel", "flex") and device.type != "cuda" and not interpreted:
+    if wanted == "flex" and device.type != "cuda":
         raise InputError(f"attention {wanted} trains on a GPU only, this is {device}: take sdpa")
 
 
@@ -85,20 +83,13 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
             torch.autograd.grad(out, (q, k, v), upstream)
 
     found: dict[Way, float] = {}
-    for way in _ways(dim, dtype, spans.device):
+    for way in WAYS:
         try:
             found[way] = _milliseconds(lambda way=way: step(way), spans.device) / layers
         except (RuntimeError, NotImplementedError) as error:  # memory, or no such kernel
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"attention by {way} does not work here: {reason}", stacklevel=2)
     return found
-
-
-def _ways(dim: int, dtype: torch.dtype, device: torch.device) -> list[Way]:
-    ways: list[Way] = ["sdpa", "flex"]
-    if dim in HEAD_DIMS and is_sound("span_attention", dtype, device, dim):
-        ways.insert(0, "kernel")
-    return ways
 
 
 def _milliseconds(run: Any, device: torch.device) -> float:

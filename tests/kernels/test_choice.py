@@ -15,7 +15,6 @@ from triton_kernels import (
     masked_kl,
     masked_kl_tiles,
     span_attention,
-    span_attention_backward,
     span_attention_tiles,
 )
 from triton_kernels.self_check import CHECKS
@@ -74,7 +73,6 @@ def writes_nothing(run):
     ("name", "place", "function", "fault"),
     [
         ("span_attention", span_attention_tiles, "forward", spoiled),
-        ("span_attention", span_attention_backward, "backward", spoiled),
         ("write_slots", span_attention_tiles, "write_slots", writes_nothing),
         ("confidence", confidence_tiles, "of_logits", wrong_token),
         ("masked_kl", masked_kl_tiles, "difference", spoiled),
@@ -120,3 +118,32 @@ def test_a_cpu_and_fp64_take_the_plain_computation():
     assert not choice.use_kernel("confidence", torch.zeros(2, 3))
     assert not choice.use_kernel("confidence", on_a_gpu(torch.float64), True)
     assert choice.use_kernel("confidence", torch.zeros(2, 3), True)
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0", "2.10.1", False),
+        ("3.7.0", "2.4.6", True),
+        ("3.10.1", "3.0.0", True),
+    ],
+)
+def test_an_interpreter_that_breaks_with_numpy_says_what_to_install(
+    monkeypatch, triton, numpy, works
+):
+    choice.check_interpreter.cache_clear()
+    monkeypatch.setattr(choice, "version", {"triton": triton, "numpy": numpy}.get)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    try:
+        if works:
+            assert choice.use_kernel("confidence", torch.zeros(2, 3), True)
+        else:
+            with pytest.raises(RuntimeError, match=f"numpy below 2.4, this is {numpy}: pip"):
+                choice.use_kernel("confidence", torch.zeros(2, 3), True)
+        assert not choice.use_kernel("confidence", torch.zeros(2, 3))
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert choice.use_kernel("confidence", on_a_gpu(), True), "natively numpy is not needed"
+    finally:
+        choice.check_interpreter.cache_clear()

@@ -9,11 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triton_kernels.confidence import (
-    confidence_head,
-    confidence_of_logits,
-    confidence_reference,
-)
+from triton_kernels.confidence import confidence_of_logits, confidence_reference
 from triton_kernels.philox import uniform
 
 NAMES = ("token", "probability", "entropy", "margin", "named", "named_log")
@@ -31,12 +27,10 @@ def same(got, want, *, tokens=True, rtol=1e-5, atol=2e-6):
 
 @st.composite
 def rows(draw, device):
-    """hidden, head, and every option of a call."""
-    n, width = draw(st.integers(1, 20)), draw(st.integers(1, 70))
-    vocabulary = draw(st.integers(1, 150))
+    """Logits, and every option of a call."""
+    n, vocabulary = draw(st.integers(1, 20)), draw(st.integers(1, 150))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    hidden = torch.randn(n, width, generator=rng) / width**0.5
-    head = torch.randn(vocabulary, width, generator=rng)
+    logits = torch.randn(n, vocabulary, generator=rng)
     options = {}
     if vocabulary > 1 and draw(st.booleans()):
         options["mask_id"] = draw(st.integers(0, vocabulary - 1))
@@ -46,29 +40,25 @@ def rows(draw, device):
         options["temperature"] = draw(st.sampled_from([0.3, 1.0]))
         seeds = torch.randint(2**40, (n,), generator=rng)
         options["seed"] = draw(st.sampled_from([7, seeds.to(device)]))
-    return hidden.to(device), head.to(device), options
+    return logits.to(device), options
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_the_kernels_equal_the_reference(device, data):
-    hidden, head, options = data.draw(rows(device))
-    logits = hidden @ head.T
+    logits, options = data.draw(rows(device))
     want = confidence_reference(logits, **options)
     same(confidence_of_logits(logits, **options, kernel=True), want)
-    same(confidence_head(hidden, head, **options, kernel=True), want)
 
 
 def test_a_vocabulary_of_many_tiles(device):
     rng = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(5, 24, generator=rng) / 5, torch.randn(3001, 24, generator=rng)
-    named = torch.tensor([0, 1023, 1024, 3000, 2048])
-    hidden, head, named = hidden.to(device), head.to(device), named.to(device)
-    options = {"mask_id": int((hidden @ head.T)[0].argmax()), "named": named}
-    want = confidence_reference(hidden @ head.T, **options)
+    logits = torch.randn(5, 3001, generator=rng).to(device)
+    named = torch.tensor([0, 1023, 1024, 3000, 2048], device=device)
+    options = {"mask_id": int(logits[0].argmax()), "named": named}
+    want = confidence_reference(logits, **options)
     assert want.token[0] != options["mask_id"]
-    same(confidence_of_logits(hidden @ head.T, **options, kernel=True), want)
-    same(confidence_head(hidden, head, **options, kernel=True), want)
+    same(confidence_of_logits(logits, **options, kernel=True), want)
 
 
 def test_of_equal_logits_the_lowest_id_is_chosen_and_the_mask_id_never(device):
@@ -84,21 +74,12 @@ def test_of_equal_logits_the_lowest_id_is_chosen_and_the_mask_id_never(device):
 
 def test_half_precision(device, dtype):
     rng = torch.Generator().manual_seed(1)
-    hidden = torch.randn(33, 70, generator=rng).to(device, dtype)
-    head = (torch.randn(500, 70, generator=rng) / 4).to(device, dtype)
-    logits = hidden @ head.T
+    logits = torch.randn(33, 500, generator=rng).to(device, dtype)
     named = torch.arange(33, device=device)
     same(
         confidence_of_logits(logits, named=named, kernel=True),
         confidence_reference(logits, named=named),
     )
-    exact = confidence_reference((hidden.double() @ head.double().T).float(), named=named)
-    plain = confidence_reference(logits, named=named)
-    got = confidence_head(hidden, head, named=named, kernel=True)
-    for name in NAMES[1:]:
-        a, b, truth = (getattr(x, name) for x in (got, plain, exact))
-        margin = 4 * torch.finfo(dtype).eps * max(1.0, truth.abs().max().item())
-        assert (a - truth).abs().max() <= (b - truth).abs().max() + margin, name
 
 
 def test_a_row_draws_the_same_whatever_else_is_in_the_batch(device):
@@ -148,10 +129,9 @@ def test_nan_shows_in_the_probability(device):
 
 
 def test_no_rows_and_fp64(device):
-    head = torch.ones(7, 3, device=device)
-    got = confidence_head(torch.zeros(0, 3, device=device), head, kernel=True)
+    got = confidence_of_logits(torch.zeros(0, 7, device=device), kernel=True)
     assert got.token.shape == got.entropy.shape == (0,)
-    wide = confidence_head(torch.ones(1, 3).double(), torch.ones(7, 3).double(), kernel=True)
+    wide = confidence_of_logits(torch.ones(1, 7).double(), kernel=True)
     assert wide.probability.item() == pytest.approx(1 / 7)
 
 
@@ -169,7 +149,3 @@ def test_a_misfit_is_refused_by_name(options, says):
     for kernel in (False, True):
         with pytest.raises(ValueError, match=says):
             confidence_of_logits(torch.zeros(2, 9), **options, kernel=kernel)
-        with pytest.raises(ValueError, match=says):
-            confidence_head(torch.zeros(2, 4), torch.zeros(9, 4), **options, kernel=kernel)
-    with pytest.raises(ValueError, match=r"\[2, 4\] and \[9, 5\]"):
-        confidence_head(torch.zeros(2, 4), torch.zeros(9, 5))

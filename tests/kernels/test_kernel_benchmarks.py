@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,13 +39,107 @@ def test_a_benchmark_writes_what_it_prints(module, tmp_path):
     assert measured and len(out.splitlines()) > len(measured) / 2
 
 
-def test_a_kernel_compiles_for_a_gpu_that_is_not_here():
-    out = run("compiled_kernels", "--only", "28 heads over 4", "--dtypes", "bfloat16")
-    lines = [line.split(maxsplit=4) for line in out.splitlines()[2:]]
-    assert len(lines) == 5
-    assert all(
-        int(shared) <= 227 * 1024 and int(spilled) < 256 for _, shared, _, spilled, _ in lines
-    )
+def test_calls_of_microseconds_take_turns_at_buffers_that_a_cache_does_not_hold(monkeypatch):
+    import torch
+
+    from benchmarks import timing
+
+    seen: list[int] = []
+    timing.replayed_milliseconds(seen.append, 3, "cpu", repeat=2)
+    assert seen == [0, 1, 2] * (3 + 2), "three times uncounted"
+    properties = SimpleNamespace(L2_cache_size=50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for size in (1 << 20, 9 << 20, 68 << 20, 1 << 30):
+        copies = timing.copies_beyond_cache(size, "cuda")
+        assert copies >= 3 and copies * size > 4 * properties.L2_cache_size
+
+
+def test_flash_attention_stands_where_there_is_no_mask(tmp_path):
+    path = tmp_path / "out.json"
+    run("span_attention", *SMALL["span_attention"].split(), "--json", str(path))
+    rows = json.loads(path.read_text())["measured"]
+    assert [row["what"] for row in rows if "flash" in row] == ["decoding", "bidirectional"] * 2
+    assert all(row["blocks"] == 1 for row in rows if row["what"] == "decoding" and "flash" in row)
+    assert any(row["blocks"] == 2 for row in rows if row["what"] == "decoding")
+
+
+def compiled(tmp_path, *arguments: str) -> dict[str, dict]:
+    """What `benchmarks.compiled_kernels` says of each kernel in bf16, by its name."""
+    path = tmp_path / "kernels.json"
+    run("compiled_kernels", "--dtypes", "bfloat16", "--json", str(path), *arguments)
+    rows = json.loads(path.read_text())["measured"]
+    return {row["kernel"]: row for row in rows}
+
+
+@pytest.mark.slow
+def test_the_kernels_of_attention_keep_their_limits_on_an_h100(tmp_path):
+    """Compiled as a launch does it, with the types and alignments of real arguments."""
+    found = compiled(tmp_path, "--only", "32 heads over 32", "28 heads over 4")
+    forward = {name: row for name, row in found.items() if name.endswith("forward")}
+    assert len(forward) == 15, "dimensions 64, 80, 96, 128 and Dream's heads; 16, 64 and 1,024 rows"
+    for name, row in found.items():
+        assert row["spilled"] == 0 and row["shared"] <= 227 * 1024 and row["blocks"] >= 2, name
+    for name, row in forward.items():
+        multiplies = "mma" if "16 rows" in name else "wgmma"
+        assert row["by"] == [multiplies, "cp.async"], name
+
+
+def test_the_other_kernels_keep_their_limits_on_an_h100(tmp_path):
+    names = {
+        *("write slots: write", "masked KL: add_tile", "masked KL: difference"),
+        *("confidence: logits_tile", "confidence: join_tiles"),
+        *("confidence, sampled: logits_tile", "confidence, sampled: join_tiles"),
+    }
+    found = compiled(tmp_path, "--only", "write slots", "confidence", "masked KL")
+    assert set(found) == names
+    assert not any(row["spilled"] for row in found.values())
+    assert all(row["blocks"] >= 6 for row in found.values())
+
+
+def test_a_smaller_gpu_gets_the_tile_that_fits(tmp_path):
+    """As at a launch: a block of an RTX 4090 may take 99 KiB, the tile of an H100 takes 112."""
+    only = ("--only", "32 heads over 32, dimension 128, 64 rows")
+    found = compiled(tmp_path, *only, "--capability", "89")
+    assert len(found) == 2, "forward and join"
+    assert all(row["shared"] <= 99 * 1024 for row in found.values())
+
+
+def test_the_interpreter_is_refused_where_kernels_are_to_be_compiled(monkeypatch, capsys):
+    from benchmarks import compiled_kernels
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert compiled_kernels.main([]) == 2
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
+
+
+def test_what_is_measured_stays_if_a_later_row_fails(tmp_path, monkeypatch):
+    """Of a benchmark that is cut off, the JSON has the rows before."""
+    from benchmarks import confidence, masked_kl, span_attention
+
+    done = []
+
+    def measure(*arguments, **more):
+        if len(done) == 4:
+            raise RuntimeError("out of time")
+        done.append(1)
+        return 1.0
+
+    def fresh(*arguments):
+        return {"ms": measure(), "peak_mib": 1.0}
+
+    for module, name, small in [
+        (span_attention, "replayed_milliseconds", "--rows 4 --cached 16 --lengths 8"),
+        (confidence, "replayed_milliseconds", "--rows 1 2 3 --vocabularies 300 --width 8"),
+        (masked_kl, "in_fresh_process", "--rows 3 5 --vocabularies 300 400 --width 8"),
+    ]:
+        done.clear()
+        monkeypatch.setattr(module, name, fresh if module is masked_kl else measure)
+        path = tmp_path / "out.json"
+        with pytest.raises(RuntimeError, match="out of time"):
+            module.main([*small.split(), "--json", str(path)])
+        written = json.loads(path.read_text())
+        path.unlink()
+        assert written["device"] and written["measured"], module.__name__
 
 
 def test_the_plain_training_step_has_the_gradient_of_ours(monkeypatch):
