@@ -96,7 +96,9 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch, device):
 
 
 def on_a_gpu(dtype=torch.float32):
-    return SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device("cpu"), shape=(2, 32))
+    # Without one the check of the kernel runs in the interpreter.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return SimpleNamespace(dtype=dtype, is_cuda=True, device=device, shape=(2, 32))
 
 
 @pytest.mark.parametrize(("told", "used"), [("0", False), ("1", True), (None, True)])
