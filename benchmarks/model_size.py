@@ -9,28 +9,37 @@ import torch
 import d2f
 from benchmarks.shapes import SHAPES, build
 from d2f.model import DiffusionModel
+from d2f.quantize import QUANTISATIONS
 from distill.memory import NF4, is_linear
 
-# Bytes a weight of the layers' matrices; what is left in bf16 is the rest of the model. int8 has a
-# scale a row, which is too little to count.
-PRECISIONS = {"bf16": 2.0, "int8": 1.0, "nf4": NF4}
+# Bytes a weight of the layers' matrices; what is left in bf16 is the rest of the model. int8 and
+# fp8 have a scale a row, too little to count; int4 a scale and a zero in bf16 for each 128 weights.
+PRECISIONS = {"bf16": 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 4 / 128, "nf4": NF4}
+# As `--quantize` calls them.
+QUANTIZED = {"int8": "int8-weight", "fp8": "fp8", "int4": "int4-weight", "nf4": "nf4"}
 REST = 2  # bytes of every other number: embedding, output head, norms, keys and values
 
 
 @dataclass(frozen=True)
 class Gpu:
     """bytes: of memory. bandwidth: bytes a second. flops: dense bf16 operations a second. All as
-    NVIDIA's data sheet has them."""
+    NVIDIA's data sheet has them. capability: the compute capability."""
 
     bytes: float
     bandwidth: float
     flops: float
+    capability: tuple[int, int]
+
+    def precisions(self) -> list[str]:
+        """Those of `PRECISIONS` that it has."""
+        least = {name: QUANTISATIONS[QUANTIZED[name]].capability for name in QUANTIZED}
+        return [name for name in PRECISIONS if (least.get(name) or (0, 0)) <= self.capability]
 
 
 GPUS = {
-    "H100": Gpu(80e9, 3.35e12, 989e12),  # SXM
-    "A100": Gpu(80e9, 2.039e12, 312e12),  # SXM, 80 GB
-    "RTX4090": Gpu(24e9, 1.008e12, 165e12),
+    "H100": Gpu(80e9, 3.35e12, 989e12, (9, 0)),  # SXM
+    "A100": Gpu(80e9, 2.039e12, 312e12, (8, 0)),  # SXM, 80 GB
+    "RTX4090": Gpu(24e9, 1.008e12, 165e12, (8, 9)),
 }
 USABLE = 0.9  # of a GPU's memory: the rest is for activations, logits and the driver
 
@@ -72,6 +81,10 @@ class ModelSize:
         computing in bf16. Traffic between GPUs comes on top."""
         read = self.read(precision, gpus) + REST * self.slot * cached / gpus
         return 1e3 * max(read / gpu.bandwidth, self.flops(rows, gpus) / gpu.flops)
+
+    def free_rows(self, gpu: Gpu, precision: str = "bf16") -> float:
+        """Rows from which a forward's arithmetic takes longer than reading its weights."""
+        return self.read(precision) / gpu.bandwidth * gpu.flops / self.flops(1)
 
     def requests(self, gpu: Gpu, length: int, precision: str = "bf16", gpus: int = 1) -> int:
         """How many requests of so many positions each have room on each GPU beside the weights."""

@@ -53,15 +53,15 @@ def room_table(models: Sequence[str]) -> list[str]:
 
 def floor_table(models: Sequence[str]) -> list[str]:
     """The least that a forward takes."""
-    from benchmarks.model_size import GPUS, PRECISIONS, size_of
+    from benchmarks.model_size import GPUS, size_of
 
     rows = []
     for name in models:
         size = size_of(name)
         for gpu_name, gpu in GPUS.items():
-            for precision in PRECISIONS:
+            for precision in gpu.precisions():
                 times = [f"{size.floor_ms(gpu, n, CACHED, precision):.2g}" for n in ROWS]
-                free = size.read(precision) / gpu.bandwidth * gpu.flops / size.flops(1)
+                free = size.free_rows(gpu, precision)
                 rows.append([name, gpu_name, precision, *times, f"{free:.0f}"])
     heads = (f"rows {n}, ms" for n in ROWS)
     return _table(("model", "GPU", "weights", *heads, "arithmetic is longer from"), rows)
