@@ -11,7 +11,6 @@ import torch
 from benchmarks import (
     confidence,
     decode_step,
-    gpu,
     masked_kl,
     prefill,
     shapes,
@@ -124,34 +123,6 @@ def test_a_gpu_measures_the_large_shapes_that_it_holds(monkeypatch):
 def test_the_estimate_of_a_shape_is_its_weights_and_more():
     needed = decode_step.memory_needed("LLaDA-8B", torch.bfloat16, 128, 4096, "cpu")
     assert 2 * 8.0e9 < needed < 2 * 8.0e9 * 1.4
-
-
-@on_a_cpu
-def test_gpu_measurements_say_that_there_is_no_gpu(tmp_path, capsys):
-    assert gpu.main(["--output", str(tmp_path / "gpu.json")]) == 2
-    assert "expected an NVIDIA GPU" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("python", [None, "py"])
-def test_the_comparison_on_a_gpu_is_a_valid_configuration(monkeypatch, python):
-    """Without vLLM its entries are left out; what is left is still read."""
-    from decode.comparison.comparison_config import read_config
-
-    seen = []
-
-    def run(module, *arguments):
-        seen.append(read_config(arguments[1], arguments[2:]))
-        raise InterruptedError
-
-    monkeypatch.setattr(gpu, "_run", run)
-    with pytest.raises(InterruptedError):
-        gpu.compare(python)
-    (config,) = seen
-    kinds = [entry.kind for entry in config.entries]
-    assert ("vllm" in kinds) == (python is not None)
-    assert config.reference.kind == ("vllm" if python else "ours")
-    assert {e.device for e in config.entries if e.kind != "vllm"} == {"cuda"}
 
 
 def test_a_long_prompt_is_measured_whole_and_in_pieces(tmp_path, capsys):

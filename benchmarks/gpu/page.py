@@ -1,0 +1,51 @@
+"""python -m benchmarks.gpu.page
+
+Writes the tables of docs/gpu.md: what was measured, from benchmarks/results/gpu, and what fits, by
+`benchmarks.gpu.what_fits`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.decoder_table import between
+from benchmarks.gpu.measured_tables import markdown
+from benchmarks.gpu.results_file import read_runs
+from benchmarks.gpu.what_fits import decoding, training, weights_and_cache
+from d2f.files import write_beside
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gpu.md"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+
+
+def measured() -> str:
+    """The runs in benchmarks/results/gpu."""
+    return markdown([run for path in sorted(RESULTS.glob("*.json")) for run in read_runs(path)])
+
+
+def blocks() -> Iterator[tuple[str, Callable[[], str]]]:
+    """The line after which each block begins, and what gives the block."""
+    for name, block in (
+        ("measured", measured),
+        ("weights and cache", lambda: "\n".join(weights_and_cache())),
+        ("decoding", lambda: "\n".join(decoding())),
+        ("training", lambda: "\n".join(training())),
+    ):
+        yield f"<!-- {name}: written by python -m benchmarks.gpu.page -->\n", block
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.page",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
+    for begin, block in blocks():
+        write_beside(PAGE, between(PAGE, begin, f"{block()}\n"))
+
+
+if __name__ == "__main__":
+    main()
