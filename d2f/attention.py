@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from triton_kernels.choice import use_kernel
 from triton_kernels.flex import FlexSpans
@@ -158,16 +158,13 @@ def span_attention_forward(
     """The function that transformers calls in every layer: query ``[B, H, T, D]`` to output
     ``[B, T, H, D]``. Its name for the plan, ``spans``, is a keyword of the model's forward.
 
-    Raises ValueError without a plan: there is no mask to fall back on (`_no_mask`).
+    Raises ValueError without a plan: there is no mask to fall back on.
     """
     if spans is None:
         raise ValueError("span attention needs spans=SpanPlan(...) in the model's forward")
     return spans.attend(module, query, key, value, scaling), None
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
-    """Spans replace the mask that transformers would build."""
-
-
+# No mask function beside it: for attention without one transformers builds no mask, and does not
+# look into the positions for packed samples, which on a GPU would wait for it in every forward.
 AttentionInterface.register(NAME, span_attention_forward)
-AttentionMaskInterface.register(NAME, _no_mask)

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from d2f import noise, spans
-from d2f.attention import SpanPlan, Way
+from d2f.attention import Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
+from distill.objectives.training_plan import TrainingPlan
 
 Rows = list[list[Placed]]
 
@@ -42,8 +43,14 @@ class Batch:
     weight: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        parts = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
-        return replace(self, **parts)  # type: ignore[arg-type]
+        """The same on a device. A GPU that is still at the step before is not waited for."""
+        cuda = device.type == "cuda"  # it copies by itself from pinned memory alone
+        parts = {
+            name: (value.pin_memory() if cuda else value).to(device, non_blocking=cuda)
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return replace(self, **parts)
 
 
 class Objective(nn.Module):
@@ -199,9 +206,8 @@ class Objective(nn.Module):
     def read(self, batch: Batch, which: Tensor) -> Tensor:
         """Hidden states ``[N, C]`` of the rows that the loss reads. which: the spans to read them
         under, the student's or the teacher's."""
-        hidden = self.model.hidden(
-            batch.input_ids, SpanPlan(which, way=self.attention), batch.positions
-        )
+        plan = TrainingPlan(which, self.attention)
+        hidden = self.model.hidden(batch.input_ids, plan, batch.positions)
         # [R, L, C] to [N, C]: only these rows reach the head, whose logits are the largest tensor.
         return hidden.flatten(0, 1).index_select(0, batch.rows)
 

@@ -199,9 +199,12 @@ class WinoPlusObjective(Objective):
             # A deferred token would be pulled both ways, towards the teacher's distribution and
             # towards a higher entropy.
             teach = batch.later & ~defer
-            weight = settings.kl_weight * _mean_weight(batch, teach)[teach]
+            weight = settings.kl_weight * _mean_weight(batch, teach)
             head = gathered(self.model.backbone.lm_head.weight)
-            loss = loss + masked_linear_kl(student[teach], teacher[teach], head, weight)
+            # Of the others the logits would be made for a weight of 0. Which they are, a GPU is
+            # asked once.
+            rows = teach.nonzero()[:, 0]
+            loss = loss + masked_linear_kl(student[rows], teacher[rows], head, weight[rows])
         return loss
 
     def _predictions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +226,7 @@ class WinoPlusObjective(Objective):
     ) -> Tensor:
         """Sum of by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
         ``[N]`` each; a part's logits are made again for its gradient."""
-        # Logits of the others would be computed for a weight of 0.
+        # Logits of the others would be computed for a weight of 0; for that a GPU is waited for.
         rows = ((by_token != 0) | (by_entropy != 0)).nonzero()[:, 0]
         columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
         return sum_in_parts(self._part_on_logits, columns, self._rows_at_a_time)
