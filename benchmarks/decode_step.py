@@ -8,9 +8,11 @@ blocks being decoded, on 512 to 4,096 cached keys:
 
     graph          the engine's on a GPU: kernels, padded rows, a CUDA graph
     eager          the engine's without a graph
+    compiled       the first of these that there is, of the model after `DiffusionModel.compile`
     sdpa           the graph with attention by scaled_dot_product_attention and a mask
     flex           without a graph, attention by flex_attention, its block mask made beforehand
-    transformers   the model's own forward with a DynamicCache and a mask, all logits of its rows
+    transformers   the model's own forward with a DynamicCache and a mask, all logits of its rows,
+                   RoPE in the model's dtype
 
 By default a GPU takes those of LLaDA-8B and Dream-7B that its memory holds, a CPU the shapes tiny
 and small; it has no graph and no flex. What would not fit is an error before anything is built.
@@ -24,7 +26,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +38,11 @@ from transformers import DynamicCache
 from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits, default_shapes
 from benchmarks.span_attention import decoding_spans
 from benchmarks.timing import about
-from d2f.attention import SpanPlan
-from d2f.errors import InputError
+from d2f.attention import NAME, SpanPlan
+from d2f.compiled import CompiledRows
+from d2f.errors import CompileError, InputError
 from d2f.files import write_beside
-from d2f.model import DiffusionModel
+from d2f.model import DiffusionModel, Fp32Rotary
 from decode.engine.batch import FlatRows
 from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.sampling import greedy_table
@@ -144,8 +148,24 @@ def _without_kernels(run: Forward) -> object:
             os.environ[VARIABLE] = before
 
 
+@contextmanager
+def as_transformers_has_it(model: DiffusionModel) -> Iterator[None]:
+    """Within it attention is transformers' own, and so is RoPE: `Fp32Rotary` leaves queries and
+    keys in fp32, which only `SpanPlan.attend` takes back to the dtype of the values."""
+    decoder: Any = model.backbone.model
+    ours = decoder.rotary_emb
+    model.backbone.set_attn_implementation("sdpa")
+    if isinstance(ours, Fp32Rotary):
+        decoder.rotary_emb = ours.rotary
+    try:
+        yield
+    finally:
+        decoder.rotary_emb = ours
+        model.backbone.set_attn_implementation(NAME)
+
+
 def theirs(model: DiffusionModel, rows: int, cached: int) -> Forward:
-    """transformers' own forward."""
+    """transformers' own forward, to be called as `as_transformers_has_it`."""
     config = model.backbone.config
     dim = config.hidden_size // config.num_attention_heads
     cache = DynamicCache()
@@ -173,16 +193,34 @@ def theirs(model: DiffusionModel, rows: int, cached: int) -> Forward:
 
 
 def measure(
-    model: DiffusionModel, rows: int, cached: int, device: str, repeat: int
+    model: DiffusionModel,
+    rows: int,
+    cached: int,
+    device: str,
+    repeat: int,
+    compiled: CompiledRows | None = None,
 ) -> dict[str, float]:
     """Milliseconds of each way."""
     found = {}
-    model.backbone.set_attn_implementation("span")
     for way, run in ours(model, rows, cached, device).items():
         found[way] = 1e3 * seconds(run, device, repeat)
-    model.backbone.set_attn_implementation("sdpa")
-    found["transformers"] = 1e3 * seconds(theirs(model, rows, cached), device, repeat)
+    if compiled is not None:
+        model.compiled_rows = compiled
+        ways = ours(model, rows, cached, device)
+        found["compiled"] = 1e3 * seconds(ways.get("graph", ways["eager"]), device, repeat)
+        model.compiled_rows = None
+    with as_transformers_has_it(model):
+        found["transformers"] = 1e3 * seconds(theirs(model, rows, cached), device, repeat)
     return found
+
+
+def try_compile(model: DiffusionModel) -> CompiledRows | None:
+    """What `DiffusionModel.compile` makes; None, with a line that says why, where it cannot."""
+    try:
+        return CompiledRows(model.backbone, model.new_cache)
+    except CompileError as error:
+        print(f"not measured compiled: {error}", file=sys.stderr)
+        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,18 +253,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = []
     for shape in shapes:
         model = build(shape, dtype, device)
+        compiled = try_compile(model)
         for cached in options.cached:
             for rows in options.rows:
                 floor = 1e3 * bytes_needed(model, rows, cached) / speed
-                found = measure(model, rows, cached, device, options.repeat)
+                found = measure(model, rows, cached, device, options.repeat, compiled)
                 table.append(
                     {"shape": shape, "rows": rows, "cached": cached, "floor": floor, **found}
                 )
                 times = "".join(f"  {way} {ms:.3f} ({ms / floor:.2f})" for way, ms in found.items())
                 print(f"{shape:<9}{rows:>4} on {cached:<5} floor {floor:.3f}{times}", flush=True)
-        del model
-    if options.json is not None:
-        write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
+                if options.json is not None:  # a row that failed later leaves those before it
+                    write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
+        del model, compiled
     return 0
 
 

@@ -54,6 +54,8 @@ class TrainConfig(TrainKeys):
                 f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "
                 "them all, in float32"
             )
+        if self.compile and self.quantize != "none":
+            raise ValueError(f"compile needs weights that are not quantised, got {self.quantize}")
         if self.block_causal and max(self.block_shares) > self.data.row_length:
             raise ValueError(
                 f"block_size must not exceed data.row_length {self.data.row_length}, "

@@ -69,6 +69,9 @@ class TrainKeys(Section):
     """Of frozen weights (QLoRA)."""
     gradient_checkpointing: Switch = False
     """Compute each layer again in the backward pass, for less memory."""
+    compile: Switch = False
+    """Decoder layers through torch.compile: a faster step and less memory after a slow first one;
+    the same curve to rounding. One process or DDP, weights that are not quantised."""
     gradient_accumulation: Positive = 1
     """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"

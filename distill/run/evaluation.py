@@ -28,6 +28,7 @@ from decode.commands.task_problems import draw_problems, encode_problems, give_n
 from decode.decoders import Decoder, find_decoder
 from decode.evaluation.judged import decode_and_judge
 from distill.config import TrainConfig
+from distill.run.compiled_layers import as_they_are
 from distill.run.export import as_trained, write_result
 from distill.run.heldout_loss import HeldoutLoss, loss_text
 
@@ -73,7 +74,7 @@ class Evaluator:
     def run(self, step: int) -> dict[str, Any]:
         """Measure, keep the best: values for the log and the tracker by name."""
         values: dict[str, Any] = {}
-        with undisturbed(self.model):
+        with undisturbed(self.model), as_they_are():
             if self.jobs:
                 values |= self._decode()
             if self.loss is not None:

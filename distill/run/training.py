@@ -14,6 +14,7 @@ from distill.objectives import OBJECTIVES
 from distill.prepare_model import prepare_model
 from distill.run import checkpoint, sharding
 from distill.run.attention_choice import check_attention
+from distill.run.compiled_layers import check_compile, compile_layers
 from distill.run.evaluation import Evaluator, said
 from distill.run.export import export_run
 from distill.run.finite import FiniteWatch
@@ -66,11 +67,15 @@ class Training:
         """Model, objective, data and optimizer."""
         config, accelerator = self.config, self.accelerator
         check_attention(config.attention, accelerator.device)
+        if config.compile:
+            check_compile(accelerator)
         # Looked at before the model is loaded, so that a bad configuration is refused at once.
         rows_at_once(config, accelerator.num_processes)
         # A 4-bit base is quantised as it is loaded, on the device that it is trained on.
         quantized = config.quantize != "none"
         model = prepare_model(config, accelerator.device if quantized else "cpu")
+        if config.compile:
+            compile_layers(model.backbone)
         self.objective = OBJECTIVES[config.objective](model, config)
         self.objective.train()
         self.stream = self.objective.stream()
