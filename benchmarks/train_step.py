@@ -1,20 +1,31 @@
 """python -m benchmarks.train_step --shape small --length 1024
 
 One training step of D2F (teacher, student, loss, backward, AdamW on the LoRA) on a model with
-random weights, ours beside the plain one, which is what the reference code does: a dense float
-mask, all logits of student and teacher, the teacher's softmax, soft cross-entropy over the ratio.
-Both see the same tokens and masks; both losses are printed: ours is the KL, theirs the
-cross-entropy, which is larger by the teacher's entropy. Each is a process of its own; its peak is
-all that it allocated on a GPU, and on a CPU what it took beyond the model by the operating system's
-count. The shape is LLaDA-8B on a GPU by default and small on a CPU; what would not fit into the
-memory is an error before anything is built.
+random weights, in several ways:
+
+    plain       what the reference code does: a dense float mask, all logits of student and teacher,
+                the teacher's softmax, soft cross-entropy over the ratio
+    ours        as distill.train computes it
+    compiled    the same with `compile: true`
+
+All see the same tokens and masks, under autocast as in training where the dtype is not float32; the
+losses are printed: ours is the KL, the plain one the cross-entropy, which is larger by the
+teacher's entropy. Each measurement is a process of its own, and its first step, which compiles, is
+not counted. The peak is that of a later step: on a GPU all that is allocated, on a CPU what the step
+takes beyond what is there before it, by the operating system's count. `--repetitions` measures the
+ways in turn several times and prints medians; the file has them all. The shape is LLaDA-8B on a GPU
+by default and small on a CPU; what would not fit into the memory is an error before anything is
+built.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,8 +53,10 @@ from distill.data.data_config import Data
 from distill.objectives.base import Batch
 from distill.objectives.d2f import D2F
 from distill.run.attention_choice import measure_attention
+from distill.run.compiled_layers import compile_layers
 
 BLOCK_SIZE = 32
+WAYS = ("plain", "ours", "compiled")
 
 
 def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tensor]:
@@ -134,34 +147,49 @@ def measure(
         model.backbone.gradient_checkpointing_enable({"use_reentrant": False})
     batch, share = draw(model, samples, length)
     batch, share = batch.to(torch.device(device)), share.to(device)
-    loss = ours(model, batch) if way == "ours" else plain(model, batch, share)
+    if way == "compiled":
+        compile_layers(model.backbone)
+    loss = plain(model, batch, share) if way == "plain" else ours(model, batch)
+    autocast = torch.autocast(device, model.dtype, enabled=model.dtype != torch.float32)
     assert model.adapter is not None
     trained = [p for p in model.adapter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     losses = []
 
     def step() -> None:
-        found = loss()
+        with autocast:
+            found = loss()
         found.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(found.detach())
 
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = 0
-    else:
-        reset_peak([os.getpid()])
-        before = peak_bytes([os.getpid()]) or 0
     step()
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else peak_bytes([os.getpid()]) or 0
+    peak = peak_of(step, device)
     took = seconds(step, device, repeat)
     return {
         "seconds": took,
         "tokens_per_second": samples * length / took,
         "loss": losses[0].item(),
-        "peak_mib": (peak - before) / 2**20,
+        "peak_mib": peak / 2**20,
     }
+
+
+def peak_of(step: Callable[[], None], device: str) -> int:
+    """Bytes that a step takes at its peak, as this module says."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    # What the C library keeps of freed memory would be taken again without being counted.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    here = [os.getpid()]
+    reset_peak(here)
+    before = peak_bytes(here) or 0
+    step()
+    return (peak_bytes(here) or 0) - before
 
 
 def least_memory(
@@ -186,8 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
-    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=["plain", "ours"])
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    parser.add_argument("--repeat", type=int, default=5, help="steps in a measurement")
+    parser.add_argument("--repetitions", type=int, default=1, help="measurements of each way")
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     least = least_memory(
@@ -204,24 +233,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.samples} x {options.length} tokens, blocks of {BLOCK_SIZE}"
         f"{', gradient checkpointing' if options.checkpointing else ''}"
     )
-    found = {}
-    for way in options.ways:
-        found[way] = one = in_fresh_process(
-            measure, way, options.shape, options.samples, options.length, options.dtype,
-            options.checkpointing, options.repeat,
-        )  # fmt: skip
-        if one is None:
-            print(f"{way:<6} no memory")
-            continue
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+    sizes = {k: v for k, v in vars(options).items() if k != "json"}
+    for _ in range(options.repetitions):
+        for way in options.ways:
+            one = in_fresh_process(
+                measure, way, options.shape, options.samples, options.length, options.dtype,
+                options.checkpointing, options.repeat,
+            )  # fmt: skip
+            if one is None:
+                print(f"{way:<9} no memory", flush=True)
+                continue
+            found[way].append(one)
+            print_row(way, [one])
+            if options.json is not None:  # a way that fails later leaves what came before it
+                kept = {**facts, **sizes, "measured": found}
+                write_beside(options.json, json.dumps(kept) + "\n")
+    if options.repetitions > 1:
+        print(f"medians of {options.repetitions}")
+        for way in options.ways:
+            print_row(way, found[way])
+    return 0
+
+
+def print_row(way: str, measured: list[dict[str, Any]]) -> None:
+    """A way's medians in a line, nothing where it has none."""
+    if measured:
+        middle = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         print(
-            f"{way:<6}{one['seconds']:>8.3f} s a step{one['tokens_per_second']:>9.0f} tokens/s"
-            f"{one['peak_mib']:>9.0f} MiB   loss {one['loss']:.4f}",
+            f"{way:<9}{middle['seconds']:>8.3f} s a step"
+            f"{middle['tokens_per_second']:>9.0f} tokens/s{middle['peak_mib']:>9.0f} MiB"
+            f"   loss {middle['loss']:.4f}",
             flush=True,
         )
-    if options.json is not None:
-        sizes = {k: v for k, v in vars(options).items() if k != "json"}
-        write_beside(options.json, json.dumps({**facts, **sizes, "measured": found}) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

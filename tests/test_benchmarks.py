@@ -68,6 +68,7 @@ def test_without_arguments_a_cpu_measures_small_shapes(monkeypatch, capsys):
 
     for name, value in [("build", build), ("measure", done), ("bandwidth", lambda device: 1e9)]:
         monkeypatch.setattr(decode_step, name, value)
+    monkeypatch.setattr(decode_step, "try_compile", lambda model: None)
     assert decode_step.main([]) == 0
     assert [shape for shape, device in built if device == "cpu"] == ["tiny", "small"]
     monkeypatch.setattr(train_step, "in_fresh_process", lambda *arguments: None)
@@ -123,6 +124,34 @@ def test_a_gpu_measures_the_large_shapes_that_it_holds(monkeypatch):
 def test_the_estimate_of_a_shape_is_its_weights_and_more():
     needed = decode_step.memory_needed("LLaDA-8B", torch.bfloat16, 128, 4096, "cpu")
     assert 2 * 8.0e9 < needed < 2 * 8.0e9 * 1.4
+
+
+def test_what_was_measured_is_kept_where_a_later_row_fails(tmp_path, monkeypatch):
+    def measure(model, rows, *arguments):
+        if rows == 2:
+            raise RuntimeError("no memory")
+        return {"eager": 1.0}
+
+    for name, value in [("bandwidth", lambda device: 1e9), ("try_compile", lambda model: None)]:
+        monkeypatch.setattr(decode_step, name, value)
+    monkeypatch.setattr(decode_step, "measure", measure)
+    sizes = ["--shapes", "tiny", "--rows", "1", "2", "--cached", "8"]
+    with pytest.raises(RuntimeError):
+        decode_step.main([*sizes, "--json", str(tmp_path / "d.json")])
+    assert [row["rows"] for row in json.loads((tmp_path / "d.json").read_text())["measured"]] == [1]
+
+    def measure_way(way, *arguments):
+        if way == "ours":
+            raise RuntimeError("killed")
+        return {"seconds": 1.0, "tokens_per_second": 1.0, "loss": 1.0, "peak_mib": 1.0}
+
+    monkeypatch.setattr(train_step, "in_fresh_process", lambda _, *rest: measure_way(*rest))
+    with pytest.raises(RuntimeError):
+        train_step.main(["--shape", "tiny", "--json", str(tmp_path / "t.json")])
+    measured = json.loads((tmp_path / "t.json").read_text())["measured"]
+    assert {way: len(found) for way, found in measured.items()} == {
+        "plain": 1, "ours": 0, "compiled": 0,
+    }  # fmt: skip
 
 
 def test_a_long_prompt_is_measured_whole_and_in_pieces(tmp_path, capsys):

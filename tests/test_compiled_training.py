@@ -37,7 +37,13 @@ LORA = {"r": 4, "alpha": 4, "dropout": 0.1}
 def test_an_adapter_has_the_curve_of_the_plain_run(tmp_path, teacher, more):
     """With dropout, gradient checkpointing, evaluations in between, and after a kill to the bit."""
     evaluation = {"tasks": ["sudoku"], "problems": 1, "loss_rows": 2}
-    changes = {"init": str(teacher), "lora": LORA, "eval_every": 2, "evaluation": evaluation, **more}
+    changes = {
+        "init": str(teacher),
+        "lora": LORA,
+        "eval_every": 2,
+        "evaluation": evaluation,
+        **more,
+    }
     train(settings(tmp_path / "plain", "d2f", **changes))
     counters.clear()
     train(settings(tmp_path / "compiled", "d2f", compile=True, **changes))

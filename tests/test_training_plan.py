@@ -29,7 +29,9 @@ def test_two_sequences_of_a_batch_share_their_parts():
 
 
 def test_rows_that_see_nothing_get_a_masked_key():
-    assert parts_of(torch.zeros(1, 3, 1, 2, dtype=torch.int32)) == [Segment(slice(0, 3), slice(0, 1))]
+    assert parts_of(torch.zeros(1, 3, 1, 2, dtype=torch.int32)) == [
+        Segment(slice(0, 3), slice(0, 1))
+    ]
 
 
 @st.composite

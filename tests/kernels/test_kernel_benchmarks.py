@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 SMALL = {
     "masked_kl": "--rows 3 --vocabularies 300 --width 8 --repeat 1",
     "confidence": "--rows 1 3 --vocabularies 300 --width 8 --repeat 1",
-    "decode_step": "--shapes tiny --rows 4 --cached 16 --repeat 1",
-    "train_step": "--shape tiny --length 64 --repeat 1",
+    # in bf16, which is a GPU's: RoPE is in fp32 then, and attention gets two dtypes
+    "decode_step": "--shapes tiny --rows 4 --cached 16 --repeat 1 --dtype bfloat16",
+    "train_step": "--shape tiny --length 64 --repeat 1 --dtype bfloat16 --ways plain compiled",
     "span_attention": "--rows 4 --cached 16 --lengths 8 --repeat 1",
 }
 
