@@ -5,7 +5,7 @@ Attention and the cache stay outside the graph, behind the operator ``d2f::atten
 it writes a layer's new keys and values to their slots and attends over the plan of the forward that
 is running. So one graph serves every number of rows, every batch and every cache; a single row,
 which `torch.compile` always specialises, has a graph of its own. On an x86 CPU the linear layers
-are packed (`d2f.packed`).
+are packed (`d2f.packed`), elsewhere those with one input are joined (`d2f.joined`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.errors import CompileError
+from d2f.joined import JoinedModel, can_join
 from d2f.packed import PackedModel, can_pack
 
 
@@ -67,6 +68,9 @@ class _PlanOfTheForward(SpanPlan):
         scale: float | None = None,
     ) -> Tensor:
         assert layer is not None and scale is not None
+        # Here, where it is fused with RoPE, which may run in fp32; behind the operator it would be
+        # a pass of its own.
+        query, key = query.to(value.dtype), key.to(value.dtype)
         out: Tensor = torch.ops.d2f.attend(query, key, value, layer.layer_idx, scale)
         return out
 
@@ -80,6 +84,13 @@ def _guards(guards: Sequence[Any]) -> list[bool]:
     return [keep and guard.guard_type != "GLOBAL_STATE" for keep, guard in pairs]
 
 
+def _with_products(backbone: PreTrainedModel) -> PackedModel | None:
+    """The model with layers packed or joined to products, None where they can be neither."""
+    if can_pack(backbone):
+        return PackedModel(backbone)
+    return JoinedModel(backbone) if can_join(backbone) else None
+
+
 class CompiledRows:
     """The hidden states of flat rows, compiled at once; takes some seconds.
 
@@ -88,7 +99,7 @@ class CompiledRows:
 
     def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
         plan = _PlanOfTheForward()
-        packed = self.packed = PackedModel(backbone) if can_pack(backbone) else None
+        packed = self.packed = _with_products(backbone)
         model = backbone.model if packed is None else packed.model
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:

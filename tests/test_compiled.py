@@ -11,6 +11,7 @@ from tiny import fresh_model, random_model
 
 import d2f
 import d2f.compiled
+import d2f.joined
 import d2f.packed
 import decode
 from d2f import spans as sp
@@ -92,11 +93,11 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
     assert runner.facts["compiled"] is True
 
 
-def test_where_layers_cannot_be_packed_the_tokens_are_the_same(monkeypatch):
+def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_same(monkeypatch):
     monkeypatch.setattr(d2f.compiled, "can_pack", lambda backbone: False)
-    monkeypatch.setattr(d2f.compiled, "PackedModel", None)
     model = fresh_model("dream")
     model.compile()
+    assert isinstance(model.compiled_rows.packed, d2f.joined.JoinedModel)
     (decoder,) = DECODERS["dream"]
     plain, fast = (
         decode.generate(m, [[5, 6, 7], [9]], decoder) for m in (random_model("dream"), model)
