@@ -16,6 +16,13 @@ blocks being decoded, on 512 to 4,096 cached keys:
 
 By default a GPU takes those of LLaDA-8B and Dream-7B that its memory holds, a CPU the shapes tiny
 and small; it has no graph and no flex. What would not fit is an error before anything is built.
+
+python -m benchmarks.decode_step --count
+
+No measurement: the bytes and operations of each launch of such a forward, of LLaDA-8B by default
+for 64 rows on 512 cached keys, and an estimate of its time on a GPU whose speeds are given (an
+H100's by default, as assumed: nobody has measured them here), eager and compiled
+(`benchmarks/forward_count.py`). Needs no GPU, and memory for no weights.
 """
 
 from __future__ import annotations
@@ -35,6 +42,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from benchmarks.count_report import report
+from benchmarks.forward_count import Gpu, bytes_needed
 from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits, default_shapes
 from benchmarks.span_attention import decoding_spans
 from benchmarks.timing import about
@@ -49,16 +58,6 @@ from decode.engine.sampling import greedy_table
 from triton_kernels.choice import VARIABLE
 
 Forward = Callable[[], object]
-
-
-def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
-    """Bytes that one forward must read."""
-    backbone = model.backbone
-    weights = sum(p.numel() * p.element_size() for p in backbone.parameters())
-    table = backbone.model.embed_tokens.weight
-    keys = model.new_cache(1).layers
-    a_slot = sum(x.numel() * x.element_size() for layer in keys for x in layer)
-    return weights - table.numel() * table.element_size() + a_slot * (cached + rows)
 
 
 def memory_needed(shape: str, dtype: torch.dtype, rows: int, cached: int, device: str) -> int:
@@ -230,12 +229,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cuda = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: see above")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--rows", type=int, nargs="+", help="default: 16 32 64 128")
+    parser.add_argument("--cached", type=int, nargs="+", help="default: 512 2048 4096")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU and counted, else float32")
+    parser.add_argument("--count", action="store_true", help="count instead, see above")
+    parser.add_argument("--gb-per-second", type=float, default=3000, help="of a counted GPU")
+    parser.add_argument("--tflops", type=float, default=600, help="of its products, a second")
+    parser.add_argument("--gap", type=float, default=2, help="us between its launches in a graph")
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
+    if options.count:
+        gpu = Gpu(1e9 * options.gb_per_second, 1e12 * options.tflops, 1e-6 * options.gap)
+        dtype = getattr(torch, options.dtype or "bfloat16")
+        rows, cached = options.rows or [64], options.cached or [512]
+        report(options.shapes or ["LLaDA-8B"], rows, cached, dtype, gpu, options.json)
+        return 0
+    options.rows = options.rows or [16, 32, 64, 128]
+    options.cached = options.cached or [512, 2048, 4096]
+    options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
     device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
     needed = {
         shape: memory_needed(shape, dtype, max(options.rows), max(options.cached), device)

@@ -11,10 +11,10 @@ random weights, in several ways:
 All see the same tokens and masks, under autocast as in training where the dtype is not float32; the
 losses are printed: ours is the KL, the plain one the cross-entropy, which is larger by the
 teacher's entropy. Each measurement is a process of its own, and its first step, which compiles, is
-not counted. The peak is that of a later step: on a GPU all that is allocated, on a CPU what the step
-takes beyond what is there before it, by the operating system's count. `--repetitions` measures the
-ways in turn several times and prints medians; the file has them all. The shape is LLaDA-8B on a GPU
-by default and small on a CPU; what would not fit into the memory is an error before anything is
+not counted. The peak is that of a later step: on a GPU all that is allocated, on a CPU what the
+step takes beyond what is there before it, by the operating system's count. `--repetitions` measures
+the ways in turn several times and prints medians; the file has them all. The shape is LLaDA-8B on a
+GPU by default and small on a CPU; what would not fit into the memory is an error before anything is
 built.
 """
 

@@ -8,6 +8,8 @@ reads or changes them (saving, merging) finds them where they were::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +51,7 @@ class _Joined(_Product):
         return F.linear(x, self.weight, self.bias)
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     """The parameters one below the other, of which they are views from here on."""
     whole = torch.cat([parameter.data for parameter in parameters])
     parts = whole.split([len(parameter) for parameter in parameters])

@@ -62,9 +62,7 @@ def test_an_adapter_has_the_curve_of_the_plain_run(tmp_path, teacher, more):
 
 
 def test_all_layers_share_their_graphs(tmp_path):
-    shape = {
-        "hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1, "context_length": 128,
-    }  # fmt: skip
+    shape = settings(tmp_path).model.model_dump()
     graphs = []
     for layers in (3, 12):  # more than dynamo keeps graphs of one function
         torch._dynamo.reset()

@@ -4,6 +4,7 @@ are a kernel of their own here and part of the next one on a GPU."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -14,13 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers import LlamaConfig, Qwen2Config
 from triton.runtime.interpreter import GridExecutor
 
-from benchmarks import shapes
+from benchmarks import decode_step, shapes
+from benchmarks.count_report import AIM
+from benchmarks.count_report import layer as second_layer
+from benchmarks.forward_count import count
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.compiled import CompiledRows, _attend, _running
 from d2f.joined import JoinedModel
 from triton_kernels import span_attention
 
+SIZES = {
+    "vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 ATTEND = 3  # writing the slots, attention, joining its splits
 MOST = 16
 CALL = re.compile(r"(extern_kernels|cpp_fused|torch\.ops\.d2f\.attend)\w*[.(]")
@@ -28,11 +36,8 @@ CALL = re.compile(r"(extern_kernels|cpp_fused|torch\.ops\.d2f\.attend)\w*[.(]")
 
 def calls(monkeypatch, config, layers) -> Counter:
     """What a forward of several rows calls, by kind."""
-    sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 256}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    monkeypatch.setitem(
-        shapes.SHAPES, "layers", lambda: config(**sizes, **heads, num_hidden_layers=layers)
-    )
+    shape = config(**SIZES, num_hidden_layers=layers)
+    monkeypatch.setitem(shapes.SHAPES, "layers", lambda: shape)
     model = shapes.build("layers", torch.bfloat16, "cpu")
     torch._dynamo.reset()
     compiled, code = run_and_get_code(lambda: CompiledRows(model.backbone, model.new_cache))
@@ -50,6 +55,11 @@ def test_a_compiled_layer_is_at_most_sixteen_launches(monkeypatch, config):
     assert layer["extern_kernels"] == 4, "q k v, o, gate up, down"
     assert layer["torch.ops.d2f.attend"] == 1
     assert layer.total() - 1 + ATTEND <= MOST
+    # What benchmarks.decode_step --count says without the compiler.
+    shape = config(**SIZES, num_hidden_layers=4)
+    monkeypatch.setitem(shapes.SHAPES, "layers", lambda: shape)
+    counted = count(shapes.build("layers", torch.bfloat16, "meta"), 16, 64)["compiled"]
+    assert len(second_layer(counted)) == layer.total() - 1 + ATTEND
 
 
 class Work(TorchDispatchMode):
@@ -95,3 +105,26 @@ def test_attention_is_the_launches_that_are_counted_for_it(monkeypatch):
             _attend(q, k, v, layer, 32**-0.5)
     assert launched.total() == ATTEND
     assert not work.seen
+
+
+def test_a_count_says_bytes_and_operations_of_each_launch(tmp_path, capsys):
+    """LLaDA-8B, whose weights would be 16 GB, by the sizes of its tensors."""
+    path = tmp_path / "count.json"
+    assert decode_step.main(["--count", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "counted, not measured" in out and "a layer compiled: 11 launches" in out
+    (found,) = json.loads(path.read_text())["counted"]
+    rows, width, inner, layers = 64, 4096, 12288, 32
+    of_layers = layers * (4 * width**2 + 3 * width * inner)
+    products = 2 * rows * (of_layers + width * 126464)
+    slots = 2 * 2 * layers * width * (512 + rows)
+    assert found["floor_bytes"] == pytest.approx(2 * (of_layers + width * 126464) + slots, rel=1e-3)
+    for way, launches in (("eager", 41), ("compiled", 11)):
+        every = found[way]["launches"]
+        assert sum(launch["flops"] for launch in every) == products, way
+        down = next(x for x in every if x["flops"] == 2 * rows * width * inner)
+        assert down["bytes"] == 2 * (width * inner + rows * (width + inner))
+        assert launches * layers < len(every) < launches * layers + 25
+        assert sum(launch["bytes"] for launch in every) > found["floor_bytes"]
+    floor = 1e3 * found["floor_bytes"] / 3e12
+    assert found["compiled"]["milliseconds"] <= AIM * floor < found["eager"]["milliseconds"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import d2f
 from benchmarks import scaling
-from benchmarks.decode_step import bytes_needed
+from benchmarks.forward_count import bytes_needed
 from benchmarks.model_size import GPUS, PRECISIONS, USABLE, size_of
 from benchmarks.shapes import build
 

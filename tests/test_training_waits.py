@@ -1,5 +1,5 @@
-"""A training step hands its work to the GPU and goes on: nothing of it waits for a value to come back
-to the host. Counted on the CPU, where reading a value is the same call."""
+"""A training step hands its work to the GPU and goes on: nothing of it waits for a value to come
+back to the host. Counted on the CPU, where reading a value is the same call."""
 
 from __future__ import annotations
 
