@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
 from benchmarks.span_attention import decoding_spans
+from d2f import attention
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.model import DiffusionModel
@@ -49,13 +50,15 @@ class Part:
 
 @dataclass
 class Launch:
-    """One kernel. small: an operator that a compiler fuses with its neighbours."""
+    """One launch. small: an operator that a compiler fuses with its neighbours. kernel: one of this
+    project's Triton kernels."""
 
     name: str
     reads: list[Part]
     writes: list[Part]
     flops: int = 0
     small: bool = False
+    kernel: bool = False
     source: int = 0  # of a product: the storage that it multiplies with its weight
 
     @property
@@ -118,9 +121,10 @@ class _Record(TorchDispatchMode):
             keys, values, slots, *caches = tensors
             rows = [_part(x) for x in (keys, values, slots)]
             written = [Part(_part(x).storage, rows[0].bytes) for x in caches]
-            self._add(Launch(name, rows, written), tensors)
+            self._add(Launch(name, rows, written, kernel=True), tensors)
         else:
-            self._add(Launch(name, [], [_part(x) for x in tensors]), tensors)
+            parts = [_part(x) for x in tensors]
+            self._add(Launch(name, [], parts, kernel=True), tensors)
 
     def _add(self, launch: Launch, tensors: list[Tensor]) -> None:
         self.launches.append(launch)
@@ -131,7 +135,7 @@ class _AsCompiled(SpanPlan):
     """Attends as `d2f.compiled` does: casts first, then the operator that writes the slots too."""
 
     def __init__(self, spans: Tensor, cache: SlotCache):
-        super().__init__(spans, way="kernel")
+        super().__init__(spans)
         self.cache = cache
 
     def attend(
@@ -168,7 +172,7 @@ def count(model: DiffusionModel, rows: int, cached: int) -> dict[str, list[Launc
     spans = decoding_spans(rows, cached).to("meta")
 
     def eager() -> None:
-        model.decode_rows(places, places, SpanPlan(spans, way="kernel"), cache, places)
+        model.decode_rows(places, places, SpanPlan(spans), cache, places)
 
     def compiled() -> None:
         hidden = model.hidden(places[None], _AsCompiled(spans, cache), places[None])
@@ -228,6 +232,7 @@ def _recorded_kernels(record: Callable[[str, list[Tensor]], None]) -> Iterator[N
 
     with (
         mock.patch.object(KernelInterface, "__getitem__", __getitem__),
+        mock.patch.object(attention, "use_kernel", lambda *given: True),
         mock.patch.object(span_attention, "use_kernel", lambda *given: True),
     ):
         yield

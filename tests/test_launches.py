@@ -19,6 +19,7 @@ from benchmarks import decode_step, shapes
 from benchmarks.count_report import AIM
 from benchmarks.count_report import layer as second_layer
 from benchmarks.forward_count import count
+from d2f import attention
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.compiled import CompiledRows, _attend, _running
@@ -29,7 +30,7 @@ SIZES = {
     "vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }  # fmt: skip
-ATTEND = 3  # writing the slots, attention, joining its splits
+ATTEND = 3  # at most: writing the slots, attention, joining its splits
 MOST = 16
 CALL = re.compile(r"(extern_kernels|cpp_fused|torch\.ops\.d2f\.attend)\w*[.(]")
 
@@ -59,7 +60,8 @@ def test_a_compiled_layer_is_at_most_sixteen_launches(monkeypatch, config):
     shape = config(**SIZES, num_hidden_layers=4)
     monkeypatch.setitem(shapes.SHAPES, "layers", lambda: shape)
     counted = count(shapes.build("layers", torch.bfloat16, "meta"), 16, 64)["compiled"]
-    assert len(second_layer(counted)) == layer.total() - 1 + ATTEND
+    kernels = sum(launch.kernel for launch in second_layer(counted))
+    assert len(second_layer(counted)) - kernels == layer.total() - 1
 
 
 class Work(TorchDispatchMode):
@@ -89,10 +91,11 @@ def test_attention_is_the_launches_that_are_counted_for_it(monkeypatch):
             return launch(self, *given, **more)
 
     monkeypatch.setattr(GridExecutor, "__call__", counted)
-    monkeypatch.setattr(span_attention, "use_kernel", lambda *given: True)
+    for module in (attention, span_attention):
+        monkeypatch.setattr(module, "use_kernel", lambda *given: True)
     config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
     cache = SlotCache(config, 300, dtype=torch.float32, device=torch.device("cpu"))
-    plan = SpanPlan(torch.tensor([[[0, 300], [0, 0], [0, 0]]] * 4, dtype=torch.int32), way="kernel")
+    plan = SpanPlan(torch.tensor([[[0, 300], [0, 0], [0, 0]]] * 4, dtype=torch.int32))
     cache.slots = torch.arange(4)
     # as the joined product gives them: parts of the columns, heads not yet in front
     q, k, v = torch.randn(1, 4, 6 * 32).view(1, 4, 6, 32).split(2, 2)
@@ -103,7 +106,7 @@ def test_attention_is_the_launches_that_are_counted_for_it(monkeypatch):
         launched.clear()
         with Work() as work:
             _attend(q, k, v, layer, 32**-0.5)
-    assert launched.total() == ATTEND
+    assert launched.total() <= ATTEND
     assert not work.seen
 
 
@@ -112,19 +115,19 @@ def test_a_count_says_bytes_and_operations_of_each_launch(tmp_path, capsys):
     path = tmp_path / "count.json"
     assert decode_step.main(["--count", "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "counted, not measured" in out and "a layer compiled: 11 launches" in out
+    assert "counted, not measured" in out
     (found,) = json.loads(path.read_text())["counted"]
     rows, width, inner, layers = 64, 4096, 12288, 32
     of_layers = layers * (4 * width**2 + 3 * width * inner)
     products = 2 * rows * (of_layers + width * 126464)
     slots = 2 * 2 * layers * width * (512 + rows)
     assert found["floor_bytes"] == pytest.approx(2 * (of_layers + width * 126464) + slots, rel=1e-3)
-    for way, launches in (("eager", 41), ("compiled", 11)):
+    for way, most in (("eager", 41), ("compiled", 11)):
         every = found[way]["launches"]
         assert sum(launch["flops"] for launch in every) == products, way
         down = next(x for x in every if x["flops"] == 2 * rows * width * inner)
         assert down["bytes"] == 2 * (width * inner + rows * (width + inner))
-        assert launches * layers < len(every) < launches * layers + 25
+        assert (most - 1) * layers < len(every) < most * layers + 25  # splits are joined or not
         assert sum(launch["bytes"] for launch in every) > found["floor_bytes"]
     floor = 1e3 * found["floor_bytes"] / 3e12
     assert found["compiled"]["milliseconds"] <= AIM * floor < found["eager"]["milliseconds"]
