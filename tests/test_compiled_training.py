@@ -9,12 +9,13 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from test_train import settings, weights
-from tiny import random_model
+from tiny import fresh_model, random_model
 from torch._dynamo.utils import counters
 
 from d2f.errors import CompileError, InputError
 from d2f.save_transformers import save_model
-from distill.run.compiled_layers import check_compile
+from d2f.spans import bidirectional
+from distill.run.compiled_layers import as_they_are, check_compile, compile_layers
 from distill.train import train
 
 
@@ -92,3 +93,18 @@ def test_what_is_not_compiled_is_refused(tmp_path, teacher):
         check_compile(sharded)
     with pytest.raises(InputError, match="compile needs weights that are not quantised, got 4bit"):
         settings(tmp_path, "d2f", init=str(teacher), compile=True, quantize="4bit")
+
+
+def test_an_evaluation_compiles_nothing():
+    """Its forwards are of any length; afterwards a step's are compiled again."""
+    model = fresh_model("llada")
+    compile_layers(model.backbone)
+    compiled = [layer._compiled_call_impl for layer in model.backbone.model.layers]
+    assert all(compiled)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad(), as_they_are(model.backbone):
+        for length in (3, 4):
+            model.forward(torch.zeros(1, length, dtype=torch.int64), bidirectional(length))
+    assert not counters["stats"]["unique_graphs"]
+    assert [layer._compiled_call_impl for layer in model.backbone.model.layers] == compiled

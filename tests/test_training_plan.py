@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.utils import counters
 
 from d2f import spans as sp
 from d2f.attention import Segment, SpanPlan
@@ -57,3 +58,24 @@ def test_parts_give_what_all_keys_at_once_give(spans, rows):
         found.append([out, *torch.autograd.grad(out, (q, k, v), upstream)])
     for want, got in zip(*found, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_flex_attention_is_compiled_outside_a_compiled_layer():
+    """Uncompiled it would hold all scores: leaving attention out of a layer's graphs must not
+    leave flex_attention as it is."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x, plan):
+            return plan.attend(None, x + 1, x, x)
+
+    layer, spans = Layer(), sp.causal(128)[None]
+    layer.compile(dynamic=False)
+    x = torch.randn(1, 2, 128, 16)
+    graphs = []
+    for plan in (TrainingPlan(spans, "sdpa"), TrainingPlan(spans, "flex")):
+        torch._dynamo.reset()
+        counters.clear()
+        with torch.no_grad():
+            layer(x, plan)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2]

@@ -10,7 +10,8 @@ and the loss, which is computed in tiles of its own.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,11 +32,19 @@ def compile_layers(backbone: PreTrainedModel) -> None:
         layer.compile(dynamic=False, options=_OPTIONS)  # a run's rows are all of one length
 
 
-def as_they_are() -> AbstractContextManager[None]:
-    """Within it nothing is compiled: an evaluation has forwards of many lengths, and every one
-    would be compiled anew."""
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+@contextmanager
+def as_they_are(backbone: PreTrainedModel) -> Iterator[None]:
+    """Within it the layers run uncompiled: an evaluation has forwards of many lengths, and every
+    one would be compiled anew. Attention that is compiled by itself stays so."""
+    layers = list(backbone.model.layers)
+    kept = [layer._compiled_call_impl for layer in layers]  # what `Module.compile` sets
+    try:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        yield
+    finally:
+        for layer, compiled in zip(layers, kept, strict=True):
+            layer._compiled_call_impl = compiled
 
 
 def check_compile(accelerator: Accelerator) -> None:

@@ -74,7 +74,7 @@ class Evaluator:
     def run(self, step: int) -> dict[str, Any]:
         """Measure, keep the best: values for the log and the tracker by name."""
         values: dict[str, Any] = {}
-        with undisturbed(self.model), as_they_are():
+        with undisturbed(self.model), as_they_are(self.model.backbone):
             if self.jobs:
                 values |= self._decode()
             if self.loss is not None:
