@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import statistics
 import sys
@@ -38,13 +37,13 @@ from torch import Tensor
 
 from benchmarks.decode_step import seconds
 from benchmarks.fresh_process import in_fresh_process
+from benchmarks.row_file import RowFile
 from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits
 from benchmarks.timing import about
 from d2f import noise
 from d2f import spans as sp
 from d2f.adapters import new_lora
 from d2f.errors import InputError
-from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.span_makers import block_ends
 from decode.comparison.process_memory import peak_bytes, reset_peak
@@ -235,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
     sizes = {k: v for k, v in vars(options).items() if k != "json"}
+    file = RowFile(options.json, {**facts, **sizes})
     for _ in range(options.repetitions):
         for way in options.ways:
             one = in_fresh_process(
@@ -243,12 +243,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )  # fmt: skip
             if one is None:
                 print(f"{way:<9} no memory", flush=True)
+                file.add({"way": way, "no memory": True})
                 continue
+            file.add({"way": way, **one})
             found[way].append(one)
             print_row(way, [one])
-            if options.json is not None:  # a way that fails later leaves what came before it
-                kept = {**facts, **sizes, "measured": found}
-                write_beside(options.json, json.dumps(kept) + "\n")
     if options.repetitions > 1:
         print(f"medians of {options.repetitions}")
         for way in options.ways:

@@ -149,9 +149,7 @@ def test_what_was_measured_is_kept_where_a_later_row_fails(tmp_path, monkeypatch
     with pytest.raises(RuntimeError):
         train_step.main(["--shape", "tiny", "--json", str(tmp_path / "t.json")])
     measured = json.loads((tmp_path / "t.json").read_text())["measured"]
-    assert {way: len(found) for way, found in measured.items()} == {
-        "plain": 1, "ours": 0, "compiled": 0,
-    }  # fmt: skip
+    assert [row["way"] for row in measured] == ["plain"]
 
 
 def test_a_long_prompt_is_measured_whole_and_in_pieces(tmp_path, capsys):
