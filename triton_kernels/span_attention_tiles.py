@@ -53,6 +53,33 @@ def reach_of(start, end):
 
 
 @triton.jit
+def unseen_tiles(
+    spans, tile, queries, low, span, SPANS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of each query of a tile the gap before it: keys between what the queries before it see and
+    what it and those behind it see. Where the gap begins, in tiles of keys from `low` on, the tiles
+    in the gaps before it left out, and how many tiles lie in it. Two requests, KEYS = 2::
+
+        key           0 1   2 3   4 5   6 7   8 9
+        query 0       x x   x .   . .   . .   . .    begins at 0, 0 tiles
+        query 1       . .   . .   . .   . x   x x    begins at 2, 1 tile
+        the i-th tile to visit, i = 0 1 2 3, is the tile 0 1 3 4
+
+    Queries in the order of what they see leave every such gap out, those in any other order fewer.
+    """
+    query = tile * QUERIES + tl.arange(0, QUERIES)
+    start, end = seen_by(spans, query, query < queries, span, SPANS)
+    some = end > start
+    earlier = query[:, None] < query[None, :]
+    before = tl.max(tl.where(earlier & some[:, None], end[:, None], low), axis=0)
+    behind = tl.min(tl.where(~earlier & some[:, None], start[:, None], 2147483647), axis=0)
+    first = tl.cdiv(before - low, KEYS)
+    count = tl.where(some, tl.maximum((behind - low) // KEYS - first, 0), 0)
+    return first - tl.sum(tl.where(earlier, count[:, None], 0), axis=0), count
+
+
+@triton.jit
 def _forward(
     q, k, v, spans, out, part, part_most, part_total, used, scale, queries,
     q_t, q_h, k_h, k_s, v_h, v_s,
@@ -70,7 +97,8 @@ def _forward(
         for span in tl.static_range(SPANS):
             start, end = seen_by(spans, query, real, span, SPANS)
             low, high = reach_of(start, end)
-            reach += high - low
+            _, unseen = unseen_tiles(spans, tile, queries, low, span, SPANS, QUERIES, KEYS)
+            reach += high - low - tl.sum(unseen) * KEYS
         splits = tl.maximum(1, tl.minimum(reach // LEAST, SPLITS))
         if split >= splits:
             return
@@ -90,8 +118,12 @@ def _forward(
     for span in range(SPANS):
         start, end = seen_by(spans, query, real, span, SPANS)
         low, high = reach_of(start, end)
-        for i in range(split, tl.cdiv(high - low, KEYS), splits):  # splits take turns at the tiles
-            key = low + i * KEYS + tl.arange(0, KEYS)
+        gap, unseen = unseen_tiles(spans, tile, queries, low, span, SPANS, QUERIES, KEYS)
+        tiles = tl.cdiv(high - low, KEYS) - tl.sum(unseen)
+        for i in range(split, tiles, splits):  # the splits take turns at the tiles
+            # Not an `if` around the body, which would keep the loads from running ahead.
+            key_tile = i + tl.sum(tl.where(i >= gap, unseen, 0))
+            key = low + key_tile * KEYS + tl.arange(0, KEYS)
             inside = key < high
             at = key.to(tl.int64)
             k_tile = tl.load(

@@ -200,6 +200,9 @@ class Engine:
         fed = [(r, feed.piece(stop)) for (r, feed), stop in zip(feeds, stops, strict=True) if stop]
         if not fed:
             return
+        # In the order of their slots, however they came and went: rows that lie together see keys
+        # that lie together, and attention loads tiles of both.
+        fed.sort(key=lambda pair: pair[0].base)
         for request, step in fed:
             self.prefixes.note(request.base, step)
         self._count([step for _, step in fed])
