@@ -16,7 +16,7 @@ from tiny import random_model
 
 import decode
 from d2f.errors import InputError, NonFiniteLogitsError
-from decode.engine import cuda_graphs
+from decode.engine import cuda_graphs, pieces
 from decode.engine.engine import Engine
 from decode.engine.pieces import Feed, allowed_cuts, share
 from decode.engine.request import Request
@@ -212,6 +212,41 @@ def test_tokens_do_not_depend_on_the_pieces(kind, data, rows, batch_size, static
         requests = play(engine, model, chosen)
     check(kind, chosen, requests, rows)
     assert not engine.pool._used
+
+
+@settings(max_examples=40)
+@given(kinds, st.data(), st.integers(1, 40), st.integers(2, 5), st.booleans(), st.booleans())
+def test_many_prompts_are_not_one_forward_and_none_is_cut(
+    kind, data, most, batch_size, static, early
+):
+    """Tokens and calls of each are what they are alone."""
+    model, chosen = exact_model(kind), data.draw(plans(kind, ids))
+    engine = Engine(model, batch_size=batch_size, slots=200, static=static)
+    engine.early = early
+    real, together = Engine._count, []
+
+    def count(self, steps):
+        first = [r.feed for r in self.running if r.feed and r.feed.first and r.feed.stop]
+        together.append([feed for feed in first if any(feed.step is step for step in steps)])
+        real(self, steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "WHOLE_ROWS", most)
+        patch.setattr(Engine, "_count", count)
+        requests = play(engine, model, chosen)
+    check(kind, chosen, requests, None)
+    for feeds in together:
+        assert len(feeds) <= 1 or sum(len(feed.step.tokens) for feed in feeds) <= most
+
+
+def test_prompts_that_wait_for_room_are_fed_first_in_the_next_forward(monkeypatch):
+    monkeypatch.setattr(pieces, "WHOLE_ROWS", 10)
+    feeds = [Feed(causal_step(count), first=True) for count in (7, 6, 3, 25)]
+    small = Feed(causal_step(2))
+    assert share([*feeds, small], None) == [7, 0, 3, 0, 2]
+    later = Feed(causal_step(4), first=True)
+    assert share([later, feeds[1], feeds[3]], None) == [4, 6, 0]
+    assert share([later, feeds[3]], None) == [0, 25], "by itself, as it fits nowhere"
 
 
 @pytest.mark.parametrize("kind", ["causal", "wedlm", "sdar"])

@@ -183,7 +183,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="most rows of prompts in a forward, so that a long one does not hold up the others "
-        "(default: no limit)",
+        "(default: as many whole ones as 4096 rows hold)",
     )
     group.add_argument(
         "--reuse-prefixes",

@@ -24,6 +24,10 @@ import numpy as np
 
 from decode.engine.step import Ints, Predictions, Step
 
+# Of prompts in one forward, where none is cut: many long ones together would need the memory of
+# tens of thousands of rows at once, and gain nothing by it.
+WHOLE_ROWS = 4096
+
 
 def allowed_cuts(step: Step, *, unwritten: int = -1) -> Ints:
     """Numbers of rows, ascending, that may be fed in a forward before the rest, to compute what
@@ -177,20 +181,20 @@ def share(feeds: Sequence[Feed], rows: int | None) -> list[int]:
     First steps, and steps of more than `rows` rows, have together at most `rows` rows in it, who
     waits longest first; all others go along whole, on top. A piece that cannot be so small (a
     bidirectional prompt) is the only one of its forward, and the others' steps go along as ever:
-    were it to run by itself, they would wait for it and for the forward after it. None: all whole.
+    were it to run by itself, they would wait for it and for the forward after it. None: as many as
+    `WHOLE_ROWS` hold, at least one, and every step whole.
     """
     stops = [len(feed.step.tokens) for feed in feeds]
-    if rows is None:
-        return stops
-    bounded = [i for i, feed in enumerate(feeds) if feed.first or feed.fed or feed.left > rows]
-    room = rows
+    most = WHOLE_ROWS if rows is None else rows
+    bounded = [i for i, feed in enumerate(feeds) if feed.first or feed.fed or feed.left > most]
+    room = most
     for i in sorted(bounded, key=lambda i: -feeds[i].waited):
         feed = feeds[i]
         feed.waited += 1
-        whole = feed.left <= room
-        stops[i] = stops[i] if whole else feed.cut(room)
-        if not stops[i] and room == rows:
-            stops[i] = feed.smallest()
+        if feed.left > room:
+            stops[i] = 0 if rows is None else feed.cut(room)
+            if not stops[i] and room == most:
+                stops[i] = len(feed.step.tokens) if rows is None else feed.smallest()
         if stops[i]:
             room -= stops[i] - feed.begin + len(feed.again)
     return stops
