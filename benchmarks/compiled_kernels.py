@@ -35,6 +35,7 @@ import torch
 from benchmarks.row_file import RowFile
 from triton_kernels import masked_kl_tiles
 from triton_kernels.confidence import confidence_of_logits
+from triton_kernels.draws import Draws
 from triton_kernels.span_attention import MAX_SPANS, span_attention, write_slots
 
 # Of a multiprocessor (CUDA C++ Programming Guide, technical specifications): KiB of shared memory,
@@ -75,8 +76,9 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     k, keys = new(32, 4096, 128), new(32, 64, 128)
     yield "write slots", partial(write_slots, k, k, long(64), keys, keys, kernel=True)
     for sampled in (False, True):
-        drawn = {"temperature": 1.0, "seed": long(64)} if sampled else {}
-        score = partial(confidence_of_logits, mask_id=5, named=long(64), kernel=True, **drawn)
+        wide = partial(torch.empty, device="meta")
+        draws = Draws(long(64), long(64), wide(64), long(64), wide(64)) if sampled else None
+        score = partial(confidence_of_logits, mask_id=5, named=long(64), draws=draws, kernel=True)
         yield f"confidence{', sampled' * sampled}", partial(score, new(64, 126464))
     logits, wide = new(1024, 126464), partial(torch.empty, device="meta")
     statistics = (wide(1024), wide(1024), wide(512))

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from benchmarks.row_file import RowFile
 from benchmarks.timing import about, replayed_milliseconds
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
+from triton_kernels.draws import Draws
 
 # Vocabularies and width that are measured by default: on a GPU, on a CPU.
 LARGE, SMALL = ([32000, 126464, 152064], 4096), ([8192, 32000], 256)
@@ -31,9 +32,14 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "plain": lambda x, head: confidence_reference(F.linear(x, head), mask_id=1),
     "kernel": lambda x, head: confidence_of_logits(F.linear(x, head), mask_id=1, kernel=True),
     "sampled": lambda x, head: confidence_of_logits(
-        F.linear(x, head), mask_id=1, temperature=1.0, seed=0, kernel=True
+        F.linear(x, head), mask_id=1, draws=_draws(x), kernel=True
     ),
 }
+
+
+def _draws(x: torch.Tensor) -> Draws:
+    row = torch.arange(len(x), device=x.device)
+    return Draws(torch.zeros_like(row), row, torch.ones(len(x), device=x.device))
 
 
 def _call(way: str, x: torch.Tensor, head: torch.Tensor, copy: int) -> object:

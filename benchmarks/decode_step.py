@@ -54,7 +54,7 @@ from d2f.files import write_beside
 from d2f.model import DiffusionModel, Fp32Rotary
 from decode.engine.batch import FlatRows
 from decode.engine.cuda_graphs import GraphForwards
-from decode.engine.sampling import greedy_table
+from decode.engine.sampling import Wanted, prediction_table
 from triton_kernels.choice import VARIABLE
 
 Forward = Callable[[], object]
@@ -117,7 +117,7 @@ def ours(model: DiffusionModel, rows: int, cached: int, device: str) -> dict[str
             cache.slots = on.slots
             plan = plan or SpanPlan(on.plan.spans)
             logits = model.decode_rows(on.tokens, on.positions, plan, cache, on.read)
-            return greedy_table(logits, MASK_ID, None).cpu()
+            return prediction_table(logits, MASK_ID, None, None).cpu()
 
     ways: dict[str, Forward] = {"eager": eager}
     if device == "cuda":
@@ -130,7 +130,7 @@ def ours(model: DiffusionModel, rows: int, cached: int, device: str) -> dict[str
 
 
 def _finished(static: GraphForwards, flat: FlatRows) -> object:
-    pending = static.start(flat, None)
+    pending = static.start(flat, Wanted())
     assert pending is not None
     return pending()
 
@@ -186,7 +186,7 @@ def theirs(model: DiffusionModel, rows: int, cached: int) -> Forward:
                 past_key_values=cache, use_cache=True,
             ).logits[0]  # fmt: skip
             cache.crop(-rows)
-            return greedy_table(logits, MASK_ID, None).cpu()
+            return prediction_table(logits, MASK_ID, None, None).cpu()
 
     return run
 

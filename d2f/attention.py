@@ -140,7 +140,7 @@ class SpanPlan:
         if self._flat is None:
             first = torch.arange(batch, dtype=torch.int32, device=self.spans.device) * slots
             spans = self.spans.expand(batch, -1, -1, -1) + first[:, None, None, None]
-            self._flat = spans.flatten(0, 1)
+            self._flat = spans.flatten(0, 1).contiguous()  # as the kernel reads them
         return self._flat
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from d2f.cpus import MOST_THREADS, thread_counts, usable_cpus
@@ -33,6 +35,12 @@ def parse_device(device: torch.device | str | None) -> torch.device:
             f"device {device}: no such device here, expected {_available()}: {reason}"
         ) from error
     return found
+
+
+def as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Within it `device` is this thread's current GPU, where it is one: Triton starts its kernels
+    there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:

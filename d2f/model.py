@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.device import parse_threads
+from d2f.device import as_current, parse_threads
 from d2f.errors import InputError
 from d2f.model_parts import ModelParts
 from d2f.saving import save
@@ -105,9 +105,10 @@ class DiffusionModel(ModelParts):
         if positions is None:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, L]
         # The model without its head: in training only the masked rows meet the vocabulary.
-        return self.backbone.model(
-            input_ids=input_ids, position_ids=positions, spans=spans, use_cache=False
-        ).last_hidden_state
+        with as_current(self.device):
+            return self.backbone.model(
+                input_ids=input_ids, position_ids=positions, spans=spans, use_cache=False
+            ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden states ``[..., C]``."""
@@ -141,7 +142,8 @@ class DiffusionModel(ModelParts):
         from d2f.compiled import CompiledRows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
-        self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
+        with as_current(self.device):
+            self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""

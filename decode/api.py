@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Literal, get_args
 
 from d2f.errors import InputError
@@ -123,10 +124,11 @@ def _run(
     # Room for the largest requests at once, so that only the batch size makes a request wait.
     sizes = sorted((request.session.slots for request in requests), reverse=True)
     engine = Engine(model, batch_size=batch_size, slots=max(1, sum(sizes[:batch_size])))
-    for request in requests:
-        engine.submit(request)
-    for event in engine.run():
-        if event.error is not None and on_error == "raise":
-            where = f"prompt {event.request // n}"
-            raise type(event.error)(f"{where}: {event.error}") from event.error
-        yield event
+    with closing(engine):
+        for request in requests:
+            engine.submit(request)
+        for event in engine.run():
+            if event.error is not None and on_error == "raise":
+                where = f"prompt {event.request // n}"
+                raise type(event.error)(f"{where}: {event.error}") from event.error
+            yield event

@@ -21,7 +21,8 @@ from d2f.spans import bidirectional, block_causal, causal, pack, wedlm_training
 from decode.decoders.branches import Branch, with_branches
 from decode.decoders.shadow import add_shadow
 from decode.engine.batch import join
-from decode.engine.cuda_graphs import GraphForward
+from decode.engine.cuda_graphs import GraphForward, Kind
+from decode.engine.sampling import Wanted
 from decode.engine.step import Predictions, Step, feed
 
 CAUSAL = replace(CONTRACT, prompt_rule="causal")
@@ -115,12 +116,12 @@ def test_rows_that_pad():
         ints([[0, 4]], [[0, 4]], [[0, 6]]), ints(1, 2), cached=2,
     )  # fmt: skip
     model = random_model("llada")
-    forward = GraphForward(model, model.new_cache(100), 4, False, None)
-    forward._fill(join([(Placed(0), step)]), None)
+    forward = GraphForward(model, model.new_cache(100), Kind(4), None)
+    forward._fill(join([(Placed(0), step)]), Wanted())
     assert forward.host.tolist() == [
         [9, M, M, 0], [2, 3, 4, 0], [2, 3, 4, 99],
         [0, 0, 0, 0], [4, 4, 6, 0], *[[0, 0, 0, 0]] * 4,  # three ranges a row
-        [1, 2, 0, 0], [0, 0, 0, 0],
+        [1, 2, 0, 0], *[[0, 0, 0, 0]] * 6,  # nothing is queried or drawn
     ]  # fmt: skip
     assert forward.host.dtype == torch.int64
 

@@ -18,7 +18,7 @@ from decode.engine import cuda_graphs
 from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, split, table_of
+from decode.engine.sampling import PredictionRequest, Sampler, Wanted, split, table_of, wanted_of
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Step
 from tests.references.predictions import predict
@@ -136,7 +136,7 @@ def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_siz
     for request, want in zip(requests, plain, strict=True):
         assert request.result.raw_tokens == want.raw_tokens
         assert request.result.calls == want.calls
-    assert {size for size, _ in engine.static._forwards} <= {5, 8, 16, 24}
+    assert {kind.size for kind in engine.static._forwards} <= {5, 8, 16, 24}
 
 
 def test_static_forwards_give_queried_probabilities_and_scores():
@@ -155,7 +155,7 @@ def test_static_forwards_give_queried_probabilities_and_scores():
     with torch.inference_mode():
         logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
         want = predict(logits, groups, 1)[0]
-    table = cuda_graphs.GraphForwards(model, model.new_cache(9)).start(rows, ids)()
+    table = cuda_graphs.GraphForwards(model, model.new_cache(9)).start(rows, Wanted(ids))()
     got = split(table, groups)[0]
     assert got.token.tolist() == want.token.tolist()
     for name in (
@@ -173,7 +173,7 @@ def test_scores_that_no_request_asked_for_are_not_computed():
     drawn = PredictionRequest(Sampler(Sampling(temperature=1.0), mask_id=None), 1)
     scored = PredictionRequest(plain.sampler, 2, uncertainty=True)
     for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (6, 3))):
-        assert table_of(torch.eye(3)[: shape[1]], groups).shape == shape
+        assert table_of(torch.eye(3)[: shape[1]], wanted_of(groups)).shape == shape
 
 
 def test_where_the_next_forward_is_started_early_the_tokens_are_the_same(monkeypatch):

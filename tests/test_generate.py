@@ -18,7 +18,7 @@ import decode
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
-from decode.engine.sampling import PredictionRequest, Sampler, keep_top
+from decode.engine.sampling import PredictionRequest, Sampler, draws_of
 from decode.engine.sampling_options import Sampling
 from tests.references.predictions import predict
 
@@ -210,7 +210,8 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
     assert 5 not in found.token
     allowed = logits.clone()
     allowed[:, 5] = -torch.inf
-    kept = keep_top(allowed, top_k, top_p)
+    draws = draws_of(torch.from_numpy(sampler.lines(40)), filtered=True)
+    kept = allowed.masked_fill(allowed < draws.floor(allowed)[:, None], -torch.inf)
     assert torch.isfinite(kept.gather(1, torch.from_numpy(found.token)[:, None])).all()
     probability = allowed.softmax(-1)
     for row, keep in zip(probability, torch.isfinite(kept), strict=True):

@@ -37,9 +37,9 @@ def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, togethe
     padded = []
     real = cuda_graphs.GraphForward.start
 
-    def counted(self, rows, queried):
+    def counted(self, rows, wanted):
         padded.append(self.host.shape[1] - len(rows.tokens))
-        return real(self, rows, queried)
+        return real(self, rows, wanted)
 
     monkeypatch.setattr(cuda_graphs.GraphForward, "start", counted)
     slots = sum(request.session.slots for request in requests)  # not one more

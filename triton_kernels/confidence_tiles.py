@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from triton_kernels.draws import Draws
+
 # token, probability, entropy, margin, named, named_log: the fields of `confidence.Confidence`
 Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 _FACTS = 7
@@ -22,8 +24,9 @@ _COLUMNS = 1024  # of a tile of given logits
 
 @triton.jit
 def _store_tile(
-    z, row, column, rows, columns, facts, tokens, named_logit, named, seeds,
-    mask_id, temperature, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    z, row, column, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+    temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
 ):  # fmt: skip
     """z [ROWS, COLUMNS] in fp32 of the rows `row` and columns `column`, -inf outside."""
     tile = tl.program_id(0)
@@ -46,12 +49,20 @@ def _store_tile(
     second = tl.max(tl.where(here == first_at[:, None], -float("inf"), allowed), axis=1)
     best, best_at, best_z = first, first_at, first
     if SAMPLED:
-        # Drawn by the row's seed and the token's id, so neither tiles nor batch change the noise.
-        seed = tl.load(seeds + row, mask=row < rows, other=0)
-        offset = column[None, :] + tl.zeros_like(row)[:, None]
-        noise = tl.rand(seed[:, None], offset)
-        score = allowed / temperature - tl.log(-tl.log(noise))
-        score = tl.where(inside, score, -float("inf"))
+        # `draws.Draws.choose`: four numbers of each counter, of four tokens that lie together.
+        there = row < rows
+        seed = tl.load(seeds + row, mask=there, other=0)
+        counter = tl.load(counters + row, mask=there, other=0).to(tl.int64) << 32
+        four = (tile * z.shape[1] // 4 + tl.arange(0, z.shape[1] // 4)).to(tl.int64)
+        a, b, c, d = tl.rand4x(seed[:, None], counter[:, None] + four[None, :])
+        noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a b c d, a b c d, ...
+        if FILTERED:
+            floor = tl.load(floors + row, mask=there, other=-float("inf"))
+            allowed = tl.where(z < floor[:, None], -float("inf"), allowed)
+        temperature = tl.load(temperatures + row, mask=there, other=0.0)
+        warm = temperature > 0
+        drawn = allowed / tl.where(warm, temperature, 1.0)[:, None] - tl.log(-tl.log(noise))
+        score = tl.where(inside, tl.where(warm[:, None], drawn, allowed), -float("inf"))
         best = tl.max(score, axis=1)
         best_at = tl.argmax(score, axis=1, tie_break_left=True)
         # Of the chosen token the logit, because its probability is without the noise.
@@ -77,9 +88,9 @@ def _store_tile(
 
 @triton.jit
 def _logits_tile(
-    logits, rows, columns, facts, tokens, named_logit, named, seeds, mask_id, temperature,
-    HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    logits, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+    temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One row's tile of given logits."""
     row = tl.program_id(1) + tl.arange(0, 1)
@@ -88,8 +99,8 @@ def _logits_tile(
     place = logits + row.to(tl.int64)[:, None] * columns + column[None, :]
     z = tl.load(place, mask=(column < columns)[None, :], other=-float("inf")).to(tl.float32)
     _store_tile(
-        z, row, column, rows, columns, facts, tokens, named_logit, named, seeds, mask_id,
-        temperature, HAS_MASK, HAS_NAMED, SAMPLED,
+        z, row, column, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+        temperatures, floors, HAS_MASK, HAS_NAMED, SAMPLED, FILTERED,
     )  # fmt: skip
 
 
@@ -138,10 +149,11 @@ def of_logits(
     logits: Tensor,
     mask_id: int | None,
     named: Tensor | None,
-    temperature: float,
-    seeds: Tensor | None,
+    draws: Draws | None,
+    floor: Tensor | None,
 ) -> Found:
-    """`confidence_of_logits`, N at least 1, arguments checked."""
+    """`confidence_of_logits`, N at least 1, arguments checked. floor: of the draws, where they have
+    one."""
     logits, device = logits.contiguous(), logits.device
     rows, columns = logits.shape
     tiles = triton.cdiv(columns, _COLUMNS)
@@ -149,12 +161,15 @@ def of_logits(
     tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
     named_logit = torch.empty(rows, dtype=torch.float32, device=device)
     unused = tokens  # a kernel takes a pointer also for what its switches leave out
+    drawn = (unused,) * 3
+    if draws is not None:
+        drawn = (draws.seed.contiguous(), draws.row.contiguous(), draws.temperature)
     _logits_tile[(tiles, rows)](
         logits, rows, columns, facts, tokens, named_logit,
-        unused if named is None else named.contiguous(),
-        unused if seeds is None else seeds.contiguous(),
-        -1 if mask_id is None else mask_id, float(temperature), HAS_MASK=mask_id is not None,
-        HAS_NAMED=named is not None, SAMPLED=temperature > 0, COLUMNS=_COLUMNS,
+        unused if named is None else named.contiguous(), -1 if mask_id is None else mask_id,
+        *drawn, facts if floor is None else floor, HAS_MASK=mask_id is not None,
+        HAS_NAMED=named is not None, SAMPLED=draws is not None, FILTERED=floor is not None,
+        COLUMNS=_COLUMNS,
     )  # fmt: skip
     out = torch.empty((5, rows), dtype=torch.float32, device=device)
     token = torch.empty(rows, dtype=torch.int64, device=device)

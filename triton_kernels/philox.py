@@ -1,6 +1,6 @@
-"""Triton's random numbers in PyTorch: Philox 4x32-10 (Salmon et al. 2011) by seed and offset.
+"""Triton's random numbers in PyTorch: Philox 4x32-10 (Salmon et al. 2011) by key and counter.
 
-What a kernel draws with ``tl.rand(seed, offset)`` the reference draws too, on any device.
+What a kernel draws with ``tl.rand4x(seed, offset)`` the reference draws too, on any device.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ _LOW = 0xFFFFFFFF
 _SCALE = 4.6566127342e-10  # the largest int32 times this is below 1 in fp32
 
 
-def uniform(seeds: Tensor, count: int) -> Tensor:
-    """fp32 ``[N, count]`` in [0, 1): row i has the numbers of seeds[i] at offsets 0..count-1.
+def uniform(seeds: Tensor, rows: Tensor, count: int) -> Tensor:
+    """fp32 ``[N, count]`` in [0, 1), four numbers a counter: at j of line i number j % 4 of the key
+    seeds[i] and the counter (j // 4, rows[i], 0, 0).
 
-    seeds: int64 ``[N]``.
+    seeds, rows: int64 ``[N]``, rows below 2**32.
     """
-    offset = torch.arange(count, device=seeds.device)[None].expand(len(seeds), -1)
-    zero = torch.zeros_like(offset)
-    c0, c1, c2, c3 = offset & _LOW, offset >> 32, zero, zero
+    c0 = torch.arange(-(-count // 4), device=seeds.device)[None]  # [1, count / 4]
+    c1 = rows[:, None]
+    c2 = c3 = torch.zeros_like(c0)
     k0, k1 = (seeds & _LOW)[:, None], ((seeds >> 32) & _LOW)[:, None]
     for _ in range(10):
-        (high_a, low_a), (high_b, low_b) = _product(_ROUND[0], c0), _product(_ROUND[1], c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
+        # int64 keeps all 64 bits of a product, with the highest for its sign.
+        a, b = _ROUND[0] * c0, _ROUND[1] * c2
+        c0, c2 = ((b >> 32) & _LOW) ^ c1 ^ k0, ((a >> 32) & _LOW) ^ c3 ^ k1
+        c1, c3 = b & _LOW, a & _LOW
         k0, k1 = (k0 + _KEY[0]) & _LOW, (k1 + _KEY[1]) & _LOW
-    signed = torch.where(c0 > 0x7FFFFFFF, c0 ^ _LOW, c0)  # ~x of a negative int32
+    four = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1)  # [N, count / 4, 4]
+    drawn = four.flatten(1)[:, :count]
+    signed = torch.where(drawn > 0x7FFFFFFF, drawn ^ _LOW, drawn)  # ~x of a negative int32
     return signed.to(torch.float32) * _SCALE
-
-
-def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of factor * x, both below 2**32, without leaving int64."""
-    low, high = factor * (x & 0xFFFF), factor * (x >> 16)  # below 2**48
-    return (high + (low >> 16)) >> 16, (low + ((high & 0xFFFF) << 16)) & _LOW

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,21 +30,25 @@ from d2f.cache import SlotCache
 from d2f.model import DiffusionModel
 from d2f.span_makers import widened
 from decode.engine.batch import FlatRows
-from decode.engine.sampling import greedy_table
-from decode.engine.step import Ints
+from decode.engine.sampling import DRAW_LINES, Wanted, draws_of, prediction_table
 from triton_kernels.span_attention import MAX_SPANS
 
 # A graph replays fixed shapes, so a forward is padded to the next of these sizes. Decoding reads
 # all weights whatever the rows: up to about 128 of them, one more is nearly free and a launch is
 # not.
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256)
+SIZES = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128),
+    *(160, 192, 256, 320, 384, 512, 640, 768, 1024),
+)  # fmt: skip
 VARIABLE = "D2F_GRAPHS"
 
-# Lines of the one array ``[_QUERIED + 1, size]`` that holds all inputs of a forward, so that they
+# Lines of the one array ``[_LINES, size]`` that holds all inputs of a forward, so that they
 # cross to the device in one copy.
 _TOKENS, _POSITIONS, _SLOTS, _SPANS = 0, 1, 2, 3
 _READ = _SPANS + 2 * MAX_SPANS
 _QUERIED = _READ + 1
+_DRAWS = _QUERIED + 1
+_LINES = _DRAWS + DRAW_LINES
 
 PendingTable = Callable[[], NDArray[np.float64]]
 """Waits for a forward that was started and gives its table (`decode.engine.sampling.table_of`)."""
@@ -53,53 +59,65 @@ def graphs_wanted(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE) != "0"
 
 
-class GraphForwards:
-    """The forwards of one model and one cache, a `GraphForward` for each size.
+@dataclass(frozen=True)
+class Kind:
+    """What tells graphs apart: rows, and what is computed of those that are read. scores: beside
+    token and confidence what `Step` may ask for (queried probability, entropy, margin). drawn:
+    whether some are drawn, filtered: from a part of the vocabulary."""
 
-    The cache's last slot is reserved for rows that pad. A size is made when a forward first needs
-    it, and there are two of each: one gives token and confidence alone, the other also what
-    `Step` may ask for (queried probability, entropy, margin).
+    size: int
+    scores: bool = False
+    drawn: bool = False
+    filtered: bool = False
+
+
+class GraphForwards:
+    """The forwards of one model and one cache, a `GraphForward` for each kind, made when a forward
+    first needs it. The cache's last slot is reserved for rows that pad.
     """
 
     def __init__(self, model: DiffusionModel, cache: SlotCache):
-        self.model, self.cache = model, cache
+        # Kept while the model is (`decode.engine.lent_graphs`), so it must not keep the model.
+        self.model, self.cache = weakref.proxy(model), cache
         cuda = model.device.type == "cuda"
         self.pool = torch.cuda.graph_pool_handle() if cuda else None  # memory that graphs share
-        self._forwards: dict[tuple[int, bool], GraphForward] = {}
+        self._forwards: dict[Kind, GraphForward] = {}
 
-    def start(self, rows: FlatRows, queried: Ints | None) -> PendingTable | None:
-        """Start the forward of greedy rows; what it returns waits for the table of
-        `decode.engine.sampling.greedy_table`, longer by the rows that pad. None where no size is
-        large enough."""
+    @property
+    def slots(self) -> int:
+        """Of the cache, without the one for rows that pad."""
+        return self.cache.layers[0][0].shape[2] - 1
+
+    def start(self, rows: FlatRows, wanted: Wanted) -> PendingTable | None:
+        """Start a forward; what it returns waits for the table of
+        `decode.engine.sampling.table_of`, longer by the rows that pad. None where no size is large
+        enough."""
         count = max(len(rows.tokens), len(rows.read))
         size = next((size for size in SIZES if size >= count), None)
         if size is None:
             return None
-        key = (size, queried is not None)
-        if key not in self._forwards:
-            self._forwards[key] = GraphForward(
-                self.model, self.cache, size, queried is not None, self.pool
-            )
-        return self._forwards[key].start(rows, queried)
+        kind = Kind(
+            size, wanted.queried is not None, wanted.draws is not None, filtered=wanted.filtered
+        )
+        if kind not in self._forwards:
+            self._forwards[kind] = GraphForward(self.model, self.cache, kind, self.pool)
+        return self._forwards[kind].start(rows, wanted)
 
 
 class GraphForward:
-    """The forward of one size, with the buffers that it reads and writes.
+    """The forward of one kind, with the buffers that it reads and writes. pool: the memory pool of
+    the CUDA graphs, which run one after the other and so may share it."""
 
-    scores: whether its table has queried tokens, entropy and margin too. pool: the memory pool of
-    the CUDA graphs, which run one after the other and so may share it.
-    """
-
-    def __init__(self, model: DiffusionModel, cache: SlotCache, size: int, scores: bool, pool: Any):
+    def __init__(self, model: DiffusionModel, cache: SlotCache, kind: Kind, pool: Any):
         self.pool = pool
-        self.model, self.cache, self.scores = model, cache, scores
+        self.model, self.cache, self.kind = model, cache, kind
         self.trash = cache.layers[0][0].shape[2] - 1
         self.cuda = model.device.type == "cuda"
         # A graph replays the addresses that it was captured with, so the buffers are made once and
         # only overwritten. Pinned memory lets the copies run beside the host.
-        self.host = torch.zeros(_QUERIED + 1, size, dtype=torch.int64, pin_memory=self.cuda)
-        self.inputs = torch.zeros_like(self.host, device=model.device)  # [_QUERIED + 1, size]
-        shape = (6 if scores else 2, size)
+        self.host = torch.zeros(_LINES, kind.size, dtype=torch.int64, pin_memory=self.cuda)
+        self.inputs = torch.zeros_like(self.host, device=model.device)  # [_LINES, size]
+        shape = (6 if kind.scores else 2, kind.size)
         # fp64 holds a token id and an fp32 probability exactly, so one table and one copy are
         # enough.
         self.table = torch.zeros(shape, dtype=torch.float64, device=model.device)
@@ -107,10 +125,10 @@ class GraphForward:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.tried = not self.cuda  # to capture it, once
 
-    def start(self, rows: FlatRows, queried: Ints | None) -> PendingTable:
+    def start(self, rows: FlatRows, wanted: Wanted) -> PendingTable:
         """Start the forward, as `GraphForwards.start` says. Its table lies in a buffer that the
         next one overwrites, so the one before must have been waited for."""
-        self._fill(rows, queried)  # the buffers of the one before are overwritten
+        self._fill(rows, wanted)  # the buffers of the one before are overwritten
         with torch.inference_mode():
             self.inputs.copy_(self.host, non_blocking=True)
             if self.graph is not None:
@@ -135,7 +153,7 @@ class GraphForward:
 
         return wait
 
-    def _fill(self, rows: FlatRows, queried: Ints | None) -> None:
+    def _fill(self, rows: FlatRows, wanted: Wanted) -> None:
         host, count = self.host.numpy(), len(rows.tokens)
         host[:] = 0  # also the spans of rows that pad: [0, 0), empty
         host[_SLOTS, count:] = self.trash
@@ -144,33 +162,57 @@ class GraphForward:
         # [count, MAX_SPANS, 2] becomes a line for each start and each end, [2 * MAX_SPANS, count].
         host[_SPANS:_READ, :count] = widened(rows.spans, MAX_SPANS).reshape(count, -1).T
         host[_READ, : len(rows.read)] = rows.read
-        if queried is not None:
-            host[_QUERIED, : len(queried)] = queried
+        if wanted.queried is not None:
+            host[_QUERIED, : len(rows.read)] = wanted.queried
+        if wanted.draws is not None:
+            host[_DRAWS:, : len(rows.read)] = wanted.draws
 
     def _compute(self) -> None:
         """Compute the table from the inputs. Nothing here looks at a value on the host, which a
         graph could not record."""
         x = self.inputs
         # [2 * MAX_SPANS, size] back to [size, MAX_SPANS, 2], as the attention kernel reads them.
-        spans = x[_SPANS:_READ].T.reshape(-1, MAX_SPANS, 2).to(torch.int32)
+        # Laid out as it wants them, once: every layer would copy them.
+        spans = x[_SPANS:_READ].T.reshape(-1, MAX_SPANS, 2)
+        spans = spans.to(torch.int32, memory_format=torch.contiguous_format)
         self.cache.slots = x[_SLOTS]
         logits = self.model.decode_rows(
             x[_TOKENS], x[_POSITIONS], SpanPlan(spans), self.cache, x[_READ]
         )
-        queried = x[_QUERIED] if self.scores else None
-        self.table.copy_(greedy_table(logits, self.model.mask_id, queried))
+        queried = x[_QUERIED] if self.kind.scores else None
+        draws = draws_of(x[_DRAWS:], filtered=self.kind.filtered) if self.kind.drawn else None
+        self.table.copy_(prediction_table(logits, self.model.mask_id, queried, draws))
 
     def _capture(self) -> None:
         """Record `_compute` as a graph; it has run once, so all that it needs is compiled."""
         self.tried = True
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._compute()
-        except RuntimeError as error:
+            # After an error torch leaves the stream that it captures on as the current one; the
+            # outer block takes the old one back.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                with torch.cuda.graph(
+                    graph,
+                    pool=self.pool,
+                    stream=torch.cuda.Stream(),  # torch's own is on the GPU that was first current
+                    capture_error_mode="thread_local",  # other threads may allocate meanwhile
+                ):
+                    self._compute()
+        except Exception as error:
             # Without a graph each forward is computed eagerly in the same buffers: slower, the same
             # tokens.
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"no CUDA graph of the forward: {reason}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"no CUDA graph of the forward: {_chain(error)}", RuntimeWarning, stacklevel=2
+            )
             return
         self.graph = graph
+
+
+def _chain(error: BaseException | None) -> str:
+    """The first lines of an error and of those that it came from: an error within a capture makes
+    another at its end, which says nothing."""
+    lines = []
+    while error is not None:
+        lines += (str(error).strip().splitlines() or [type(error).__name__])[:1]
+        error = error.__context__
+    return ", after: ".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,17 +19,19 @@ import torch
 from numpy.typing import NDArray
 
 from d2f.cache import SlotCache, SlotPool
+from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders.checks import boolean, whole_number
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted
+from decode.engine.lent_graphs import lent_graphs_of
 from decode.engine.pieces import share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
 from decode.engine.result import Event
 from decode.engine.row_budget import RowBudget
-from decode.engine.sampling import PredictionRequest, queried_tokens, split, table_of
+from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
 from decode.engine.step import Predictions, Step
 
 
@@ -49,10 +52,11 @@ class Engine:
     prefill_rows: most rows of prompts, and of steps larger than this, in one forward; what is more
     waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so that a
     long prompt does not hold up the requests that run. Each piece is a forward of its request and
-    a call in its result. None: every step whole and at once. reuse_prefixes: whether rows of a
-    prompt that another request has fed, one that runs or one whose slots nobody has needed since it
-    was done, are copied instead of fed where the mask allows it exactly (`decode.engine.prefixes`,
-    which counts them); the model's weights must then stay as they are.
+    a call in its result. None: every step whole, as many as 4,096 rows hold.
+    reuse_prefixes: whether rows of a prompt that another request has fed, one that runs or one
+    whose slots nobody has needed since it was done, are copied instead of fed where the mask allows
+    it exactly (`decode.engine.prefixes`, which counts them); the model's weights must then stay as
+    they are.
     """
 
     def __init__(
@@ -78,8 +82,14 @@ class Engine:
         if static is None:
             # Of a model in parts every rank would have to capture its own.
             static = graphs_wanted(self.device) and model.tensor_parallel == 1
-        self.cache: SlotCache = model.new_cache(slots + static)  # a slot for rows that pad
-        self.static = GraphForwards(model, self.cache) if static else None
+        self.static: GraphForwards | None = None
+        self._give_back: weakref.finalize[..., Engine] | None = None
+        if static:
+            lent = lent_graphs_of(model).lend(model, slots)
+            self.static = lent[1]
+            self._give_back = weakref.finalize(self, lent_graphs_of(model).take_back, lent)
+            self._give_back.atexit = False
+        self.cache: SlotCache = self.static.cache if self.static else model.new_cache(slots)
         self.pool = SlotPool(slots)
         self.request_slots = slots if request_slots is None else request_slots
         self.prefixes = Prefixes(self.cache, on=reuse_prefixes)
@@ -109,6 +119,12 @@ class Engine:
                 "expected a shorter prompt or response, or a decoder that drafts less"
             )
 
+    def close(self) -> None:
+        """Give cache and graphs back, for the model's next engine; one that is forgotten does so by
+        itself. What still runs is dropped, and nothing may be asked of the engine after it."""
+        if self._give_back is not None:
+            self._give_back()
+
     def run(self) -> Iterator[Event]:
         """Decode until nothing runs or waits; an event for each request after each forward."""
         while self.waiting or self.running or self._failed:
@@ -132,15 +148,16 @@ class Engine:
         error, self._early_error = self._early_error, None
         if error is not None:
             raise error
-        # None at the first call, and where nothing was left to start at the end of the last one.
-        if self._started is None:
-            self._start_forward()
-        events = self._finish_forward()
-        if self.early:
-            try:
+        with as_current(self.device):
+            # None at the first call, and where nothing was left to start at the end of the last.
+            if self._started is None:
                 self._start_forward()
-            except Exception as error:  # of the next call: these events are not lost to it
-                self._early_error = error
+            events = self._finish_forward()
+            if self.early:
+                try:
+                    self._start_forward()
+                except Exception as error:  # of the next call: these events are not lost to it
+                    self._early_error = error
         failed, self._failed = self._failed, []
         return events + failed
 
@@ -184,6 +201,8 @@ class Engine:
             # times NaN is NaN: what a failed request wrote must not await the next owner of its
             # slots.
             self.cache.clear(request.base, self.pool.end(request.base))
+            if self.static is not None:  # nor the slot of the rows that pad, which met it, too
+                self.cache.clear(self.static.slots, self.static.slots + 1)
         self.pool.free(request.base)
 
     def _start_forward(self) -> None:
@@ -212,19 +231,17 @@ class Engine:
             PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
             for r, step in fed
         ]
-        rows, pending = join(fed), None
-        # Draws at a temperature come from each request's own generator on the host: no graph.
-        if self.static is not None and all(group.greedy for group in groups):
-            scored = any(group.scored for group in groups)
-            pending = self.static.start(rows, queried_tokens(groups) if scored else None)
-        # Without a pending table there is no fixed size for it: sampled, too many rows, or no GPU.
-        self._started = StartedForward(fed, groups, began, pending or self._compute(rows, groups))
+        rows, wanted = join(fed), wanted_of(groups)
+        pending = None if self.static is None else self.static.start(rows, wanted)
+        if pending is None:  # no GPU, or more rows than any fixed size has
+            pending = self._compute(rows, wanted)
+        self._started = StartedForward(fed, groups, began, pending)
 
     def _count(self, steps: list[Step]) -> None:
         self.forwards += 1
         self.rows += sum(len(step.tokens) for step in steps)
 
-    def _compute(self, flat: FlatRows, groups: list[PredictionRequest]) -> PendingTable:
+    def _compute(self, flat: FlatRows, wanted: Wanted) -> PendingTable:
         """The forward of any number of rows; what it returns waits for the table."""
         threads = self.budget.learned.best_threads(len(flat.tokens))
         with torch.inference_mode(), threads:
@@ -235,7 +252,7 @@ class Engine:
             logits = self.model.decode_rows(
                 rows.tokens, rows.positions, rows.plan, self.cache, rows.read
             )
-            table = table_of(logits, groups)
+            table = table_of(logits, wanted)
         return lambda: table.cpu().numpy()  # the copy waits for the device
 
     def _finish_forward(self) -> list[Event]:
@@ -266,9 +283,9 @@ class Engine:
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
         """A step again without the others: a row that sees nothing of a request whose values are
         not finite may still have met them, at a weight of 0."""
-        group.sampler.rewind()  # the same draws again, as if the first forward had not been
         self._count([step])
-        return split(self._compute(join([(request, step)]), [group])(), [group])[0]
+        table = self._compute(join([(request, step)]), wanted_of([group]))()
+        return split(table, [group])[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
         """Hand a request its predictions; the event that says what they changed. An error of the

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from weakref import WeakSet
 
-import torch
-
 from d2f.errors import EngineClosedError, QueueFullError
 from decode.engine.engine import Engine
 from decode.engine.outbox import Outbox
@@ -161,20 +159,14 @@ class EngineThread:
 
     def _work(self) -> None:
         try:
-            with self._device():
-                while not self._over():
-                    self._read_inbox()
-                    if self._outboxes:
-                        self._advance()
+            while not self._over():
+                self._read_inbox()
+                if self._outboxes:
+                    self._advance()
         except BaseException as error:  # not the model: what cleans up after it, or an exit
             self._cause = error
         finally:
             self._end()
-
-    def _device(self) -> contextlib.AbstractContextManager[object]:
-        """The model's GPU as the current one, which each thread has its own of."""
-        device = self._engine.device
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def _over(self) -> bool:
         # A place without an outbox: its request is being prepared.
@@ -279,6 +271,7 @@ class EngineThread:
         with self._lock:
             self._places = self._running = 0
             self._counts["cancelled" if self._cause is None else "failed"] += len(left)
+        self._engine.close()
         self._send((outbox, self._closed_error()) for outbox in left)
 
 

@@ -81,6 +81,7 @@ class Request:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
+        self.sampler.read += len(step.read)
         assert self.feed is not None
         if self.feed.first:
             self.reused_rows = self.feed.spared

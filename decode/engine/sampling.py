@@ -1,4 +1,5 @@
-"""From logits to predictions: greedy or sampled, in fp32, the mask id never chosen."""
+"""From logits to predictions: the most likely tokens or drawn ones, in fp32, the mask id never
+chosen."""
 
 from __future__ import annotations
 
@@ -12,57 +13,41 @@ from torch import Tensor
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
-from triton_kernels.confidence import confidence_of_logits, confidence_reference
+from triton_kernels.confidence import confidence_of_logits, confidence_reference, without
+from triton_kernels.draws import Draws
+
+# Lines of the array that says how rows are drawn. What is no whole number is there as the bits of
+# its fp64, so that all of it can cross to the device with the other arrays of a forward.
+_SEED, _ROW, _TEMPERATURE, _TOP_K, _TOP_P = range(5)
+DRAW_LINES = 5
 
 
 class Sampler:
-    """The choice of one request's tokens, with a generator of its own: what it draws does not
-    depend on the batch that it is in."""
+    """How one request's tokens are drawn: by its seed and how many rows it has read, on any device
+    and in any batch (`triton_kernels.draws`)."""
 
     def __init__(self, sampling: Sampling, mask_id: int | None):
         self.sampling = sampling
         self.mask_id = mask_id
-        self.generator = torch.Generator().manual_seed(sampling.seed)
-        self._before = self.generator.get_state()
+        self.read = 0  # rows whose predictions the request has taken
 
-    def rewind(self) -> None:
-        """Put the generator back to before the last choice, so that the next one draws the same
-        numbers again."""
-        self.generator.set_state(self._before)
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Token ids ``[N]`` from fp32 logits ``[N, V]`` whose mask column is -inf."""
+    def lines(self, count: int) -> Ints:
+        """How the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until they
+        are taken, also where a forward is computed again."""
         settings = self.sampling
-        if settings.greedy:
-            return logits.argmax(-1)
-        # Kept for `rewind`: a forward that is computed again must draw the same.
-        self._before = self.generator.get_state()
-        # Dividing comes first: top_p is a share of the probability at this temperature.
-        scaled = keep_top(logits / settings.temperature, settings.top_k, settings.top_p)
-        # On the CPU whatever the model's device, so the same seed draws the same everywhere. The
-        # clamp keeps both logarithms finite.
-        uniform = torch.rand(logits.shape, generator=self.generator)
-        # argmax of logits + Gumbel noise is a draw from their softmax (the Gumbel-max trick).
-        gumbel = -torch.log(-torch.log(uniform.clamp(min=1e-20, max=1 - 1e-7)))
-        return (scaled + gumbel.to(logits.device)).argmax(-1)
+        lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
+        if not settings.greedy:
+            lines[_SEED] = np.uint64(settings.seed % 2**64).astype(np.int64)
+            lines[_ROW] = np.arange(self.read, self.read + count)
+            warmest = float(np.finfo(np.float32).max)  # infinity would make NaN of a mask's logit
+            lines[_TEMPERATURE] = _bits(min(settings.temperature, warmest))
+            lines[_TOP_K] = settings.top_k or 0
+        lines[_TOP_P] = _bits(1.0 if settings.greedy else settings.top_p)
+        return lines
 
 
-def keep_top(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Logits ``[N, V]`` with -inf outside the top_k and outside the smallest set whose probability
-    reaches top_p (the most likely token always stays)."""
-    if top_k is not None and top_k < logits.shape[-1]:
-        # [N, 1], the k-th largest; equal ones stay too.
-        floor = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if top_p < 1:
-        ordered, index = logits.sort(dim=-1, descending=True, stable=True)
-        # Kept: every token before whose own the probabilities do not yet sum to top_p.
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        beyond = before >= top_p
-        beyond[..., 0] = False  # also where top_p is 0 in fp32
-        drop = torch.zeros_like(beyond).scatter(-1, index, beyond)
-        logits = logits.masked_fill(drop, -torch.inf)
-    return logits
+def _bits(value: float) -> np.int64:
+    return np.float64(value).view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -85,30 +70,77 @@ class PredictionRequest:
         return self.uncertainty or self.queried_tokens is not None
 
 
-def table_of(logits: Tensor, groups: list[PredictionRequest]) -> Tensor:
-    """What the groups want of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what
-    `Predictions` has, in its order: so that it crosses from the device in one transfer."""
-    mask_id, scores = groups[0].sampler.mask_id, any(group.scored for group in groups)
-    queried = torch.from_numpy(queried_tokens(groups)).to(logits.device) if scores else None
-    if all(group.greedy for group in groups):
-        return greedy_table(logits, mask_id, queried)
-    wide = logits.float()  # probabilities are never computed in less than fp32
-    parts = _without(wide, mask_id).split([group.count for group in groups])
-    chosen = [group.sampler.choose(part) for group, part in zip(groups, parts, strict=True)]
-    return _table(wide, torch.cat(chosen), mask_id, queried)
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of the rows ``[N]`` that a forward reads, as arrays on the host.
+
+    queried: the token of each whose probability is wanted; None: nothing but token and confidence.
+    draws: how each is drawn, ``[DRAW_LINES, N]``; None: no row is. mask_id: what none may choose.
+    """
+
+    queried: Ints | None = None
+    draws: Ints | None = None
+    mask_id: int | None = None
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a row is drawn from a part of the vocabulary."""
+        if self.draws is None:
+            return False
+        return bool(self.draws[_TOP_K].any() or (self.draws[_TOP_P] != _bits(1.0)).any())
 
 
-def greedy_table(logits: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
-    """The table of greedy choices, ``[6, N]`` where tokens ``[N]`` are queried, else ``[2, N]``."""
+def wanted_of(groups: list[PredictionRequest]) -> Wanted:
+    """What all groups together want."""
+    scored, greedy = any(g.scored for g in groups), all(g.greedy for g in groups)
+    lines = None if greedy else [group.sampler.lines(group.count) for group in groups]
+    return Wanted(
+        _queried_tokens(groups) if scored else None,
+        None if lines is None else np.concatenate(lines, axis=1),
+        groups[0].sampler.mask_id,
+    )
+
+
+def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
+    """How rows are drawn, of lines ``[DRAW_LINES, N]`` on a device."""
+    temperature, top_p = (lines[i].view(torch.float64).float() for i in (_TEMPERATURE, _TOP_P))
+    filters = (lines[_TOP_K], top_p) if filtered else (None, None)
+    return Draws(lines[_SEED], lines[_ROW], temperature, *filters)
+
+
+def table_of(logits: Tensor, wanted: Wanted) -> Tensor:
+    """What is wanted of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what `Predictions`
+    has, in its order: so that it crosses from the device in one transfer."""
+    queried, lines = (
+        None if given is None else torch.from_numpy(given).to(logits.device)
+        for given in (wanted.queried, wanted.draws)
+    )
+    draws = None if lines is None else draws_of(lines, filtered=wanted.filtered)
+    return prediction_table(logits, wanted.mask_id, queried, draws)
+
+
+def prediction_table(
+    logits: Tensor, mask_id: int | None, queried: Tensor | None, draws: Draws | None
+) -> Tensor:
+    """The same of arrays that are on the device: `queried` ``[N]`` or None, and `draws`."""
     if use_kernel("confidence", logits):
-        found = confidence_of_logits(logits, mask_id=mask_id, named=queried, kernel=True)
+        found = confidence_of_logits(
+            logits, mask_id=mask_id, named=queried, draws=draws, kernel=True
+        )
         columns = [found.token, found.probability]
         if found.named is not None and found.named_log is not None:
             columns += [found.named, found.named_log, found.entropy, found.margin]
         return torch.stack([column.double() for column in columns])
     # [N, V]; in bf16 many confidences would be exactly 1, and thresholds would not tell them apart.
     wide = logits.float()
-    return _table(wide, _without(wide, mask_id).argmax(-1), mask_id, queried)
+    allowed = without(wide, mask_id)
+    token = allowed.argmax(-1) if draws is None else draws.choose(allowed)
+    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
+    if queried is not None:
+        found = confidence_reference(wide, mask_id=mask_id, named=queried)
+        assert found.named is not None and found.named_log is not None
+        columns += [found.named, found.named_log, found.entropy, found.margin]
+    return torch.stack([column.double() for column in columns])
 
 
 def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[Predictions | None]:
@@ -135,27 +167,8 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
     return results
 
 
-def queried_tokens(groups: list[PredictionRequest]) -> Ints:
+def _queried_tokens(groups: list[PredictionRequest]) -> Ints:
     """The tokens whose probability is wanted, ``[N]``, 0 where none is."""
     none = np.zeros(max(group.count for group in groups), dtype=np.int64)
     parts = [none[: g.count] if g.queried_tokens is None else g.queried_tokens for g in groups]
     return np.concatenate(parts)
-
-
-def _table(wide: Tensor, token: Tensor, mask_id: int | None, queried: Tensor | None) -> Tensor:
-    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
-    if queried is not None:
-        found = confidence_reference(wide, mask_id=mask_id, named=queried)
-        assert found.named is not None and found.named_log is not None
-        columns += [found.named, found.named_log, found.entropy, found.margin]
-    return torch.stack([column.double() for column in columns])
-
-
-def _without(wide: Tensor, mask_id: int | None) -> Tensor:
-    """Logits whose mask column is -inf."""
-    if mask_id is None:
-        return wide
-    # A copy, since the confidence is that under the full softmax, the mask id's share included.
-    allowed = wide.clone()
-    allowed[:, mask_id] = -torch.inf
-    return allowed

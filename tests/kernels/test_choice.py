@@ -95,19 +95,18 @@ def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch, device):
         assert not choice.is_sound("span_attention", torch.float32, torch.device(device), 64)
 
 
-def on_a_gpu(dtype=torch.float32):
-    # Without one the check of the kernel runs in the interpreter.
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return SimpleNamespace(dtype=dtype, is_cuda=True, device=device, shape=(2, 32))
+def on_a_gpu(dtype=torch.float32, device="cpu"):
+    """device: where the kernel is looked at, for want of a GPU in the interpreter."""
+    return SimpleNamespace(dtype=dtype, is_cuda=True, device=torch.device(device), shape=(2, 32))
 
 
 @pytest.mark.parametrize(("told", "used"), [("0", False), ("1", True), (None, True)])
-def test_the_environment_overrides_what_is_chosen_on_a_gpu(monkeypatch, told, used):
+def test_the_environment_overrides_what_is_chosen_on_a_gpu(monkeypatch, device, told, used):
     if told is None:
         monkeypatch.delenv(choice.VARIABLE, raising=False)
     else:
         monkeypatch.setenv(choice.VARIABLE, told)
-    assert choice.use_kernel("confidence", on_a_gpu()) is used
+    assert choice.use_kernel("confidence", on_a_gpu(device=device)) is used
 
 
 def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
+from triton_kernels.draws import Draws
 from triton_kernels.philox import uniform
 
 NAMES = ("token", "probability", "entropy", "margin", "named", "named_log")
@@ -27,7 +28,7 @@ def same(got, want, *, tokens=True, rtol=1e-5, atol=2e-6):
 
 @st.composite
 def rows(draw, device):
-    """Logits, and every option of a call."""
+    """Logits, every option of a call, and how its tokens are drawn."""
     n, vocabulary = draw(st.integers(1, 20)), draw(st.integers(1, 150))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     logits = torch.randn(n, vocabulary, generator=rng)
@@ -36,19 +37,24 @@ def rows(draw, device):
         options["mask_id"] = draw(st.integers(0, vocabulary - 1))
     if draw(st.booleans()):
         options["named"] = torch.randint(vocabulary, (n,), generator=rng).to(device)
+    parts = [
+        torch.randint(-(2**63), 2**63 - 1, (n,), generator=rng),
+        torch.randint(2**32, (n,), generator=rng),
+        torch.randint(3, (n,), generator=rng) / 2,  # a temperature of 0 among them
+    ]
     if draw(st.booleans()):
-        options["temperature"] = draw(st.sampled_from([0.3, 1.0]))
-        seeds = torch.randint(2**40, (n,), generator=rng)
-        options["seed"] = draw(st.sampled_from([7, seeds.to(device)]))
-    return logits.to(device), options
+        parts += [torch.randint(9, (n,), generator=rng), torch.rand(n, generator=rng) + 0.2]
+    return logits.to(device), options, Draws(*(x.to(device) for x in parts))
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_the_kernels_equal_the_reference(device, data):
-    logits, options = data.draw(rows(device))
+    logits, options, draws = data.draw(rows(device))
     want = confidence_reference(logits, **options)
     same(confidence_of_logits(logits, **options, kernel=True), want)
+    want = confidence_reference(logits, **options, draws=draws)
+    same(confidence_of_logits(logits, **options, draws=draws, kernel=True), want)
 
 
 def test_a_vocabulary_of_many_tiles(device):
@@ -82,25 +88,60 @@ def test_half_precision(device, dtype):
     )
 
 
-def test_a_row_draws_the_same_whatever_else_is_in_the_batch(device):
+def draws_of(seeds, temperature=1.0, top_k=0, top_p=1.0, device="cpu"):
+    """Draws of rows that differ in their seed alone."""
+    seeds = torch.as_tensor(seeds, device=device)
+    ones = torch.ones(len(seeds), device=device)
+    return Draws(seeds, 3 * seeds % 5, temperature * ones, (top_k * ones).long(), top_p * ones)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_row_draws_the_same_whatever_else_is_in_the_batch(device, kernel):
     rng = torch.Generator().manual_seed(2)
-    logits = torch.randn(6, 300, generator=rng).to(device)
-    seeds = torch.tensor([1, 2, 3, 4, 5, 2**33 + 1], device=device)
-    for kernel in (False, True):
-        options = {"temperature": 1.0, "kernel": kernel}
-        whole = confidence_of_logits(logits, seed=seeds, **options).token
-        alone = [
-            confidence_of_logits(logits[i : i + 1], seed=seeds[i : i + 1], **options).token.item()
-            for i in range(6)
-        ]
-        assert whole.tolist() == alone
+    logits = torch.randn(6, 1300, generator=rng).to(device)
+    draws = draws_of([1, 2, 3, 4, 5, 2**33 + 1], device=device)
+    whole = confidence_of_logits(logits, draws=draws, kernel=kernel).token
+    alone = [
+        confidence_of_logits(
+            logits[i : i + 1],
+            draws=Draws(*(column[i : i + 1] for column in astuple(draws))),
+            kernel=kernel,
+        ).token.item()
+        for i in range(6)
+    ]
+    assert whole.tolist() == alone
+    assert len(set(alone)) > 1
 
 
-def test_sampling_follows_the_probabilities():
-    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(4000, -1)
-    got = confidence_of_logits(logits, temperature=0.5, seed=torch.arange(4000)).token
-    share = torch.bincount(got, minlength=4) / 4000
+@pytest.mark.parametrize("by", ["seed", "row"])
+def test_drawing_follows_the_probabilities(by):
+    """Of many seeds, and of many rows of one."""
+    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0, 0.5]]).expand(4000, -1)
+    many, one = torch.arange(4000), torch.full((4000,), 11)
+    seed, row = (many, one) if by == "seed" else (one, many)
+    got = Draws(seed, row, torch.full((4000,), 0.5)).choose(logits)
+    share = torch.bincount(got, minlength=5) / 4000
     torch.testing.assert_close(share, (logits[0] / 0.5).softmax(-1), atol=0.03, rtol=0)
+
+
+def test_the_floor_is_that_of_top_k_and_of_top_p_within_it():
+    """Probabilities 0.4, 0.3, 0.2 and 0.1 at the temperature 2, in another order."""
+    z = 2 * torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
+    for top_k, top_p, allowed in [
+        (0, 1.0, [0, 1, 2, 3]),
+        (3, 1.0, [0, 1, 3]),
+        (9, 1.0, [0, 1, 2, 3]),
+        (0, 0.65, [1, 3]),
+        (0, 0.75, [0, 1, 3]),
+        (2, 0.5, [1]),  # 0.4 of 0.7 is more than the half
+        (0, 1e-9, [1]),
+    ]:
+        floor = draws_of([0], 2.0, top_k, top_p).floor(z[None])
+        assert (z >= floor).nonzero()[:, 0].tolist() == allowed, (top_k, top_p)
+
+
+def test_equal_logits_stay_together_above_the_floor():
+    assert draws_of([0], 1.0, 1, 0.1).floor(torch.zeros(1, 5)).tolist() == [0.0]
 
 
 def test_philox_is_tritons(device):
@@ -108,14 +149,20 @@ def test_philox_is_tritons(device):
     import triton.language as tl
 
     @triton.jit
-    def draw(out, seed, COUNT: tl.constexpr):
+    def draw(out, seed, row, COUNT: tl.constexpr):
         at = tl.arange(0, COUNT)
-        tl.store(out + at, tl.rand(seed, at))
+        a, b, c, d = tl.rand4x(tl.load(seed), (tl.load(row) << 32) + at)
+        tl.store(out + 4 * at, a)
+        tl.store(out + 4 * at + 1, b)
+        tl.store(out + 4 * at + 2, c)
+        tl.store(out + 4 * at + 3, d)
 
-    for seed in (0, 1, 12345, 2**31 - 1):
+    for seed, row in ((0, 0), (1, 2), (12345, 2**31 + 7), (-1, 2**32 - 1), (2**62 + 3, 5)):
         out = torch.empty(256, device=device)
-        draw[(1,)](out, seed, COUNT=256)
-        assert torch.equal(out, uniform(torch.tensor([seed], device=device), 256)[0])
+        seeds, rows = (torch.tensor([x], device=device) for x in (seed, row))
+        draw[(1,)](out, seeds, rows, COUNT=64)
+        assert torch.equal(out, uniform(seeds, rows, 256)[0])
+        assert torch.equal(out[:7], uniform(seeds, rows, 7)[0])
 
 
 def test_nan_shows_in_the_probability(device):
@@ -141,8 +188,6 @@ def test_no_rows_and_fp64(device):
         ({"mask_id": 9}, r"mask_id must lie in \[0, 9\), got 9"),
         ({"named": torch.zeros(2)}, r"named must be int64 \[2\]"),
         ({"named": torch.zeros(3).long()}, r"named must be int64 \[2\].*\[3\]"),
-        ({"temperature": 0.5}, "needs a seed"),
-        ({"temperature": -1.0}, "temperature must be 0 or more, got -1.0"),
     ],
 )
 def test_a_misfit_is_refused_by_name(options, says):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2f.errors import NonFiniteLogitsError
-from decode.engine.sampling import PredictionRequest, split, table_of
+from decode.engine.sampling import PredictionRequest, split, table_of, wanted_of
 from decode.engine.step import Predictions
 
 
@@ -15,7 +15,9 @@ def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> li
     Raises NonFiniteLogitsError that names the forward.
     """
     found = []
-    for predictions in split(table_of(logits, groups).cpu().numpy(), groups):
+    table = table_of(logits, wanted_of(groups)).cpu().numpy()
+    for group, predictions in zip(groups, split(table, groups), strict=True):
+        group.sampler.read += group.count
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {forward}"

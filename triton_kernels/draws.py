@@ -1,0 +1,69 @@
+"""Tokens drawn at a temperature, of each row by itself:
+
+    token = argmax over v of z[v] / temperature - log(-log(u[v])),    u[v] uniform in [0, 1)
+
+is a draw from softmax(z / temperature) (Gumbel's trick). u comes from Philox, with the request's
+seed for its key and for its counter the token's id and how many rows the request has read before:
+so a row draws the same in any batch, in the kernel and here, on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triton_kernels.philox import uniform
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the token of each row ``[N]`` is drawn.
+
+    seed: int64, of its request. row: int64 below 2**32, its number among the rows that the request
+    reads. temperature: fp32; 0 takes the most likely token. top_k: int64, 0 is off, and top_p:
+    fp32, 1 is off: which tokens may be drawn (`floor`); both None where every row may draw any.
+    """
+
+    seed: Tensor
+    row: Tensor
+    temperature: Tensor
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether there is a `floor`."""
+        return self.top_k is not None
+
+    def floor(self, allowed: Tensor) -> Tensor:
+        """The least of a row's logits that may be drawn, fp32 ``[N]``, of logits ``[N, V]`` that
+        are -inf where a token is never chosen: that of the last of the top_k, and of the smallest
+        set whose probability at the temperature reaches top_p. Equal logits stay together, and the
+        largest always."""
+        assert self.top_k is not None and self.top_p is not None
+        ordered = allowed.sort(-1, descending=True).values  # [N, V]
+        count = ordered.shape[1]
+        most = torch.where(self.top_k > 0, self.top_k, count).clamp(max=count)
+        by_k = ordered.gather(-1, most[:, None] - 1)  # [N, 1]
+        # top_p is a share of what top_k leaves, so it comes second.
+        p = (ordered.masked_fill(ordered < by_k, -torch.inf) / self._divisor).softmax(-1)
+        # Kept: every token before whose own the probabilities do not yet sum to top_p.
+        kept = (p.cumsum(-1) - p < self.top_p[:, None]).sum(-1, keepdim=True).clamp(min=1)
+        by_p = torch.maximum(by_k, ordered.gather(-1, kept - 1))
+        return torch.where(self.top_p < 1, by_p[:, 0], by_k[:, 0])
+
+    def choose(self, allowed: Tensor) -> Tensor:
+        """Tokens ``[N]`` from such logits; of equal ones the lowest id."""
+        noise = uniform(self.seed, self.row, allowed.shape[1])
+        kept = allowed
+        if self.is_filtered:
+            kept = torch.where(allowed < self.floor(allowed)[:, None], -torch.inf, allowed)
+        drawn = kept / self._divisor - torch.log(-torch.log(noise))
+        return torch.where(self.temperature[:, None] > 0, drawn, allowed).argmax(-1)
+
+    @property
+    def _divisor(self) -> Tensor:
+        """Temperatures ``[N, 1]``, 1 where nothing is drawn."""
+        return torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]
