@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import random_model
+from tiny import POISON, poisoned_model, random_model
 
 import decode
 from decode.engine import cuda_graphs
@@ -61,3 +61,19 @@ def test_graphs_are_for_a_gpu_and_can_be_turned_off(device, variable, wanted, mo
     if variable is not None:
         monkeypatch.setenv("D2F_GRAPHS", variable)
     assert cuda_graphs.graphs_wanted(torch.device(device)) is wanted
+
+
+def test_the_slot_of_padding_rows_keeps_nothing_of_a_request_that_failed():
+    """They meet what is not finite in its slots, and every later row would meet theirs."""
+    model, decoder = poisoned_model(), decode.D2F(4, tau_conf=0.3, max_new_tokens=9)
+    want = decode.generate(model, [[8]], decoder)[0].raw_tokens
+    engine = Engine(model, batch_size=2, slots=60, static=True)
+    requests = [
+        Request(i, ids, decoder, model.contract, None) for i, ids in enumerate([[POISON, 9], [8]])
+    ]
+    for request in requests:
+        engine.submit(request)
+    list(engine.run())
+    assert requests[0].result.error is not None
+    assert requests[1].result.error is None
+    assert requests[1].result.raw_tokens == want
