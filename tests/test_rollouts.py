@@ -160,17 +160,17 @@ def command(model: str, path: Path, *more: str) -> list[str]:
 
 def test_a_resumed_collection_is_the_uninterrupted_one(lenient, saved, tmp_path):
     """Killed anywhere, also within a line; and on another batch size."""
-    whole = tmp_path / "whole.jsonl"
-    assert rollouts.main(command(saved, whole)) == 0
+    whole, seed = tmp_path / "whole.jsonl", ("--seed", "3")
+    assert rollouts.main(command(saved, whole, *seed)) == 0
     data = whole.read_bytes()
     lines = data.splitlines(keepends=True)
     assert 3 < len(lines) < 11  # some were wrong
     path = tmp_path / "killed.jsonl"
     for cut in (len(lines[0]), len(lines[0] + lines[1]), len(lines[0]) + 9, len(data) - 1):
         path.write_bytes(data[:cut])
-        assert rollouts.main(command(saved, path, "--batch-size", "3")) == 0
+        assert rollouts.main(command(saved, path, *seed, "--batch-size", "3")) == 0
         assert path.read_bytes() == data
-    assert rollouts.main(command(saved, path)) == 0
+    assert rollouts.main(command(saved, path, *seed)) == 0
     assert path.read_bytes() == data
 
 
