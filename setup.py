@@ -47,6 +47,7 @@ setup(
         "decode.server": ["page/*"],
         "decode.harness.tasks": ["*.yaml"],
         "d2f": [
+            "*.cpp",
             "models/**/*.json",
             "models/**/*.safetensors",
             "models/**/*.md",

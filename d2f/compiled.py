@@ -10,6 +10,7 @@ are packed (`d2f.packed`), elsewhere those with one input are joined (`d2f.joine
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +23,17 @@ from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.errors import CompileError
 from d2f.joined import JoinedModel, can_join
+from d2f.native import can_attend, pays, write_and_attend
 from d2f.packed import PackedModel, can_pack
+from triton_kernels.choice import VARIABLE
 
 
 class _Running(threading.local):
-    """The forward that a thread is running."""
+    """The forward that a thread is running. native: whether C++ attends (`d2f.native`)."""
 
     cache: SlotCache
     plan: SpanPlan
+    native: bool
 
 
 _running = _Running()
@@ -39,6 +43,10 @@ _library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
     # Not arguments of the operator: the graph would be of this cache and this plan.
+    if _running.native:
+        cache, spans = _running.cache, _running.plan.spans[0]
+        assert cache.slots is not None
+        return write_and_attend(query, key, value, cache.slots, *cache.layers[layer], spans, scale)
     keys, values = _running.cache.update(key, value, layer)
     return _running.plan.attend(None, query, keys, values, scale).contiguous()
 
@@ -91,6 +99,13 @@ def _with_products(backbone: PreTrainedModel) -> PackedModel | None:
     return JoinedModel(backbone) if can_join(backbone) else None
 
 
+def _can_attend(backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]) -> bool:
+    """Whether C++ may compute the attention of this model here."""
+    key = new_cache(1).layers[0][0]  # [1, H_kv, 1, D]
+    fits = key.device.type == "cpu" and key.dtype == backbone.dtype == torch.float32
+    return fits and os.environ.get(VARIABLE) != "0" and can_attend(key.shape[-1])
+
+
 class CompiledRows:
     """The hidden states of flat rows, compiled at once; takes some seconds.
 
@@ -110,6 +125,7 @@ class CompiledRows:
                 packed.forget()
             return out
 
+        self._native = _can_attend(backbone, new_cache)
         # Graphs are kept by code object, a few to each: this model's are its own.
         hidden.__code__ = hidden.__code__.replace()
         # With any number of threads, as the engine sets them.
@@ -132,10 +148,11 @@ class CompiledRows:
     ) -> Tensor:
         """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
         _running.cache, _running.plan = cache, plan  # what `d2f::attend` finds inside the graph
+        _running.native = self._native and pays(plan.spans[0], len(plan.segments or [None]))
         try:
             out: Tensor = self._run(tokens[None], positions[None])[0]
         finally:
-            del _running.cache, _running.plan
+            del _running.cache, _running.plan, _running.native
         return out
 
     def _try(self, rows: int, cache: SlotCache, device: torch.device) -> None:
