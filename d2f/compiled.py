@@ -33,7 +33,7 @@ class _Running(threading.local):
 
     cache: SlotCache
     plan: SpanPlan
-    native: bool
+    native: bool = False
 
 
 _running = _Running()

@@ -237,6 +237,8 @@ class Shape:
             # Four warps of 64 rows multiply 64 x 128 at once, and two blocks fit on an SM.
             "num_warps": 8 if wanted == 64 and self.width > 128 else 4,
         }
+        if wanted == 64 and self.splits() > 1:  # what the parts need would spill
+            self.keys = min(self.keys, 32)
 
     def least_keys(self) -> int:
         """Keys that a split reads at the least, so that the join's traffic stays within its share
