@@ -75,6 +75,12 @@ def visible(model: DiffusionModel, raw: list[int | None]) -> list[int]:
     [([5, 6, 7], decode.D2F(10, 0.1, 0.1, max_new_tokens=30, early_exit=False))],
     1,
 )
+@example(  # an end id at a temperature: fewer rows are read after it
+    random_model("dream"),
+    [([256, 280, 92, 292, 101, 131, 28],
+      decode.D2F(16, 0.0, 0.0, tau_conf=0.3, max_new_tokens=29, temperature=0.7, seed=2))],
+    1,
+)  # fmt: skip
 @given(
     models,
     st.lists(st.tuples(prompts, st.one_of(pipelines, statics)), min_size=1, max_size=5),

@@ -15,7 +15,7 @@ import decode.engine.sampling
 from decode.engine import cuda_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, Wanted, wanted_of
+from decode.engine.sampling import ROWS_A_STEP, PredictionRequest, Sampler, Wanted, wanted_of
 from decode.engine.sampling_options import Sampling
 
 SAMPLING = st.fixed_dictionaries(
@@ -111,7 +111,7 @@ def test_rows_are_numbered_on_once_their_predictions_are_taken():
     while not request.done:
         numbers += [wanted_of([group]).draws[1].tolist() for _ in range(2)]
         engine.advance()
-    assert numbers[:3] == [[0, 1], [0, 1], [4, 5]]
+    assert numbers[:3] == [[0, 1], [0, 1], [ROWS_A_STEP, ROWS_A_STEP + 1]]
     assert len(numbers) > 4
     assert numbers[::2] == numbers[1::2] == sorted(numbers[::2])
 

@@ -3,7 +3,7 @@
     token = argmax over v of z[v] / temperature - log(-log(u[v])),    u[v] uniform in [0, 1)
 
 is a draw from softmax(z / temperature) (Gumbel's trick). u comes from Philox, with the request's
-seed for its key and for its counter the token's id and how many rows the request has read before:
+seed for its key and for its counter the token's id and the row's number within the request:
 so a row draws the same in any batch, in the kernel and here, on any device.
 """
 
@@ -21,9 +21,9 @@ from triton_kernels.philox import uniform
 class Draws:
     """How the token of each row ``[N]`` is drawn.
 
-    seed: int64, of its request. row: int64 below 2**32, its number among the rows that the request
-    reads. temperature: fp32; 0 takes the most likely token. top_k: int64, 0 is off, and top_p:
-    fp32, 1 is off: which tokens may be drawn (`floor`); both None where every row may draw any.
+    seed: int64, of its request. row: int64 below 2**32, its number among the rows of the request.
+    temperature: fp32; 0 takes the most likely token. top_k: int64, 0 is off, and top_p: fp32, 1 is
+    off: which tokens may be drawn (`floor`); both None where every row may draw any.
     """
 
     seed: Tensor

@@ -81,11 +81,11 @@ class Request:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
-        self.sampler.read += len(step.read)
         assert self.feed is not None
         if self.feed.first:
             self.reused_rows = self.feed.spared
         whole = self.feed.take(predictions)
+        self.sampler.took(len(step.read), whole=whole is not None)
         if whole is None:  # rows of its step are still to be fed
             return
         self.session.accept(whole)

@@ -21,15 +21,23 @@ from triton_kernels.draws import Draws
 _SEED, _ROW, _TEMPERATURE, _TOP_K, _TOP_P = range(5)
 DRAW_LINES = 5
 
+ROWS_A_STEP = 1 << 16  # from the number of a step's first row to that of the next one's
+
 
 class Sampler:
-    """How one request's tokens are drawn: by its seed and how many rows it has read, on any device
-    and in any batch (`triton_kernels.draws`)."""
+    """How one request's tokens are drawn: by its seed, the number of its step and that of the row
+    within it, on any device and in any batch (`triton_kernels.draws`). So rows that a step leaves
+    out at its end, since nothing could come of them, change no draw of a later one."""
 
     def __init__(self, sampling: Sampling, mask_id: int | None):
         self.sampling = sampling
         self.mask_id = mask_id
-        self.read = 0  # rows whose predictions the request has taken
+        self.steps = 0  # that the request has taken
+        self.read = 0  # rows of the next one that it has taken already, where it is fed in pieces
+
+    def took(self, count: int, *, whole: bool) -> None:
+        """The request has taken `count` rows, and with them, if so, the whole of a step."""
+        self.steps, self.read = (self.steps + 1, 0) if whole else (self.steps, self.read + count)
 
     def lines(self, count: int) -> Ints:
         """How the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until they
@@ -38,7 +46,8 @@ class Sampler:
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
         if not settings.greedy:
             lines[_SEED] = np.uint64(settings.seed % 2**64).astype(np.int64)
-            lines[_ROW] = np.arange(self.read, self.read + count)
+            first = self.steps * ROWS_A_STEP + self.read
+            lines[_ROW] = np.arange(first, first + count) % 2**32
             warmest = float(np.finfo(np.float32).max)  # infinity would make NaN of a mask's logit
             lines[_TEMPERATURE] = _bits(min(settings.temperature, warmest))
             lines[_TOP_K] = settings.top_k or 0

@@ -55,8 +55,9 @@ def test_many_shapes_are_each_compiled_and_a_shape_once(traced):
 
 def test_beyond_its_own_limit_it_is_an_error_and_not_slow(traced, monkeypatch):
     monkeypatch.setattr(flex, "_SHAPES", 2)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+    # Its own patch: set back by pytest, a limit would be gone for the tests after it.
+    limit = torch._dynamo.config.patch(recompile_limit=2)
+    with limit, pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
         for rows in range(16, 20):
             attend(sp.causal(rows), *tensors(rows, rows), "flex")
 

@@ -17,7 +17,7 @@ def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> li
     found = []
     table = table_of(logits, wanted_of(groups)).cpu().numpy()
     for group, predictions in zip(groups, split(table, groups), strict=True):
-        group.sampler.read += group.count
+        group.sampler.took(group.count, whole=True)
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {forward}"
