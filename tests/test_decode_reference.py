@@ -75,6 +75,11 @@ def visible(model: DiffusionModel, raw: list[int | None]) -> list[int]:
     [([5, 6, 7], decode.D2F(10, 0.1, 0.1, max_new_tokens=30, early_exit=False))],
     1,
 )
+@example(  # at a temperature too, blocks that could reveal nothing are not read
+    random_model("dream"),
+    [([5, 6, 7], decode.D2F(4, 0.1, 0.9, tau_conf=1.0, max_new_tokens=24, temperature=0.7))],
+    1,
+)
 @example(  # an end id at a temperature: fewer rows are read after it
     random_model("dream"),
     [([256, 280, 92, 292, 101, 131, 28],

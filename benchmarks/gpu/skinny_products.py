@@ -11,10 +11,7 @@ graph, so that their launches cost nothing. Counted are the weights' bytes.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,11 +19,9 @@ import torch
 from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
+from benchmarks.row_file import RowFile
 from benchmarks.shapes import SHAPES, default_shapes
-from benchmarks.timing import about
-from d2f.files import write_beside
-
-COLD_BYTES = 600 << 20  # of weights that take turns: many times a GPU's second-level cache
+from benchmarks.timing import about, copies_beyond_cache, replayed_milliseconds
 
 
 def layers(config: PretrainedConfig) -> dict[str, tuple[int, list[int]]]:
@@ -43,41 +38,13 @@ def layers(config: PretrainedConfig) -> dict[str, tuple[int, list[int]]]:
     }
 
 
-def microseconds(run: Callable[[int], object], turns: int, device: str, repeat: int) -> float:
-    """Median time of run(i), from `repeat` rounds of i = 0 to `turns` - 1."""
-
-    def round_of_turns() -> None:
-        for i in range(turns):
-            run(i)
-
-    round_of_turns()
-    if device != "cuda":
-        taken = []
-        for _ in range(repeat):
-            began = time.perf_counter()
-            round_of_turns()
-            taken.append(1e6 * (time.perf_counter() - began))
-        return statistics.median(taken) / turns
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        round_of_turns()
-    graph.replay()
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-    for began_at, ended_at in pairs:
-        began_at.record()
-        graph.replay()
-        ended_at.record()
-    torch.cuda.synchronize()
-    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairs) / turns
-
-
 @torch.inference_mode()
 def measure(
     width: int, outputs: list[int], rows: int, dtype: torch.dtype, device: str, repeat: int
 ) -> dict[str, float]:
     """Microseconds and GB/s of a group's products apart and, where there are several, joined."""
     size = sum(outputs) * width * dtype.itemsize
-    turns = max(2, (COLD_BYTES if device == "cuda" else 0) // size + 1)
+    turns = copies_beyond_cache(size, device)
     joined = [torch.randn(sum(outputs), width, device=device, dtype=dtype) for _ in range(turns)]
     apart = [weight.split(outputs) for weight in joined]
     x = torch.randn(rows, width, device=device, dtype=dtype)
@@ -88,7 +55,7 @@ def measure(
         ways["joined"] = lambda i: linear(x, joined[i])
     found = {}
     for way, run in ways.items():
-        found[f"{way}, us"] = taken = microseconds(run, turns, device, repeat)
+        found[f"{way}, us"] = taken = 1e3 * replayed_milliseconds(run, turns, device, repeat)
         found[f"{way}, GB/s"] = size / taken / 1e3
     return found
 
@@ -108,17 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
     device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
-    facts, table = about(options.dtype), []
+    facts = about(options.dtype)
+    file = RowFile(options.json, facts)
     print(f"{facts['device']}, {options.dtype}, torch {facts['torch']}")
     for shape in options.shapes:
         for name, (width, outputs) in layers(SHAPES[shape]()).items():
             for rows in options.rows:
                 found = measure(width, outputs, rows, dtype, device, options.repeat)
-                table.append({"shape": shape, "products": name, "rows": rows, **found})
+                file.add({"shape": shape, "products": name, "rows": rows, **found})
                 said = "".join(f"  {what} {value:.1f}" for what, value in found.items())
                 print(f"{shape:<10}{name:<10}{rows:>4} rows{said}", flush=True)
-                if options.json is not None:
-                    write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,6 @@ class D2F(Decoder):
             adaptive=self.lossless == AUTO,
             tau_revoke=self.tau_revoke,
             forced_pick=self.forced_pick,
-            greedy=self.sampling.greedy,
         )
         kind = D2FSession
         # tau_revoke 0 takes nothing back: then it is the plain pipeline, without shadows.

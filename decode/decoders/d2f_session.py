@@ -49,7 +49,6 @@ class PipelineRules:
     adaptive: bool
     tau_revoke: float
     forced_pick: Pick
-    greedy: bool
 
     @property
     def uncertainty(self) -> bool:
@@ -145,9 +144,8 @@ class D2FSession(MaskedSession):
         """Where the last block ends whose rows this forward needs: one that may reveal a token, or
         is cached with it. Blocks after it are seen by none of the rows before them, and are fed
         anew in any case, as long as one before them is open."""
-        # No confidence lies above 1: only full blocks reveal. What is drawn at a temperature is
-        # drawn for every row in turn, also where nothing comes of it.
-        blind = self.rules.tau_conf >= 1 and self.rules.greedy
+        # No confidence lies above 1: only full blocks reveal.
+        blind = self.rules.tau_conf >= 1
         needed = [
             block.end
             for block in self.pipeline
