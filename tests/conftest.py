@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
 
 from hypothesis import settings
+from tiny import changed_models
 
 from d2f.load_checkpoint import load
 
@@ -61,3 +62,26 @@ def word_tokenizer():
         mask_token="<mask>",
         unk_token="<unk>",
     )
+
+
+@pytest.fixture(autouse=True)
+def _what_tests_share_stays_as_it_is():
+    before = _process_state()
+    yield
+    changed = changed_models()
+    assert not changed, f"this test changed {', '.join(changed)}, which others decode with"
+    assert _process_state() == before
+
+
+def _process_state() -> dict[str, object]:
+    """What decides how all tests of this process compute."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "variables": {k: v for k, v in os.environ.items() if k.startswith(("D2F_", "TRITON_"))},
+    }

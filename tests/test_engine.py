@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_model, tokenizer
+from tiny import fresh_model, random_model, tokenizer
 
 import decode
 import triton_kernels.span_attention
@@ -123,7 +123,7 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
 )
 def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_size, tau_conf):
     """What a GPU replays as CUDA graphs; prompts beyond the largest size are fed as they are."""
-    model = random_model(family)
+    model = fresh_model(family)  # it keeps the sizes that engines used
     decoder = decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12)
     plain = decode.generate(model, prompts, decoder, batch_size=batch_size)
     requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]

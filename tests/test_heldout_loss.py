@@ -12,7 +12,7 @@ import torch
 import wino_plus_runs
 from data_rows import run_settings
 from test_wino_plus_training import objective_of
-from tiny import fresh_model, random_model
+from tiny import fresh_model
 from torch import Tensor
 
 from d2f import noise
@@ -44,7 +44,7 @@ def objective(name: str, family: str, **changes: Any) -> Objective:
     changes["evaluation"] = {"loss_rows": 3, "batch_size": 2} | changes.get("evaluation", {})
     config = run_settings(Path("unused"), {"tasks": {"countdown": 1.0}}, name, **changes)
     if not config.trains_adapter:
-        return OBJECTIVES[name](random_model(family), config)
+        return OBJECTIVES[name](fresh_model(family), config)
     return OBJECTIVES[name](with_adapter(family), config)
 
 

@@ -12,6 +12,8 @@ from d2f import spans as sp
 from d2f.attention import Segment, SpanPlan
 from distill.objectives.training_plan import TrainingPlan, parts_of
 
+NONE = torch.zeros(0, dtype=torch.int64)  # places that are read: attention does not ask
+
 
 def test_a_part_reaches_from_its_first_to_its_last_key():
     spans = sp.block_causal(6, 2, 2)[None]
@@ -50,7 +52,7 @@ def test_parts_give_what_all_keys_at_once_give(spans, rows):
     torch.manual_seed(0)
     q, k, v = (torch.randn(batch, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
     upstream = torch.randn(batch, length, 4, 8)
-    plans = SpanPlan(spans, way="sdpa"), TrainingPlan(spans)
+    plans = SpanPlan(spans, way="sdpa"), TrainingPlan(spans, NONE)
     plans[1].segments = parts_of(spans, rows)
     found = []
     for plan in plans:
@@ -72,7 +74,7 @@ def test_flex_attention_is_compiled_outside_a_compiled_layer():
     layer.compile(dynamic=False)
     x = torch.randn(1, 2, 128, 16)
     graphs = []
-    for plan in (TrainingPlan(spans, "sdpa"), TrainingPlan(spans, "flex")):
+    for plan in (TrainingPlan(spans, NONE, "sdpa"), TrainingPlan(spans, NONE, "flex")):
         torch._dynamo.reset()
         counters.clear()
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 
 import torch
@@ -17,10 +18,39 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_tokenizer(300)
 
 
+_shared: list[tuple[str, DiffusionModel, str]] = []  # name, model, its state when it was built
+
+
 @cache
 def random_model(family: str, seed: int = 0) -> DiffusionModel:
     """Two layers, four heads over two key heads; shared between tests, so never to be changed."""
-    return fresh_model(family, seed)
+    model = fresh_model(family, seed)
+    _shared.append((f"random_model({family!r}, {seed})", model, _state(model)))
+    return model
+
+
+def changed_models() -> list[str]:
+    """Shared models that are not what they were built as, each named once."""
+    changed = []
+    for i, (name, model, state) in enumerate(_shared):
+        now = _state(model)
+        if now != state:
+            changed.append(name)
+            _shared[i] = (name, model, now)
+    return changed
+
+
+def _state(model: DiffusionModel) -> str:
+    """A digest of all that decides what the model computes."""
+    parts = (model.contract, model.adapter, model.compiled_rows, model.backbone.config)
+    digest = hashlib.sha256("".join(map(str, parts)).encode())
+    for name, module in model.backbone.named_modules():
+        digest.update(f"{name}{type(module)}{module.training}{module._forward_hooks}".encode())
+    for named in (model.backbone.named_parameters(), model.backbone.named_buffers()):
+        for name, tensor in named:
+            digest.update(f"{name}{tensor.dtype}".encode())
+            digest.update(tensor.detach().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def fresh_model(family: str, seed: int = 0) -> DiffusionModel:

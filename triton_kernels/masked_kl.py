@@ -33,7 +33,7 @@ from triton_kernels.self_check import compare, random_inputs, self_check
 
 TILE_BYTES = 768 << 20  # of one tile's fp32 logits on an accelerator, at most
 _TILE_SHARE = 32  # of its memory: one part in so many
-CPU_TILE_BYTES = 8 << 20  # what is computed of it is there beside it
+CPU_TILE_BYTES = 16 << 20  # what is computed of it is there beside it
 _LEAST_COLUMNS = 128
 # Fewer rows at a time, and reading the head for each part would take the time.
 _LEAST_ROWS = 512
@@ -143,11 +143,18 @@ class _MaskedLinearKL(torch.autograd.Function):
             for s, t, w in zip(*(x.split(rows) for x in (student, teacher, weight)), strict=True):
                 logits = F.linear(torch.cat((s, t)), head)  # [2 rows, V]
                 totals = Statistics.empty(logits)
-                totals.add(logits, kernel)
+                shares = totals.add(logits, kernel)
                 loss = loss + (totals.divergence() * w).sum()
-                if slopes:  # without the weight, which fp16 may not hold
+                if not slopes:
+                    continue
+                # Without the weight, which fp16 may not hold.
+                if shares is None:
                     ones = torch.ones_like(_wide(w))
-                    slopes.append(_wide(difference(logits, totals.log_sum(), ones, kernel) @ head))
+                    slope = difference(logits, totals.log_sum(), ones, kernel)
+                else:
+                    learnt, taught = shares.div_(totals.total[:, None]).chunk(2)
+                    slope = learnt.sub_(taught).to(logits.dtype)
+                slopes.append(_wide(slope @ head))
             ctx.save_for_backward(weight, torch.cat(slopes) if slopes else None)
         return loss
 
@@ -180,13 +187,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> Tensor:
     """``scale * (softmax(student) - softmax(teacher))`` ``[N, columns]`` of a tile of logits
-    ``[2N, columns]`` in its dtype; log_sum ``[2N]`` and scale ``[N]`` at least fp32."""
+    ``[2N, columns]`` in its dtype, which it may overwrite; log_sum ``[2N]`` and scale ``[N]`` at
+    least fp32."""
     if kernel:
         from triton_kernels import masked_kl_tiles
 
         return masked_kl_tiles.difference(logits, log_sum, scale)
-    student, teacher = (_wide(logits) - log_sum[:, None]).exp().chunk(2)
-    return ((student - teacher) * scale[:, None]).to(logits.dtype)
+    student, teacher = _wide(logits).sub_(log_sum[:, None]).exp_().chunk(2)
+    return student.sub_(teacher).mul_(scale[:, None]).to(logits.dtype)
 
 
 @dataclass
@@ -207,23 +215,26 @@ class Statistics:
         zeros = torch.zeros_like(_wide(hidden[:, 0]))
         return Statistics(zeros - torch.inf, zeros, zeros[len(zeros) // 2 :].clone())
 
-    def add(self, logits: Tensor, kernel: bool) -> None:
-        """Take a tile of logits ``[2N, columns]``."""
+    def add(self, logits: Tensor, kernel: bool) -> Tensor | None:
+        """Take a tile of logits ``[2N, columns]``, which may be overwritten. Without the kernel
+        e^(z - largest) of the tile."""
         if kernel:
             from triton_kernels import masked_kl_tiles
 
             masked_kl_tiles.add_tile(logits, self.largest, self.total, self.cross)
-            return
+            return None
         logits, before = _wide(logits), self.largest  # [2N, columns], [2N]
         # The streaming softmax: sums are kept relative to the largest logit so far, and shrunk when
         # a larger one comes. Before the first tile it is -inf, and shrink 0.
         self.largest = torch.maximum(before, logits.amax(-1))
         shrink = (before - self.largest).exp()
-        share = (logits - self.largest[:, None]).exp()
-        self.total = self.total * shrink + share.sum(-1)
         student, teacher = logits.chunk(2)
-        n = len(teacher)
-        self.cross = self.cross * shrink[n:] + (share[n:] * (teacher - student)).sum(-1)
+        n, gap = len(teacher), teacher - student
+        # In place: on a CPU each new tensor of this size costs more than what is computed into it.
+        shares = logits.sub_(self.largest[:, None]).exp_()
+        self.total = self.total * shrink + shares.sum(-1)
+        self.cross = self.cross * shrink[n:] + gap.mul_(shares[n:]).sum(-1)
+        return shares
 
     def log_sum(self) -> Tensor:
         """Logarithm of the sum of e^z, ``[2N]``."""

@@ -19,6 +19,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
+from distill.objectives.last_layer import read_rows_only
 from distill.objectives.training_plan import TrainingPlan
 
 Rows = list[list[Placed]]
@@ -60,6 +61,7 @@ class Objective(nn.Module):
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__()
         self.model = model
+        read_rows_only(model.backbone)
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
@@ -206,10 +208,9 @@ class Objective(nn.Module):
     def read(self, batch: Batch, which: Tensor) -> Tensor:
         """Hidden states ``[N, C]`` of the rows that the loss reads. which: the spans to read them
         under, the student's or the teacher's."""
-        plan = TrainingPlan(which, self.attention)
-        hidden = self.model.hidden(batch.input_ids, plan, batch.positions)
-        # [R, L, C] to [N, C]: only these rows reach the head, whose logits are the largest tensor.
-        return hidden.flatten(0, 1).index_select(0, batch.rows)
+        # Only these rows reach the head, whose logits are the largest tensor.
+        plan = TrainingPlan(which, batch.rows, self.attention)
+        return self.model.hidden(batch.input_ids, plan, batch.positions)[0]  # of [1, N, C]
 
     def read_teacher(self, batch: Batch) -> Tensor:
         """The same rows by the weights without the adapter under the teacher's spans. To be called

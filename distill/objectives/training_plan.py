@@ -13,12 +13,16 @@ ROWS = 256  # queries of a part: fewer reach fewer keys in vain, and are more ca
 
 class TrainingPlan(SpanPlan):
     """A `SpanPlan` of a packed step. Compiled layers (`distill.run.compiled_layers`) leave it out
-    of their graphs, so that these hold for any spans and for each way to compute them."""
+    of their graphs, so that these hold for any spans and for each way to compute them.
 
-    def __init__(self, spans: Tensor, way: Way | None = None):
+    read: int64 ``[N]``, which of the R x L places the loss reads (`last_layer`).
+    """
+
+    def __init__(self, spans: Tensor, read: Tensor, way: Way | None = None):
         # Reading spans would wait for a GPU, whose kernels skip keys by themselves.
         segments = parts_of(spans) if spans.device.type == "cpu" else None
         super().__init__(spans, segments, way)
+        self.read = read
 
     @torch.compiler.disable
     def attend(

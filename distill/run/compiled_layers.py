@@ -4,8 +4,8 @@ products with their neighbours in fewer passes, and less kept for the backward p
     embeddings | layer: norm, q k v, RoPE | attention | o, norm, MLP | next layer ... | norm, loss
                         compiled            as it is    compiled
 
-All layers share their graphs. Attention stays outside (`TrainingPlan`), and so do the embeddings
-and the loss, which is computed in tiles of its own.
+All layers but the last share their graphs. Attention stays outside (`TrainingPlan`), and so do the
+embeddings and the loss, which is computed in tiles of its own.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _OPTIONS: dict[str, Any] = {"fallback_random": True}
 def compile_layers(backbone: PreTrainedModel) -> None:
     """Have the layers compiled when a step first needs them, in place: their names, their weights
     and what wraps them stay."""
-    for layer in backbone.model.layers:
+    *layers, last = backbone.model.layers
+    for layer in layers:
         layer.compile(dynamic=False, options=_OPTIONS)  # a run's rows are all of one length
+    last.compile(options=_OPTIONS)  # but how many of its places are read changes from step to step
 
 
 @contextmanager
