@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ def test_a_causal_models_are_transformers_own():
     model = random_model("causal")
     ids = torch.randint(8, 250, (40,)).tolist()
     with torch.inference_mode():
-        stock = type(model.backbone)(model.backbone.config)
+        stock = type(model.backbone)(copy.deepcopy(model.backbone.config))
         stock.load_state_dict(model.backbone.state_dict())
         stock.set_attn_implementation("sdpa")
         logits = stock.eval()(torch.tensor([ids])).logits[0]

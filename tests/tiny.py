@@ -42,10 +42,19 @@ def changed_models() -> list[str]:
 
 def _state(model: DiffusionModel) -> str:
     """A digest of all that decides what the model computes."""
-    parts = (model.contract, model.adapter, model.compiled_rows, model.backbone.config)
+    config = model.backbone.config
+    parts = (
+        model.contract,
+        model.adapter,
+        model.compiled_rows,
+        config,
+        config._attn_implementation,
+    )
     digest = hashlib.sha256("".join(map(str, parts)).encode())
     for name, module in model.backbone.named_modules():
-        digest.update(f"{name}{type(module)}{module.training}{module._forward_hooks}".encode())
+        digest.update(
+            f"{name}{type(module).__name__}{module.training}{module._forward_hooks}".encode()
+        )
     for named in (model.backbone.named_parameters(), model.backbone.named_buffers()):
         for name, tensor in named:
             digest.update(f"{name}{tensor.dtype}".encode())

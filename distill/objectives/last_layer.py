@@ -46,4 +46,5 @@ def _reading(kind: Any) -> Any:
             read = (hidden_states + attended).flatten(0, 1).index_select(0, plan.read)[None]
             return read + self.mlp(self.post_attention_layernorm(read))
 
+    Reading.__name__ = kind.__name__  # by which FSDP finds the layers
     return Reading
