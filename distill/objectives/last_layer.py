@@ -5,7 +5,7 @@ reads is of use: about a third of a step's, and of the layer mostly the MLP::
 
     hidden [R, L, C] -> norm, attention, sum -> index [1, N, C] -> norm, MLP, sum -> [1, N, C]
 
-Of a model of four layers that is a tenth of a step, of one of 32 a hundredth.
+By its operations that is about a tenth of a step of four layers and a hundredth of one of 32.
 """
 
 from __future__ import annotations
