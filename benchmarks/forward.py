@@ -149,10 +149,10 @@ def products(model: DiffusionModel, rows: int, read: int) -> float:
     """Median seconds of all matrix products of a forward that feeds `rows` and reads `read`, by the
     kernels that the model's forwards use, on random numbers."""
     kind = {"device": model.device, "dtype": model.dtype}
-    packed = None if model.compiled_rows is None else model.compiled_rows.packed
+    compiled = [] if model.compiled_rows is None else model.compiled_rows.products
     layers: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]
-    if packed is not None:
-        layers = [(product, product.inputs) for product in packed.products]
+    if compiled:
+        layers = [(product, product.inputs) for product in compiled]
     else:
         found = [m for m in model.backbone.model.modules() if isinstance(m, torch.nn.Linear)]
         layers = [(layer, layer.in_features) for layer in found]

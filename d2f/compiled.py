@@ -24,7 +24,7 @@ from d2f.cache import SlotCache
 from d2f.errors import CompileError
 from d2f.joined import JoinedModel, can_join
 from d2f.native import can_attend, pays, write_and_attend
-from d2f.packed import PackedModel, can_pack
+from d2f.packed import PackedModel, Product, can_pack
 from triton_kernels.choice import VARIABLE
 
 
@@ -154,6 +154,11 @@ class CompiledRows:
         finally:
             del _running.cache, _running.plan, _running.native
         return out
+
+    @property
+    def products(self) -> list[Product]:
+        """Of the linear layers that are computed together; none where they are as they were."""
+        return [] if self.packed is None else self.packed.products
 
     def _try(self, rows: int, cache: SlotCache, device: torch.device) -> None:
         with torch.inference_mode():  # tensors made outside would need graphs of their own

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from d2f.packed import PackedModel, _Part, _Product
+from d2f.packed import PackedModel, Product, _Part
 
 
 def can_join(backbone: PreTrainedModel) -> bool:
@@ -37,7 +37,7 @@ class JoinedModel(PackedModel):
                 setattr(module, name, _Part(product, i))
 
 
-class _Joined(_Product):
+class _Joined(Product):
     """Layers that read one input, by their joined weight; the layers keep views of it."""
 
     def __init__(self, layers: list[nn.Linear]):

@@ -22,6 +22,7 @@ from d2f.write_shards import MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
     from d2f.compiled import CompiledRows
+    from d2f.native_rows import NativeRows
 
 
 class Fp32Rotary(nn.Module):
@@ -45,7 +46,7 @@ class DiffusionModel(ModelParts):
 
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
-        self.compiled_rows: CompiledRows | None = None
+        self.compiled_rows: CompiledRows | NativeRows | None = None
         # Of threads, among which engines choose for each forward; no more than torch is set to.
         self.thread_counts: tuple[int, ...] = ()
         if self.device.type == "cpu":
@@ -135,15 +136,19 @@ class DiffusionModel(ModelParts):
 
     def compile(self) -> None:
         """Compile what `decode_rows` runs, adapter merged: the same function to rounding, for any
-        number of rows, with less to do besides the arithmetic. Takes some seconds.
+        number of rows, with less to do besides the arithmetic: by `torch.compile`, or in C++ where
+        `d2f.native_rows` can. Takes some seconds.
 
         Raises CompileError where `torch.compile` cannot.
         """
         from d2f.compiled import CompiledRows
+        from d2f.native_rows import native_rows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
-        with as_current(self.device):
-            self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
+        self.compiled_rows = native_rows(self.backbone, self.new_cache)
+        if self.compiled_rows is None:
+            with as_current(self.device):
+                self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""

@@ -69,7 +69,7 @@ class PackedModel:
         shared = itertools.chain(backbone.parameters(), backbone.buffers())
         twin = copy.deepcopy(backbone, {id(tensor): tensor for tensor in shared})
         self.model: nn.Module = twin.model
-        self.products: list[_Product] = []
+        self.products: list[Product] = []
         for module in list(self.model.modules()):
             layers = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
             for names in _JOINED:
@@ -79,7 +79,7 @@ class PackedModel:
                 self._replace(module, {name: layer})
 
     def _replace(self, module: nn.Module, layers: dict[str, nn.Linear]) -> None:
-        product = _Product(list(layers.values()))
+        product = Product(list(layers.values()))
         self.products.append(product)
         for i, name in enumerate(layers):
             setattr(module, name, _Part(product, i))
@@ -90,7 +90,7 @@ class PackedModel:
             product.forget()
 
 
-class _Product:
+class Product:
     """Layers that read one input, as one product. The first of them that is called computes it for
     all; the others take their columns of it::
 
@@ -111,6 +111,11 @@ class _Product:
 
         self.inputs = weight.shape[1]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        """The weight in oneDNN's layout and the bias, of all layers."""
+        return _weights[self.handle].weight, _weights[self.handle].bias
+
     def __call__(self, x: Tensor) -> Tensor:
         """All layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
         out: Tensor = torch.ops.d2f.packed_linear(x, self.handle)
@@ -129,7 +134,7 @@ class _Product:
 class _Part(nn.Module):
     """Stands where one of a product's layers stood."""
 
-    def __init__(self, product: _Product, i: int):
+    def __init__(self, product: Product, i: int):
         super().__init__()
         self.product, self.i = product, i
 

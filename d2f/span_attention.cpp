@@ -101,10 +101,9 @@ static void attend(const float *q, int64_t q_head, int64_t q_row, const float *k
     most = std::max(most, seen);
     all += seen;
   }
-  const int64_t enough = 1 << 17;  // multiplications that are worth a thread
-  const int64_t useful = 1 + all * heads * DIM / enough;
-  threads = int(std::min<int64_t>(threads, useful));
-#pragma omp parallel num_threads(threads)
+  // All threads or none: OpenMP ends and starts threads where regions of other numbers alternate.
+  const int64_t enough = 1 << 15;  // multiplications that are worth waking them
+#pragma omp parallel num_threads(threads) if (all * heads * DIM > enough)
   {
     std::vector<float> weights(most + WIDTH);
 #pragma omp for schedule(static)

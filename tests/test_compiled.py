@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny import fresh_model, random_model
 import d2f
 import d2f.compiled
 import d2f.joined
+import d2f.native_rows
 import d2f.packed
 import decode
 from d2f import spans as sp
@@ -31,14 +33,28 @@ DECODERS = {
     "dream": [decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=24)],
     "causal": [decode.Autoregressive(12)],
 }
+WAYS = {"graph": d2f.compiled.CompiledRows}
+if d2f.native_rows.fits(random_model("llada").backbone):
+    WAYS["native"] = d2f.native_rows.NativeRows
 
 
-@pytest.fixture(scope="module", params=sorted(DECODERS))
+@pytest.fixture(scope="module", params=[f"{f} {w}" for f in sorted(DECODERS) for w in WAYS])
 def compiled(request):
     """(family, compiled model)"""
-    model = fresh_model(request.param)
-    model.compile()
-    return request.param, model
+    family, way = request.param.split()
+    model = fresh_model(family)
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "graph":
+            patch.setattr(d2f.native_rows, "fits", lambda backbone: False)
+        model.compile()
+    assert type(model.compiled_rows) is WAYS[way]
+    return family, model
+
+
+@pytest.fixture
+def by_graph(monkeypatch):
+    """`torch.compile` also of what C++ would compute whole."""
+    monkeypatch.setattr(d2f.native_rows, "fits", lambda backbone: False)
 
 
 def test_rows_of_any_number_have_the_logits_of_the_plain_forward(compiled):
@@ -93,7 +109,9 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
     assert runner.facts["compiled"] is True
 
 
-def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_same(monkeypatch):
+def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_same(
+    monkeypatch, by_graph
+):
     monkeypatch.setattr(d2f.compiled, "can_pack", lambda backbone: False)
     model = fresh_model("dream")
     model.compile()
@@ -105,7 +123,10 @@ def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_sa
     assert [r.raw_tokens for r in fast] == [r.raw_tokens for r in plain]
 
 
-def test_packed_weights_go_with_the_model():
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_weights_go_with_the_model(way, monkeypatch):
+    if way == "graph":
+        monkeypatch.setattr(d2f.native_rows, "fits", lambda backbone: False)
     model = fresh_model("dream", seed=2)
     before = set(d2f.packed._weights)
     model.compile()
@@ -127,8 +148,11 @@ def test_without_a_compiler_the_error_says_what_is_missing():
 
     model = fresh_model("llada", seed=1)
     lacking = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    d2f.native_rows.library.cache_clear()
     with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
-        model.compile()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that forwards in C++ do not work either
+            model.compile()
     assert not model.is_compiled
 
 

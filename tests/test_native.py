@@ -127,6 +127,7 @@ def test_compiled_decoding_takes_it_and_gives_the_plain_tokens(monkeypatch):
         return attend(*given)
 
     monkeypatch.setattr("d2f.compiled.write_and_attend", counted)
+    monkeypatch.setattr("d2f.native_rows.fits", lambda backbone: False)
     model = fresh_model("llada")
     model.compile()
     calls.clear()  # of the trials
@@ -143,6 +144,7 @@ def test_without_it_the_plain_one_computes(told, monkeypatch):
     def broken():
         raise OSError("no such file: g++")
 
+    monkeypatch.setattr("d2f.native_rows.fits", lambda backbone: False)
     monkeypatch.setattr(native, "library", broken)
     native.can_attend.cache_clear()
     model = fresh_model("causal")

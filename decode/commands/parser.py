@@ -67,8 +67,9 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
     },
     "compile": {
         "action": "store_true",
-        "help": "run the model through torch.compile: takes some seconds at the start and a C++ "
-        "compiler on a CPU, then each forward costs less; it needs a merged adapter",
+        "help": "compile the model's forwards, by torch.compile or, in fp32 on a CPU, as one call "
+        "of C++: takes some seconds at the start and a C++ compiler on a CPU, then each costs "
+        "less; it needs a merged adapter",
     },
     "tensor-parallel": {
         "type": int,

@@ -65,7 +65,7 @@ class Ours(Entry):
     options: dict[str, Any] = Field(default_factory=dict)
     """Of the decoder, over that file."""
     compile: Switch = False
-    """Through torch.compile, as vLLM does; before anything is measured."""
+    """Compiled, as vLLM does with its own; before anything is measured."""
     batch_size: Requests | None = None
     """Most requests in a forward; default: the concurrency."""
     threads: Threads | None = None
