@@ -18,9 +18,9 @@ from d2f.errors import InputError
 from decode.decoders.wedlm import WIDTHS
 from decode.engine.cost_curve import CostCurve, non_decreasing
 from decode.engine.engine import Engine
-from decode.engine.learned import Learned, Yields
+from decode.engine.learned import ENOUGH, OFTEN, SELDOM, Learned, Yields
 from decode.engine.request import Request
-from decode.engine.row_budget import Hull, RowBudget
+from decode.engine.row_budget import SETTLE, Gain, Hull, RowBudget
 
 N = 12
 # A decoder of width "auto", and the plain one whose tokens it gives.
@@ -136,8 +136,9 @@ def test_what_one_request_alone_and_what_many_are_given():
         assert chosen(count, tokens, rows, lambda r: (10 + r / 2) / 1000) == [expected] * count
 
 
-def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0):
-    """What a budget with these figures gives `count` equal sessions."""
+def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0, ran=0):
+    """What a budget with these figures gives `count` equal sessions. ran: the width that they had,
+    0 for new ones."""
     model = exact_model("wedlm")
     sessions = [
         decode.WeDLM("auto", max_new_tokens=N, verify="ar").begin([5], model.contract)
@@ -150,7 +151,7 @@ def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0):
         for session in sessions:
             session.widths = tuple(range(1, len(rows) + 1))
             budget._gains[session] = type(
-                "Fixed", (), {"yields": budget.learned.yields(session), "factor": 1.0}
+                "Fixed", (), {"yields": budget.learned.yields(session), "factor": 1.0, "width": ran}
             )()
         return budget._choose(sessions, other_rows, others)
 
@@ -227,6 +228,47 @@ def test_widths_that_were_seen_are_believed_and_others_are_tried():
     assert tokens[at] == pytest.approx(4.0, rel=0.05) and rows[at] == pytest.approx(16, rel=0.01)
     assert (np.diff(tokens[: at - 1]) > 0).all()  # between the two, never seen: on a rising curve
     assert tokens[WIDTHS.index(4)] > 1 and rows[WIDTHS.index(4)] == pytest.approx(4.0)
+
+
+def test_forwards_right_after_a_change_of_width_are_not_counted():
+    gain = Gain(Yields(WIDTHS))
+    for width in (8, 8, 8, *[4] * (SETTLE + 3), 8):
+        gain.note(width, tokens=2, rows=width)
+    seen = dict(zip(WIDTHS, gain.yields.seen, strict=True))
+    assert seen[8] == 3 and seen[4] == 2  # the first of 4 is the change
+
+
+def test_a_width_beside_the_best_is_tried_often_until_it_is_known():
+    yields, best = Yields(WIDTHS), WIDTHS.index(8)
+    tried = [yields.trial(best) for _ in range(2 * OFTEN)]
+    assert [i for i, at in enumerate(tried) if at is not None] == [OFTEN - 1, 2 * OFTEN - 1]
+    assert {at for at in tried if at is not None} == {best - 1}
+    for _ in range(ENOUGH):
+        yields.note(WIDTHS[best - 1], 2, 6)
+    assert [at for at in (yields.trial(best) for _ in range(OFTEN)) if at] == [best + 1]
+    for _ in range(ENOUGH):
+        yields.note(WIDTHS[best + 1], 2, 12)
+    assert sum(yields.trial(best) is not None for _ in range(SELDOM)) == 1
+
+
+@pytest.mark.parametrize("better, expected", [(1.01, [0, 0]), (1.5, [1, 1])])
+def test_widths_stay_where_others_are_hardly_better(better, expected):
+    """Two requests that ran without speculation; with it, as many rows bring that much more."""
+    tokens, rows = np.array([1.0, better]), np.array([1.0, 1.0 + 1e-9])
+    assert chosen(2, tokens, rows, lambda r: r / 1000, ran=1) == expected
+
+
+def test_who_takes_anothers_place_gets_its_width_without_a_choice():
+    model = exact_model("wedlm")
+    auto = PAIRS["wedlm"][1][0]
+    first, second = (Request(i, [5, 6], auto, model.contract, None) for i in range(2))
+    budget = RowBudget(model)
+    budget.learned = Learned()
+    budget.assign([first])
+    budget.forget(first)
+    with patch.object(RowBudget, "_choose", side_effect=AssertionError("chosen anew")):
+        budget.assign([second])
+    assert second.session.width == first.session.width > 1
 
 
 def test_auto_speculates_alone_and_learns_from_it():

@@ -18,7 +18,11 @@ from decode.engine.cost_curve import CostCurve, Numbers
 RECENT = 1000  # forwards over which the mean gain of a width is taken, about
 GUESS = 4  # forwards that a guess counts for where a width was never or seldom seen
 GROWTH = 0.7  # the power of the width that tokens are guessed to grow with
-CURIOSITY = 0.5  # how much more than its mean a seldom seen width is credited with
+ENOUGH = 64  # forwards after which a width is known well
+OFTEN, SELDOM = (
+    4,
+    32,
+)  # of so many occasions one is a trial: of a width less known, of one well known
 
 
 class Learned:
@@ -69,6 +73,7 @@ class Yields:
         self.tokens: Numbers = np.zeros(len(widths))
         self.rows: Numbers = np.zeros(len(widths))
         self.seen: Numbers = np.zeros(len(widths))
+        self._occasions = 0
 
     def note(self, width: int, tokens: int, rows: int) -> None:
         """A forward of a session of that width fed `rows` and decided `tokens`."""
@@ -78,19 +83,27 @@ class Yields:
         self.rows[at] += (rows - self.rows[at]) / seen
 
     def expected(self) -> tuple[Numbers, Numbers]:
-        """Tokens and rows a forward by width. Widths that were seldom seen get the benefit of the
-        doubt, or they would never be tried."""
+        """Tokens and rows a forward by width; where a width was seldom seen, in part a guess."""
         known = self.seen > 0
         weight = self.seen / (self.seen + GUESS)
         tokens = weight * self.tokens + (1 - weight) * self._guess(known)
-        tokens *= 1 + CURIOSITY / np.sqrt(self.seen + GUESS) * (self.widths > self.widths[0])
         a_width = (self.rows[known] / self.widths[known]).mean() if known.any() else 1.0
         rows = weight * self.rows + (1 - weight) * self.widths * a_width
         return tokens, rows
 
+    def trial(self, best: int) -> int | None:
+        """At an occasion to try another width than the best: the index of the one beside it that
+        was seen less, or None where this is not the time for it."""
+        self._occasions += 1
+        beside = [at for at in (best - 1, best + 1) if 0 <= at < len(self.widths)]
+        at = min(beside, key=lambda at: self.seen[at], default=best)
+        every = OFTEN if self.seen[at] < ENOUGH else SELDOM
+        return at if at != best and self._occasions % every == 0 else None
+
     def _guess(self, known: np.ndarray) -> Numbers:
         """Tokens of each width by those of the others: between two of them on a curve that bends
-        as a square root does, beyond the last as a power of the width."""
+        as a square root does, beyond the last no more than it. Where none speculated yet, as a
+        power of the width."""
         x, y = self.widths[known], self.tokens[known]
         if not known[0]:  # without speculation
             x, y = np.append(self.widths[0], x), np.append(1.0, y)
@@ -99,5 +112,4 @@ class Yields:
             return y[0] * (self.widths / x[0]) ** GROWTH
         low, high = after - 1, after
         share = np.clip((self.widths - x[low]) / (x[high] - x[low]), 0.0, 1.0)
-        between = y[low] + (y[high] - y[low]) * np.sqrt(share)
-        return between * (np.maximum(self.widths, x[-1]) / x[-1]) ** GROWTH
+        return y[low] + (y[high] - y[low]) * np.sqrt(share)

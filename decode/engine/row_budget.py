@@ -20,13 +20,18 @@ Expected, say, of widths 1 and 4: 1 and 2.5 tokens; a forward of R rows takes 10
     16           16 / 18 = 0.89           40 / 42 = 0.95
     64           64 / 42 = 1.52           160 / 138 = 1.16       one row a token
 
+Widths stay as they are while others are not expected to be clearly faster. A narrow session that
+was wide lives on what it drafted, and a wide one that was narrow has little to live on: forwards
+right after a change say nothing of a width, and are not counted. What is never tried stays unknown:
+now and then a request is given a width beside the best one for a while.
+
 The tokens of a session do not depend on its width, so that a wrong estimate costs time and nothing
 else; `forwards` and `calls` of a result do depend on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -36,8 +41,12 @@ from decode.engine.cost_curve import Numbers
 from decode.engine.learned import Yields, learned_of
 from decode.engine.request import Request
 
-EVERY = 8  # forwards from one choice to the next, where the requests stay the same
-OWN = 8.0  # tokens that the expectation counts for beside what a request gained itself
+EVERY = 16  # forwards from one choice to the next, where as many requests run
+OWN = 64.0  # tokens that the expectation counts for beside what a request gained itself
+BETTER = 1.02  # times the rate that other widths must promise before they are taken
+SETTLE = 4  # forwards after a change of width that say little of it
+TRIAL = 24  # forwards that a trial of a width lasts
+OCCASION = 64  # forwards of a long request from one occasion for a trial to the next
 
 
 class Gain:
@@ -47,7 +56,10 @@ class Gain:
     def __init__(self, yields: Yields):
         self.yields = yields
         self.gained = self.expected = 0.0
-        self.width = 0  # of the forward before
+        self.width = 0  # of the forward before; 0 before the first
+        self.trial = 0  # forwards that a trial of that width still lasts
+        self.since = OCCASION  # forwards since the last occasion for one
+        self._same = SETTLE  # since the width changed
 
     @property
     def factor(self) -> float:
@@ -56,9 +68,10 @@ class Gain:
 
     def note(self, width: int, tokens: int, rows: int) -> None:
         """After a forward of that width."""
-        steady, self.width = width == self.width, width
-        if not steady:
-            return  # what it drafted rests on another width
+        self._same = self._same + 1 if width == (self.width or width) else 0
+        self.width, self.trial, self.since = width, max(0, self.trial - 1), self.since + 1
+        if self._same <= SETTLE:
+            return
         self.yields.note(width, tokens, rows)
         base = self.yields.tokens[0] or 1.0
         at = int(np.searchsorted(self.yields.widths, width))
@@ -72,6 +85,7 @@ class RowBudget:
     def __init__(self, model: DiffusionModel):
         self.learned = learned_of(model)
         self._gains: dict[Adaptive, Gain] = {}
+        self._usual: dict[Hashable, int] = {}  # index of a width that was chosen last
         self._count = 0  # requests at the last choice
         self._age = 0
 
@@ -85,24 +99,41 @@ class RowBudget:
         for session in new:
             self._gains[session] = Gain(self.learned.yields(session))
         self._age += 1
-        if not new and self._age < EVERY and self._count == len(requests):
+        known = all(_kind(session) in self._usual for session in new)
+        if known and self._age < EVERY and self._count == len(requests):
+            # One that took another's place is given what was chosen for its like.
+            self._set([(session, self._usual[_kind(session)]) for session in new])
             return
         self._age, self._count = 0, len(requests)
         others = [r for r in requests if not (isinstance(r.session, Adaptive) and r.session.widths)]
         rows = sum(len(r.feed.step.tokens) for r in others if r.feed and not r.feed.first)
-        for session, at in zip(sessions, self._choose(sessions, rows, len(others)), strict=True):
+        chosen = list(zip(sessions, self._choose(sessions, rows, len(others)), strict=True))
+        self._usual |= {_kind(session): at for session, at in chosen}
+        self._set(chosen)
+
+    def _set(self, chosen: Iterable[tuple[Adaptive, int]]) -> None:
+        """Give sessions the widths of these indices, or one beside it that is to be tried."""
+        for session, at in chosen:
+            gain = self._gains[session]
+            if gain.trial:
+                continue
+            if gain.since >= OCCASION:
+                gain.since = 0
+                if (other := gain.yields.trial(at)) is not None:
+                    gain.trial, at = TRIAL, other
             session.width = session.widths[at]
 
     def _choose(self, sessions: Sequence[Adaptive], rows: int, others: int) -> list[int]:
         """Of each session the index of its width. rows: what `others` requests feed."""
         hulls: dict[int, Hull] = {}
-        found = []
+        found, now = [], []
         for session in sessions:
             gain = self._gains[session]
             hull = hulls.get(id(gain.yields))
             if hull is None:
                 hull = hulls[id(gain.yields)] = Hull(*gain.yields.expected())
             found.append((hull, gain.factor))
+            now.append(session.widths.index(gain.width) if gain.width else None)
         steps = [len(hull.at) - 1 for hull, _ in found]
         owner = np.repeat(np.arange(len(found)), steps)
         more_tokens = np.concatenate([hull.more_tokens * factor for hull, factor in found])
@@ -114,9 +145,18 @@ class RowBudget:
         all_rows = base_rows + np.append(0.0, np.cumsum(more_rows[order]))
         all_tokens = base_tokens + np.append(0.0, np.cumsum(more_tokens[order]))
         host = self.learned.host * (others + len(found))
-        best = int(np.argmax(all_tokens / (self.learned.curve.seconds(all_rows) + host)))
+        rates = all_tokens / (self.learned.curve.seconds(all_rows) + host)
+        best = int(np.argmax(rates))
         taken = np.bincount(owner[order[:best]], minlength=len(found))
-        return [int(hull.at[n]) for (hull, _), n in zip(found, taken.tolist(), strict=True)]
+        chosen = [int(hull.at[n]) for (hull, _), n in zip(found, taken.tolist(), strict=True)]
+        stay = [at if was is None else was for at, was in zip(chosen, now, strict=True)]
+        if stay == chosen:
+            return chosen
+        gains = [hull.beyond(at) for (hull, _), at in zip(found, stay, strict=True)]
+        tokens = base_tokens + sum(m * f for (m, _), (_, f) in zip(gains, found, strict=True))
+        seconds = self.learned.curve.seconds(np.array([base_rows + sum(n for _, n in gains)]))
+        rate = tokens / (float(seconds[0]) + host)
+        return chosen if rates[best] > BETTER * rate else stay
 
     def note_host(self, seconds: float, requests: int) -> None:
         """So long it took to hand its predictions to so many requests."""
@@ -151,12 +191,23 @@ class Hull:
                 kept.pop()
             kept.append(i)
         self.at = np.array(kept)
+        self._all = tokens, rows
         self.tokens, self.rows = float(tokens[0]), float(rows[0])
         self.more_tokens, self.more_rows = np.diff(tokens[kept]), np.diff(rows[kept])
+
+    def beyond(self, at: int) -> tuple[float, float]:
+        """Tokens and rows of the width `at` above those of the first."""
+        tokens, rows = self._all
+        return float(tokens[at] - tokens[0]), float(rows[at] - rows[0])
 
 
 def _slope(tokens: Numbers, rows: Numbers, i: int, j: int) -> float:
     return float((tokens[j] - tokens[i]) / (rows[j] - rows[i]))
+
+
+def _kind(session: Adaptive) -> Hashable:
+    """Sessions of the same kind are expected to gain the same from a width."""
+    return session.learns_with, session.widths
 
 
 def _choosing(request: Request) -> Adaptive | None:
