@@ -115,6 +115,23 @@ def test_the_training_step_on_a_cpu_is_what_its_files_say():
     assert found == [(f"{times:.1f}", f"{peak:.0f}") for times, peak in said]
 
 
+def test_what_compiled_forwards_take_is_what_the_file_says():
+    path = ROOT / "benchmarks" / "results" / "forward" / "compiled-tiny.json"
+    measured = json.loads(path.read_text())
+    rows = table("cpu.md", "## Compiled")
+    assert [row[:2] for row in rows] == [
+        [f"`{name}`", size] for name in ("tiny-ar", "tiny-d2f") for size in ("1", "4", "16")
+    ]
+    for name, size, *said in rows:
+        runs = [
+            [run[size] for run in measured[way][name.strip("`")]] for way in ("graph", "native")
+        ]
+        forward = [statistics.median(run["forward"] for run in some) for some in runs]
+        above = [statistics.median(r["forward"] - r["products"] for r in some) for some in runs]
+        assert said[:4] == [f"{x:.2f} ms" for x in (*forward, *above)]
+        assert said[4] == f"{100 * above[1] / above[0]:.0f} %"
+
+
 def test_the_decoders_on_story_are_what_the_report_says():
     report = ComparisonReport.load(
         ROOT / "benchmarks" / "results" / "decoders-tiny" / "report.json"
