@@ -186,14 +186,15 @@ class NativeRows:
         buffers = [buffer.data_ptr() for pair in cache.layers for buffer in pair]
         caches = (ctypes.c_void_p * len(buffers))(*buffers)
         slots = cache.layers[0][0].shape[2]
+        rotary = self._rotary  # held: another thread may put a larger one in its place
         given = _Rows(
-            hidden.data_ptr(), self._rotary.data_ptr(), positions.data_ptr(), places.data_ptr(),
-            spans.data_ptr(), ctypes.addressof(caches), rows, len(self._rotary), spans.shape[1],
+            hidden.data_ptr(), rotary.data_ptr(), positions.data_ptr(), places.data_ptr(),
+            spans.data_ptr(), ctypes.addressof(caches), rows, len(rotary), spans.shape[1],
             slots, torch.get_num_threads(),
         )  # fmt: skip
         if self._library.check_rows(ctypes.byref(given)) == _BEYOND_ROTARY:
-            self._rotary = self._angles(2 * (int(positions.max()) + 1))
-            given.rotary, given.rotary_rows = self._rotary.data_ptr(), len(self._rotary)
+            self._rotary = rotary = self._angles(2 * (int(positions.max()) + 1))
+            given.rotary, given.rotary_rows = rotary.data_ptr(), len(rotary)
         requests = len(plan.segments or [None])
         # Most forwards are seen to be small without a look into the spans.
         if rows * slots <= native.MOST * requests or native.pays(spans, requests):
