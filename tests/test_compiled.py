@@ -34,7 +34,7 @@ DECODERS = {
     "causal": [decode.Autoregressive(12)],
 }
 WAYS = {"graph": d2f.compiled.CompiledRows}
-if d2f.native_rows.fits(random_model("llada").backbone):
+if d2f.packed.can_pack(random_model("llada").backbone):
     WAYS["native"] = d2f.native_rows.NativeRows
 
 
