@@ -50,8 +50,9 @@ class Session:
             else:
                 todo.append(found)
         for found in sorted(todo, key=lambda m: measured.get(m.name, {}).get("state") == FAILED):
-            usual = 0.0 if self.dry else found.seconds
-            seconds = self.results.seconds(found.name) or usual
+            seconds = self.results.seconds(found.name)
+            if seconds is None:
+                seconds = 0.0 if self.dry else found.seconds
             left = max(0.0, self.deadline - time.monotonic())
             cuda = self.results.facts["device"] != "cpu"
             if why := found.hindrance(cuda=cuda, dry=self.dry):
