@@ -113,6 +113,24 @@ def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
     return rng.random(len(ratios)) < ratios
 
 
+def context_weights(masked: NDArray[np.bool_], prompt: int, p: float) -> NDArray[np.float64]:
+    """Dream's weight of each masked token by what is revealed around it (context-adaptive noise
+    rescheduling, CART, arXiv 2508.15487, section 3), 0 for revealed ones, ``[response]``:
+
+        1/2 x sum over revealed tokens at distance d of p (1 - p)^(d - 1)
+
+    masked: ``[response]``. prompt: number of tokens before the response, all revealed. p: in
+    (0, 1]; 0.1 in Dream's code, which sums so over prompt and response.
+    """
+    sums = np.zeros(len(masked))
+    for places, before in ((range(len(masked)), prompt), (reversed(range(len(masked))), 0)):
+        seen = 1.0 - (1.0 - p) ** before  # the same sum over `before` tokens
+        for place in places:
+            sums[place] += seen
+            seen = (1.0 - p) * seen + p * (not masked[place])
+    return np.where(masked, sums / 2, 0.0)
+
+
 def draw_counts(
     maskable: NDArray[np.bool_], block_size: int, ratios: Ratios, rng: np.random.Generator
 ) -> NDArray[np.bool_]:

@@ -76,6 +76,9 @@ class Noise(Section):
     """masked_diffusion: least ratio of the uniform samples, at most max_ratio."""
     max_ratio: MaskRatio = 1.0
     """masked_diffusion: greatest ratio of the uniform samples."""
+    cart_p: MaskRatio | None = None
+    """masked_diffusion: Dream's weight by context instead of 1 / ratio: the share of a token's
+    weight that the place next to it decides. Dream's code takes 0.1."""
     block_sizes: Annotated[tuple[Tokens, ...], Field(min_length=1)] = (8, 16, 32)
     """masked_diffusion: block sizes of block-wise decoding."""
     causal_share: Ratio = 0.0
@@ -95,6 +98,11 @@ class Noise(Section):
                     "leave one of them out"
                 )
             object.__setattr__(self, key, value)
+        if self.cart_p is not None and self.uniform_share < 1.0:
+            raise ValueError(
+                "cart_p weighs samples with one ratio, and uniform_share leaves "
+                f"{1 - self.uniform_share:g} to block-wise decoding: leave one of them out"
+            )
         if self.states is not None and self.monotone_share == 1.0:
             raise ValueError(
                 "states are drawn by the samples that monotone_share leaves, got 1.0: "

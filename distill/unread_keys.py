@@ -45,7 +45,10 @@ _READERS: list[tuple[str, list[str]]] = [
         "masked_diffusion with noise.uniform_share, d2f with noise.monotone_share below 1",
         ["noise.far_weight"],
     ),
-    ("objective masked_diffusion", ["noise.uniform_share", "noise.causal_share"]),
+    (
+        "objective masked_diffusion",
+        ["noise.uniform_share", "noise.causal_share", "noise.cart_p"],
+    ),
     (
         "uniform samples of objective masked_diffusion (noise.uniform_share)",
         ["noise.max_ratio"],

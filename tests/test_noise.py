@@ -114,6 +114,18 @@ def test_even_draws_leave_no_wide_gap(seed, first, count):
     assert gaps.max() < 2 / count
 
 
+@given(st.lists(st.booleans(), max_size=80), st.integers(0, 60), st.floats(0.01, 1))
+def test_context_weights_are_dreams_matrix(masked, prompt, p):
+    """As Dream's code computes them: a matrix of all places by all places, over the revealed."""
+    length = prompt + len(masked)
+    hidden = np.array([False] * prompt + masked, dtype=bool)
+    distance = np.abs(np.subtract.outer(np.arange(length), np.arange(length)))
+    matrix = 0.5 * p * (1 - p) ** np.maximum(distance - 1, 0) * (distance > 0)
+    wanted = np.where(hidden, matrix @ ~hidden, 0.0)[prompt:]
+    found = noise.context_weights(np.array(masked, dtype=bool), prompt, p)
+    assert found == pytest.approx(wanted, abs=1e-12)
+
+
 @pytest.mark.parametrize(("low", "high"), [(0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (np.nan, 1)])
 def test_bad_bounds_are_named(low, high):
     rng = noise.sample_rng(0, 0)

@@ -228,6 +228,30 @@ def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
         assert drawn[tail] == pytest.approx(weight[tail] * 0.1)
 
 
+def test_dreams_weights_take_the_place_of_the_ratio(tmp_path):
+    """Of masked tokens, which stay as they are drawn; end tokens keep their share; a causal sample
+    has all tokens revealed and its own weights."""
+    model = fresh_model("dream")
+    plain, rows = batch_of("masked_diffusion", model, settings(tmp_path))
+    noise = {"cart_p": 0.2, "causal_share": 0.3}
+    made = OBJECTIVES["masked_diffusion"](model, settings(tmp_path, noise=noise))
+    causal = 0
+    for sample in [placed.sample for row in rows for placed in row]:
+        masked, weight = made.draw(sample)
+        if made.is_causal(sample):
+            causal += 1
+            assert weight.tolist() == made.state(sample)[1].tolist()
+            continue
+        assert (masked == plain.draw(sample)[0]).all()
+        wanted = d2f.noise.context_weights(masked, len(sample.prompt), 0.2)
+        tail = np.arange(len(sample.response)) >= sample.answer
+        assert weight == pytest.approx(wanted * np.where(tail, 0.1, 1.0))
+        assert (weight[masked] > 0).all()
+    assert causal
+    with pytest.raises(InputError, match="leaves 0.5 to block-wise decoding"):
+        settings(tmp_path, noise={"cart_p": 0.2, "uniform_share": 0.5})
+
+
 def test_which_samples_are_causal_follows_from_the_seed(tmp_path):
     """And from the sample's index: half of them, others with another seed."""
     model, chosen = fresh_model("dream"), []

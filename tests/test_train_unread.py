@@ -36,6 +36,7 @@ CASES = [
     ("next_token", {"data": TEXT | {"short_tail": 3}}, "data.short_tail"),
     ("d2f", INIT | {"noise": {"uniform_share": 0.5}}, "noise.uniform_share"),
     ("d2f", INIT | {"noise": {"causal_share": 0.5}}, "noise.causal_share"),
+    ("d2f", INIT | {"noise": {"cart_p": 0.1}}, "noise.cart_p"),
     ("d2f", INIT | {"noise": {"most_active": 5}}, "noise.most_active"),
     ("d2f", INIT | {"noise": {"min_ratio": 0.1}}, "noise.min_ratio"),
     ("d2f", INIT | {"noise": {"far_weight": 0.1}}, "noise.far_weight"),

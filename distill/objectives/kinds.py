@@ -62,6 +62,7 @@ class MaskedDiffusionKind(Kind):
 
     def reads(self, keys: TrainKeys) -> set[str]:
         found = {"noise.min_ratio", "noise.uniform_share", "noise.causal_share"}
+        found.add("noise.cart_p")
         if keys.noise.uniform_share > 0:
             found.add("noise.max_ratio")
         if keys.noise.uniform_share < 1:  # samples that follow block-wise decoding

@@ -3,7 +3,8 @@ both sides and predicts what is hidden.
 
 An answer of six tokens, three draws of it (M: masked, c: read causally):
 
-    one ratio, 0.5         a M c M M f     weight 1 / 0.5 on each M
+    one ratio, 0.5         a M c M M f     weight 1 / 0.5 on each M; with `noise.cart_p` by how
+                                             near each is to what is revealed (Dream)
     block-wise, blocks     a b | M d | M M   left of the block revealed, the block at its ratio r,
       of 2, the second                       right of it all masked; weight 3 blocks / r in the
                                              block, `noise.far_weight` on its right
@@ -68,3 +69,11 @@ class MaskedDiffusion(Objective):
         ratios = noise.decoding_ratios(length, start, start + size, ratio)
         far = np.arange(length) >= start + size
         return ratios, np.where(far, settings.far_weight, blocks / ratio)
+
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        masked, weight = super().draw(sample)
+        p = self.config.noise.cart_p
+        if p is None or self.mask_ratio is not None or self.is_causal(sample):
+            return masked, weight
+        by_context = noise.context_weights(masked, len(sample.prompt), p)
+        return masked, by_context * self.importance(sample)
