@@ -23,24 +23,14 @@ from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, shipped
-from distill.config import TrainConfig, read_config
-from distill.run.card import data_name
+from distill.model_cards import ADAPTERS, CURVE, MODELS, ROLLOUTS, card, points
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = ROOT / "d2f" / "models"
 EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
 )  # fmt: skip
-ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f")  # shipped without the base they are for
-# What makes the data.file of a configuration: arguments of distill.rollouts.
-ROLLOUTS = {
-    "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "
-    "--temperatures 0,0.2,0.4",
-    "tiny-wino-plus-d2f": "--model tiny-d2f --decoder d2f --revoke always --tau-conf 0.6 "
-    "--problems 1000 --temperatures 0,0.2,0.4",
-}
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     "tiny-ar": [("autoregressive", [])],
@@ -106,78 +96,6 @@ def measure(name: str, problems: int) -> list[dict[str, Any]]:
     return reports
 
 
-def card(name: str, reports: list[dict[str, Any]]) -> str:
-    """The model card: recipe, data, steps, hardware, hours, measured table."""
-    run = Path("runs") / name
-    config = read_config(run / "config.yaml")
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    device = reports[0]["environment"]["device"]
-    contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
-    whole = MODELS / (contract["base"] if name in ADAPTERS else name)
-    shape = json.loads((whole / "config.json").read_text())
-    stored = "float32" if name in ADAPTERS else shape["dtype"]
-    of_adapter = f", of a LoRA on {whole.name}" if name in ADAPTERS else ""
-    lines = [
-        f"# {name}",
-        "",
-        f"A model of the family `{contract['family']}` for the tiny tasks of this project, trained "
-        f"by the objective `{config.objective}`.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| parameters | {parameters(MODELS / name):,}{of_adapter} |",
-        f"| shape | {shape['num_hidden_layers']} layers, hidden {shape['hidden_size']}, "
-        f"{shape['num_attention_heads']} heads, vocabulary {shape['vocab_size']} |",
-        f"| recipe | {recipe(name, config)} |",
-        f"| starts from | {starts_from(config)} |",
-        f"| data | {data_name(config)}, {log[-1]['samples']:,} samples |",
-        f"| steps | {log[-1]['step']:,} of {config.data.rows} packed rows of "
-        f"{config.data.row_length} tokens |",
-        f"| time | {hours(log):.2f} hours on {os.cpu_count()} cores, {device}, beside other work |",
-        f"| weights stored in | {stored} |",
-        "",
-        "Measured on held-out problems (never trained on: the splits are disjoint by the hash of "
-        "each problem's key), greedy. Visible tokens are those before the first end token; "
-        "forwards are calls of the model that a request was in.",
-        "",
-        "| decoder | task | right | accuracy | 95 % interval | tokens a forward | forwards |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for report in reports:
-        for row in report["rows"]:
-            lines.append(
-                f"| {report['label']} | {row['task']} | {row['right']} of {row['problems']} "
-                f"| {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to "
-                f"{row['accuracy_high']:.1%} | {row['tokens_per_forward']:.2f} "
-                f"| {row['forwards'] / row['problems']:.1f} |"
-            )
-    e = reports[0]["environment"]
-    lines += [
-        "",
-        f"Measured {e['date']} on {e['device']}, {e['threads']} threads, {e['dtype']}, torch "
-        f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, with "
-        "`python -m decode.evaluate`.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def recipe(name: str, config: TrainConfig) -> str:
-    """The commands that train it."""
-    commands = [f"accelerate launch -m distill.train --config {name}"]
-    if name in ROLLOUTS:
-        rollouts = f"python -m distill.rollouts {ROLLOUTS[name]} --output {config.data.file}"
-        commands.insert(0, rollouts)
-    return ", then ".join(f"`{command}`" for command in commands)
-
-
-def starts_from(config: TrainConfig) -> str:
-    """What the weights were at the first step."""
-    if config.init_adapter is None:
-        return config.init or "random weights"
-    return f"{config.init} with the adapter {config.init_adapter}"
-
-
 def results_table() -> str:
     """The README's table, from the measurements that lie beside the shipped models."""
     lines = [
@@ -201,32 +119,6 @@ def with_results(readme: str) -> str:
     before, _, rest = readme.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n{results_table()}\n{MARKS[1]}{after}"
-
-
-def parameters(folder: Path) -> int:
-    """Weights in a model folder."""
-    from safetensors import safe_open
-
-    (file,) = folder.glob("*.safetensors")
-    with safe_open(file, framework="numpy") as tensors:
-        shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118
-    total = 0
-    for shape in shapes:
-        size = 1
-        for n in shape:
-            size *= n
-        total += size
-    return total
-
-
-def hours(log: list[dict[str, Any]]) -> float:
-    """Wall time of a run from its log, over restarts."""
-    total, before = 0.0, 0.0
-    for line in log:
-        if line["seconds"] < before:
-            total += before
-        before = line["seconds"]
-    return (total + before) / 3600
 
 
 def check_checkout() -> None:
@@ -280,6 +172,7 @@ def make(name: str, problems: int) -> None:
     reports = measure(name, problems)
     with _kept(place):
         write_beside(place / EVALUATION, json.dumps(reports, indent=1) + "\n")
+        write_beside(place / CURVE, json.dumps(points(name)) + "\n")
         write_beside(place / "README.md", card(name, reports))
     print(f"{name}: done in {time.time() - began:.0f} s", flush=True)
 

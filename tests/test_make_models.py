@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from d2f.contract import Contract
 from d2f.shipped import TRAINING, shipped
@@ -18,7 +19,8 @@ from decode.commands.decoder_flags import given_options
 from decode.decoders import default_decoder
 from distill import make_models
 from distill.config import read_config
-from distill.make_models import MEASUREMENTS, MODELS, NAMES, ROLLOUTS, card, hours
+from distill.make_models import MEASUREMENTS, MODELS, NAMES, ROLLOUTS, card
+from distill.model_cards import hours, points, starts_from
 
 
 @pytest.fixture
@@ -150,13 +152,43 @@ def test_the_shipped_cards_are_what_the_command_writes(monkeypatch, tmp_path, na
     assert card(name, reports) == there
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_hub_reads_the_head_of_a_card(name):
+    """Its metadata: every measured accuracy is in it, as it was measured."""
+    data = ModelCard((MODELS / name / "README.md").read_text()).data
+    assert data.pipeline_tag == "text-generation" and data.license == "apache-2.0"
+    reports = json.loads((MODELS / name / "evaluation.json").read_text())
+    told = [(one.dataset_type, one.metric_value) for one in data.eval_results]
+    measured = [(row["task"], row["accuracy"]) for one in reports for row in one["rows"]]
+    assert sorted(told) == sorted(measured)
+
+
+@pytest.mark.parametrize("name", ["tiny-ar", "tiny-teacher", "tiny-wedlm"])
+def test_the_snippet_of_a_card_runs(name, capsys):
+    text = (MODELS / name / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(snippet, {})
+    assert "#### 34" in capsys.readouterr().out
+
+
+def test_the_points_of_a_curve_are_of_the_whole_log(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    lines = [{"step": 10 * i, "loss": 1 / i, "seconds": i} for i in range(1, 1001)]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = points("one")
+    assert len(found) == 200 and found[-1] == {"step": 10_000, "loss": 0.001}
+    assert found[0]["step"] == 50
+
+
 def test_the_hours_of_a_run_are_added_over_its_restarts():
     assert hours([{"seconds": s} for s in (60, 1800, 0.5, 3600, 3600, 2, 1800)]) == 2.0
 
 
 def test_the_card_says_which_adapter_a_training_goes_on_from():
     config = read_config("tiny-wino-plus").model_copy(update={"init_adapter": "first"})
-    assert make_models.starts_from(config) == "tiny-teacher with the adapter first"
+    assert starts_from(config) == "tiny-teacher with the adapter first"
 
 
 @pytest.fixture
@@ -168,6 +200,7 @@ def checkout(monkeypatch, elsewhere):
     monkeypatch.chdir(elsewhere / "other")
     monkeypatch.setattr(make_models, "ROOT", elsewhere)
     monkeypatch.setattr(make_models, "train", lambda name: None)
+    monkeypatch.setattr(make_models, "points", lambda name: [{"step": 1, "loss": 2.0}])
     monkeypatch.setattr(make_models, "card", lambda name, reports: f"card of {name}")
     row = {"task": "story", "right": 1, "accuracy": 0.5, "tokens_per_forward": 2.0,
            "forwards": 6, "problems": 2}  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from data_rows import pairs, run_settings, stream, write
+from huggingface_hub import ModelCard
 
 import d2f
 from d2f.errors import InputError
@@ -245,8 +246,10 @@ def test_a_card_says_what_made_a_result(tmp_path):
                    '{"step": 2000, "loss": 0.5, "samples": 4567}\n')  # fmt: skip
     data = stream(file=str(path))
     text = card(config, data, log, [{"step": 2, "from": 2, "to": 2000}])
+    assert ModelCard(text).data.tags == ["d2f", "diffusion-language-model", "masked_diffusion"]
+    text = ModelCard(text).text
     head, rest = text.split("\n\n| step | loss |\n|---|---|\n")
-    assert head.splitlines() == [
+    assert head.strip().splitlines() == [
         "# my-run", "", "Trained by the objective `masked_diffusion`.", "", "| | |", "|---|---|",
         f"| made by | d2f-toolkit {d2f.__version__} |",
         "| command | `accelerate launch -m distill.train --config config.yaml` |",

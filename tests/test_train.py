@@ -248,7 +248,7 @@ def test_dreams_weights_take_the_place_of_the_ratio(tmp_path):
         assert weight == pytest.approx(wanted * np.where(tail, 0.1, 1.0))
         assert (weight[masked] > 0).all()
     assert causal
-    with pytest.raises(InputError, match="leaves 0.5 to block-wise decoding"):
+    with pytest.raises(InputError, match=r"uniform_share leaves 0\.5 to block-wise decoding"):
         settings(tmp_path, noise={"cart_p": 0.2, "uniform_share": 0.5})
 
 

@@ -11,6 +11,7 @@ import d2f
 from d2f.yaml_core import dump
 from distill.config import TrainConfig
 from distill.data import Stream
+from distill.run.front_matter import front_matter
 from distill.run.identity import file_digest
 from distill.run.progress import extension_text
 
@@ -51,6 +52,8 @@ def card(
     table = [f"| {name} | {value} |" for name, value in entries]
     return "\n".join(
         [
+            *front_matter(Path(config.output).name, config.objective),
+            "",
             f"# {Path(config.output).name}",
             "",
             f"Trained by the objective `{config.objective}`.",
