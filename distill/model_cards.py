@@ -16,9 +16,7 @@ from distill.run.front_matter import front_matter
 MODELS = Path(__file__).resolve().parent.parent / "d2f" / "models"
 ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f")  # shipped without the base they are for
 CURVE = "curve.json"
-QUESTION = (
-    "Tom has 9 jars with 7 apples in each. He eats 29 apples. How many apples does Tom have now?"
-)
+QUESTION = "Mei has 15 marbles. She gives away 8 marbles. How many marbles does Mei have now?"
 # What makes the data.file of a configuration: arguments of distill.rollouts.
 ROLLOUTS = {
     "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "

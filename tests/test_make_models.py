@@ -168,7 +168,7 @@ def test_the_snippet_of_a_card_runs(name, capsys):
     text = (MODELS / name / "README.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(snippet, {})
-    assert "#### 34" in capsys.readouterr().out
+    assert "#### 7" in capsys.readouterr().out
 
 
 def test_the_points_of_a_curve_are_of_the_whole_log(monkeypatch, tmp_path):
