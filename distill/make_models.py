@@ -30,6 +30,7 @@ EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
+    "tiny-plain-teacher",
 )  # fmt: skip
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
@@ -44,6 +45,16 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
         ("wedlm", ["--entropy-threshold", "0.1"]),
         ("wedlm, verified", ["--verify", "ar"]),
         ("autoregressive", ["--decoder", "autoregressive"]),
+    ],
+    "tiny-plain-teacher": [
+        (label, ["--tasks", "story,sudoku", "--block-size", "16", *words])
+        for label, words in (
+            ("static, one token a forward, blocks of 16", ["--decoder", "static"]),
+            (
+                "the same block-causally, which it was not trained for",
+                ["--decoder", "d2f", "--tau-add", "1.0", "--tau-conf", "1.0"],
+            ),
+        )
     ],
 }
 # glibc gives large buffers back to the kernel after each operation and faults them in again, which
