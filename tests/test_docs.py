@@ -10,6 +10,7 @@ import pytest
 from documents import ROOT, in_small, run
 
 import d2f
+from benchmarks import adaptive
 from d2f.tasks import find_task
 from decode.comparison.comparison_report import ComparisonReport
 
@@ -156,6 +157,15 @@ def test_wedlm_beside_vllm_is_what_the_report_says():
             expected.append(str(report.accuracy(entry, task).right))
             expected += [speed[task, entry, level] for level in (1, 16)]
         assert cells == expected, label
+
+
+def test_the_tables_of_adaptive_widths_are_those_of_the_reports():
+    found = adaptive.reports()
+    for page, block in (
+        ("README.md", adaptive.speeds(found["4-cores"])),
+        ("docs/decoders.md", adaptive.ratios(found)),
+    ):
+        assert f"{adaptive.BEGIN}{block}<!-- end -->" in (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)

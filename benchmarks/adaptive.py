@@ -1,0 +1,95 @@
+"""python -m benchmarks.adaptive
+
+Writes the tables of README.md and docs/decoders.md on lossless decoding whose width the engine
+chooses, from the reports in benchmarks/results/adaptive: a folder for each number of cores, made by
+
+    d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/4-cores
+    taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.decoder_table import between
+from d2f.files import write_beside
+from decode.comparison.comparison_report import ComparisonReport
+from decode.comparison.statistics import Speed
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "adaptive"
+ADAPTIVE = "WeDLM verified"
+BEGIN = "<!-- adaptive: written by python -m benchmarks.adaptive -->\n"
+
+
+def reports() -> dict[str, ComparisonReport]:
+    """What was measured, by its folder's name, most cores first."""
+    found = sorted(RESULTS.glob("*/report.json"), reverse=True)
+    return {path.parent.name: ComparisonReport.load(path) for path in found}
+
+
+def at(report: ComparisonReport, task: str, level: int) -> tuple[Speed, Speed, Speed]:
+    """The adaptive entry, the fastest of the others, and vLLM (the baseline), of a task with so
+    many requests in flight."""
+    here = [r for r in report.ranked if (r.workload, r.concurrency) == (task, level)]
+    of = {speed.entry: speed for speed in here}
+    others = [speed for speed in here if speed.entry != ADAPTIVE]
+    return of[ADAPTIVE], max(others, key=lambda r: r.throughput), of[report.baseline]
+
+
+def levels(report: ComparisonReport) -> list[int]:
+    """The requests in flight that were measured."""
+    return sorted({speed.concurrency for speed in report.speeds})
+
+
+def speeds(report: ComparisonReport) -> str:
+    """For each task visible tokens a second of the adaptive entry, of the fastest other and of
+    vLLM."""
+    head = ["task", "entry", *(f"{level} in flight" for level in levels(report))]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for task in report.workloads:
+        found = [at(report, task, level) for level in levels(report)]
+        rows = {
+            "verified, the engine chooses": [f"{own.throughput:,.0f}" for own, _, _ in found],
+            "the fastest other": [f"{best.throughput:,.0f} ({best.entry})" for _, best, _ in found],
+            report.baseline: [f"{base.throughput:,.0f}" for _, _, base in found],
+        }
+        lines += [f"| {task} | {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    about = report.about
+    lines += ["", f"{about['date']}, {about['device']}, torch {about['versions']['torch']}, fp32."]
+    return "\n".join(lines) + "\n"
+
+
+def ratios(found: dict[str, ComparisonReport]) -> str:
+    """The adaptive entry over the fastest other, and over vLLM, for each report and task."""
+    every = next(iter(found.values()))
+    head = ["cores", "task", "over", *(f"{level} in flight" for level in levels(every))]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, report in found.items():
+        for task in report.workloads:
+            here = [at(report, task, level) for level in levels(report)]
+            best = [f"{a.throughput / b.throughput:.2f} ({b.entry})" for a, b, _ in here]
+            base = [f"{a.throughput / c.throughput:.2f}" for a, _, c in here]
+            cores = name.removesuffix("-cores")
+            lines.append(f"| {cores} | {task} | the fastest other | {' | '.join(best)} |")
+            lines.append(f"| {cores} | {task} | {report.baseline} | {' | '.join(base)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.adaptive",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
+    found = reports()
+    for page, block in (
+        (ROOT / "README.md", speeds(next(iter(found.values())))),
+        (ROOT / "docs" / "decoders.md", ratios(found)),
+    ):
+        write_beside(page, between(page, BEGIN, block))
+
+
+if __name__ == "__main__":
+    main()
