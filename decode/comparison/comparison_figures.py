@@ -60,13 +60,16 @@ def throughput(report: ComparisonReport) -> Figure:
         for i, (entry, own) in enumerate(_lines(report, workload)):
             x = [speed.concurrency for speed in own]
             color = COLORS[i % len(COLORS)]
-            marker = MARKERS[i % len(MARKERS)]
+            # The colors begin anew with broken lines and hollow marks.
+            again = i >= len(COLORS)
             axes.plot(
                 x,
                 [r.throughput for r in own],
                 label=entry,
                 color=color,
-                marker=marker,
+                linestyle="--" if again else "-",
+                marker=MARKERS[i % len(MARKERS)],
+                markerfacecolor="white" if again else color,
                 markersize=5,
             )
             low, high = [r.throughput_low for r in own], [r.throughput_high for r in own]
