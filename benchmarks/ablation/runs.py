@@ -49,7 +49,7 @@ def found(ablation: Ablation, run: Run) -> dict[str, Any] | None:
     """What a run's folder has of this ablation, None where that is nothing: what was trained, and
     a row for each decoding and task that was measured. Nothing is decoded. Raises InputError where
     it has a run of another configuration."""
-    from distill.make_models import hours
+    from distill.model_cards import hours
     from distill.run.run_folder import RunFolder
 
     trained: dict[str, Any] = {}
