@@ -29,16 +29,7 @@ ROLLOUTS = {
 def card(name: str, reports: list[dict[str, Any]]) -> str:
     """The model card: recipe, data, steps, hardware, hours, measured table."""
     config = read_config(Path("runs") / name / "config.yaml")
-    log = log_of(name)
-    device = reports[0]["environment"]["device"]
     contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
-    whole = MODELS / (contract["base"] if name in ADAPTERS else name)
-    shape = json.loads((whole / "config.json").read_text())
-    stored = "float32" if name in ADAPTERS else shape["dtype"]
-    of_adapter = f", of a LoRA on {whole.name}" if name in ADAPTERS else ""
-    settings = reports[0]["settings"] | {"max_new_tokens": RESPONSE_LENGTH["story"]}
-    given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-    decoder = f"decode.{DECODERS[reports[0]['decoder']].__name__}({given})"
     kind = (config.objective, [contract["family"]])
     lines = [
         *front_matter(name, *kind, reports, license="apache-2.0", language="en"),
@@ -48,6 +39,26 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         f"A model of the family `{contract['family']}` for the tiny tasks of this project, trained "
         f"by the objective `{config.objective}`. With d2f-toolkit installed:",
         "",
+        *snippet(name, reports[0]),
+        "",
+        *facts(name, config, contract, reports[0]["environment"]["device"]),
+        "",
+        *measured(reports),
+        "",
+    ]
+    kept = MODELS / name / CURVE
+    if kept.is_file():
+        lines += ["The loss of the last run, as it was logged:", ""]
+        lines += [*curve(json.loads(kept.read_text())), ""]
+    return "\n".join(lines)
+
+
+def snippet(name: str, report: dict[str, Any]) -> list[str]:
+    """Python that decodes a question with the model as `report` has it."""
+    settings = report["settings"] | {"max_new_tokens": RESPONSE_LENGTH["story"]}
+    given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+    decoder = f"decode.{DECODERS[report['decoder']].__name__}({given})"
+    return [
         "```python",
         "import d2f",
         "import decode",
@@ -57,7 +68,17 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         f"result = decode.generate(model, question, {decoder})[0]",
         "print(result.text, result.tokens_per_forward)",
         "```",
-        "",
+    ]
+
+
+def facts(name: str, config: TrainConfig, contract: dict[str, Any], device: str) -> list[str]:
+    """The table of what the model is and of how it was trained."""
+    log = log_of(name)
+    whole = MODELS / (contract["base"] if name in ADAPTERS else name)
+    shape = json.loads((whole / "config.json").read_text())
+    stored = "float32" if name in ADAPTERS else shape["dtype"]
+    of_adapter = f", of a LoRA on {whole.name}" if name in ADAPTERS else ""
+    return [
         "| | |",
         "|---|---|",
         f"| parameters | {parameters(MODELS / name):,}{of_adapter} |",
@@ -70,35 +91,32 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         f"{config.data.row_length} tokens |",
         f"| time | {hours(log):.2f} hours on {os.cpu_count()} cores, {device}, beside other work |",
         f"| weights stored in | {stored} |",
-        "",
+    ]
+
+
+def measured(reports: list[dict[str, Any]]) -> list[str]:
+    """The table of what was measured, with what is counted above and where it was below."""
+    rows = [
+        f"| {report['label']} | {row['task']} | {row['right']} of {row['problems']} "
+        f"| {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to {row['accuracy_high']:.1%} "
+        f"| {row['tokens_per_forward']:.2f} | {row['forwards'] / row['problems']:.1f} |"
+        for report in reports
+        for row in report["rows"]
+    ]
+    e = reports[0]["environment"]
+    return [
         "Measured on held-out problems (never trained on: the splits are disjoint by the hash of "
         "each problem's key), greedy. Visible tokens are those before the first end token; "
         "forwards are calls of the model that a request was in.",
         "",
         "| decoder | task | right | accuracy | 95 % interval | tokens a forward | forwards |",
         "|---|---|---|---|---|---|---|",
-    ]
-    for report in reports:
-        for row in report["rows"]:
-            lines.append(
-                f"| {report['label']} | {row['task']} | {row['right']} of {row['problems']} "
-                f"| {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to "
-                f"{row['accuracy_high']:.1%} | {row['tokens_per_forward']:.2f} "
-                f"| {row['forwards'] / row['problems']:.1f} |"
-            )
-    e = reports[0]["environment"]
-    lines += [
+        *rows,
         "",
         f"Measured {e['date']} on {e['device']}, {e['threads']} threads, {e['dtype']}, torch "
         f"{e['torch']}, transformers {e['transformers']}, Python {e['python']}, with "
         "`python -m decode.evaluate`.",
-        "",
     ]
-    kept = MODELS / name / CURVE
-    if kept.is_file():
-        lines += ["The loss of the last run, as it was logged:", ""]
-        lines += [*curve(json.loads(kept.read_text())), ""]
-    return "\n".join(lines)
 
 
 def log_of(name: str) -> list[dict[str, Any]]:
@@ -109,9 +127,7 @@ def log_of(name: str) -> list[dict[str, Any]]:
 
 def points(name: str) -> list[dict[str, Any]]:
     """Some steps of a run's log, evenly apart, the last among them: what its curve is drawn of."""
-    log = [
-        json.loads(line) for line in (Path("runs") / name / "log.jsonl").read_text().splitlines()
-    ]
+    log = log_of(name)
     apart = max(1, len(log) // 200)
     return [{"step": line["step"], "loss": line["loss"]} for line in log[::-apart]][::-1]
 

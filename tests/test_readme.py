@@ -39,7 +39,9 @@ def test_a_make_target_of_the_readme_runs_a_command_that_exists(command, tmp_pat
     """`make run` is run; the others would run this test again, or train for hours, so the module
     that they start is asked for its help."""
     target = command.split()[1]
-    free = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    # What the make that runs these tests was given (`make test ARGS=-x`) is not for this one.
+    ours = ("MAKE", "MFLAGS", "ARGS")
+    free = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     recipe = subprocess.run(
         ["make", "-n", "-o", ".venv/.installed", "-o", ".venv-vllm/.installed", target],
         cwd=ROOT,
@@ -80,6 +82,6 @@ def test_the_folders_that_the_readme_names_exist():
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_the_bundled_models_fit_in_40_megabytes():
+def test_the_bundled_models_fit_in_60_megabytes():
     files = [p for p in (ROOT / "d2f" / "models").rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in files) < 40e6
+    assert sum(p.stat().st_size for p in files) < 60e6
