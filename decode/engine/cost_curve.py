@@ -1,14 +1,21 @@
-"""What a forward costs by its rows, learned from the forwards that ran.
+"""What a forward costs by its rows and requests, learned from the forwards that ran.
 
 Up to some number of rows a forward takes as long as its weights take to be read; from there on each
-row costs. Where the bend is, and how steep the rise, differs from machine to machine, with the
-number of threads and with what else runs. So it is measured: forwards of about as many rows share
-the median of their last times, the medians are made non-decreasing, and between them lies a
-straight line. Where nothing was measured yet, a forward is taken to cost as ``rows + FLAT`` does,
-from the nearest that was: an unknown number of rows looks neither free nor hopeless, and is tried.
+row costs, and each request does: its keys lie apart from the others', and its predictions are
+handed to it, which is counted in. How much differs from machine to machine, with the number of
+threads and with what else runs. So it is measured, and two things keep it from being misled by a
+machine that others use too:
 
-    measured       16 rows 2.0 ms     64 rows 4.0 ms
-    taken          1: 1.4   16: 2.0   32: 2.7   64: 4.0   128: 6.7
+- All of a machine gets slower and faster at once. Forwards are compared with those shortly before
+  them: `load`, what forwards take at present beside what like ones took, is divided out.
+- Forwards of about as many rows and requests share the median of their last times, and through all
+  of these medians goes one function that can only rise, and bends upwards alone: no single figure
+  makes the next rows look free, or hopeless. Its terms, none negative::
+
+      seconds = a + b * requests + c * rows + sum of d_k * max(0, rows - k), k = 32, 128, 512, 2048
+
+Where little was measured, a forward is taken to cost as ``rows + FLAT`` does: an unknown number of
+rows looks neither free nor hopeless, and is tried.
 """
 
 from __future__ import annotations
@@ -22,47 +29,95 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.float64]
 FLAT = 32  # rows that cost about what one costs, where nothing is known
-LAST = 15  # forwards of about as many rows of which the median is taken
-BINS_AN_OCTAVE = 4
+LAST = 15  # forwards of about as many rows and requests of which the median is taken
+KNOWN = 3  # such forwards after which the next one says how loaded the machine is
+BINS_AN_OCTAVE = 4  # of rows; of requests one
+OLD = 2000  # forwards after which a median counts half
+BENDS = np.array([0.0, 32.0, 128.0, 512.0, 2048.0])
+SUPPOSED = np.array([1.0, 32.0, 128.0, 512.0])  # rows at which the supposition counts
+TRUST = 0.5  # what it counts for there, in forwards
+AGAIN = 64  # forwards at most from one fit to the next; at first it is every twice as many
+SWEEPS = 30
 
 
 class CostCurve:
-    """Seconds of a forward by its rows."""
+    """Seconds of a forward by its rows and requests."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
-        self._rows: dict[int, float] = {}  # of a bin's last forward
-        self._medians: dict[int, float] = {}
+        self.load = 1.0
+        self._alike: dict[tuple[int, int], _Alike] = {}
+        self._now = 0
+        self._terms: Numbers | None = None  # a, b, c, d_32, ...; None before the first forward
+        self._fitted = 0  # when, in forwards
 
-    def note(self, rows: int, seconds: float) -> None:
-        """A forward of so many rows took so long."""
-        place = round(BINS_AN_OCTAVE * math.log2(rows))
-        last = self._seconds.setdefault(place, deque(maxlen=LAST))
-        last.append(seconds)
-        self._rows[place] = rows
-        self._medians[place] = median(tuple(last))
+    def note(self, rows: int, requests: int, seconds: float) -> None:
+        """A forward of so many rows of so many requests took so long."""
+        self._now += 1
+        place = round(BINS_AN_OCTAVE * math.log2(rows)), round(math.log2(requests))
+        alike = self._alike.setdefault(place, _Alike())
+        if len(alike.seconds) >= KNOWN:
+            off = math.log(seconds / (self.load * alike.median))
+            self.load *= math.exp(min(max(off, -0.4), 0.4) / 4)
+        alike.note(rows, requests, seconds / self.load, self._now)
 
-    def seconds(self, rows: Numbers) -> Numbers:
-        """What forwards of `rows`, ``[N]``, at least 1, are expected to take; non-decreasing."""
-        if not self._medians:
+    def seconds(self, rows: Numbers, requests: int) -> Numbers:
+        """What forwards of `rows`, ``[N]``, at least 1, of so many requests are expected to take;
+        non-decreasing."""
+        if not self._alike:
             return (rows + FLAT) / FLAT
-        places = sorted(self._medians)
-        x = np.array([self._rows[place] for place in places], dtype=np.float64)
-        y = non_decreasing(
-            np.array([self._medians[place] for place in places]),
-            np.array([len(self._seconds[place]) for place in places], dtype=np.float64),
-        )
-        nearest = np.clip(rows, x[0], x[-1])
-        return np.interp(nearest, x, y) * (rows + FLAT) / (nearest + FLAT)
+        terms = self._terms
+        if terms is None or self._now - self._fitted >= min(self._fitted, AGAIN):
+            terms = self._terms = self._fit()
+            self._fitted = self._now
+        return self.load * (_terms_of(rows, np.full(len(rows), float(requests))) @ terms)
+
+    def _fit(self) -> Numbers:
+        """The terms that are nearest to the medians, by squares of what they are off in shares."""
+        alike = self._alike.values()
+        rows = np.array([a.rows for a in alike], dtype=np.float64)
+        requests = np.array([a.requests for a in alike], dtype=np.float64)
+        seconds = np.array([a.median for a in alike])
+        weight = np.array([len(a.seconds) * 0.5 ** ((self._now - a.noted) / OLD) for a in alike])
+        scale = float(np.average(seconds / (rows + FLAT), weights=weight))
+        supposed = scale * (SUPPOSED + FLAT)
+        terms = _terms_of(np.append(rows, SUPPOSED), np.append(requests, np.ones(len(SUPPOSED))))
+        shares = terms / np.append(seconds, supposed)[:, None]
+        weight = np.append(weight, np.full(len(SUPPOSED), TRUST))
+        start = self._terms
+        if start is None:
+            start = np.zeros(terms.shape[1])
+            start[[0, 2]] = scale * FLAT, scale
+        return non_negative(shares.T @ (weight[:, None] * shares), shares.T @ weight, start)
 
 
-def non_decreasing(values: Numbers, weights: Numbers) -> Numbers:
-    """The non-decreasing sequence nearest to `values` in weighted squares (isotonic regression):
-    neighbours that fall are pooled to their mean, as [1, 3, 2, 4] to [1, 2.5, 2.5, 4]."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, how many values
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        pools.append((value, weight, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, m, i), (b, n, j) = pools[-2:]
-            pools[-2:] = [((a * m + b * n) / (m + n), m + n, i + j)]
-    return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
+class _Alike:
+    """Forwards of about as many rows and requests. median: of their last seconds, without load.
+    rows, requests: of the last, which was the one `noted`."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=LAST)
+        self.median = 0.0
+        self.rows = self.requests = self.noted = 0
+
+    def note(self, rows: int, requests: int, seconds: float, now: int) -> None:
+        self.seconds.append(seconds)
+        self.median = median(tuple(self.seconds))
+        self.rows, self.requests, self.noted = rows, requests, now
+
+
+def _terms_of(rows: Numbers, requests: Numbers) -> Numbers:
+    """``[N, 2 + bends]``: what a, b, c, ... are multiplied with."""
+    beyond = np.maximum(rows[:, None] - BENDS, 0.0)
+    return np.column_stack((np.ones(len(rows)), requests, beyond))
+
+
+def non_negative(gram: Numbers, right: Numbers, start: Numbers) -> Numbers:
+    """The x that makes ``x gram x / 2 - right x`` small with no entry below 0, from `start` on, an
+    entry at a time."""
+    x, diagonal = start.tolist(), np.maximum(gram.diagonal(), 1e-300).tolist()
+    lines, right_side = gram.tolist(), right.tolist()
+    for _ in range(SWEEPS):
+        for i, line in enumerate(lines):
+            off = right_side[i] - sum(g * v for g, v in zip(line, x, strict=True))
+            x[i] = max(0.0, x[i] + off / diagonal[i])
+    return np.array(x)

@@ -263,7 +263,6 @@ class Engine:
         events = []
         table = forward.wait()
         ended = time.perf_counter()
-        self.budget.learned.note_forward(forward.rows, ended - forward.began)
         found = split(table, forward.groups)
         for (request, step), group, predictions in zip(
             forward.fed, forward.groups, found, strict=True
@@ -277,7 +276,8 @@ class Engine:
             if predictions is None and (len(forward.fed) > 1 or anywhere):
                 predictions = self._alone(request, request.feed.anew(), group)
             events.append(self._accept(request, step, predictions))
-        self.budget.note_host(time.perf_counter() - ended, len(forward.fed))
+        took, after = ended - forward.began, time.perf_counter() - ended
+        self.budget.learned.note_forward(forward.rows, len(forward.fed), took, after)
         return events
 
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:

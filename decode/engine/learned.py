@@ -1,5 +1,5 @@
 """What the engines of a model learn from its forwards, kept while it is loaded: what a forward
-costs by its rows, with how many threads it is fastest, and what speculation brings.
+costs by its rows and requests, with how many threads it is fastest, and what speculation brings.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ RECENT = 1000  # forwards over which the mean gain of a width is taken, about
 GUESS = 4  # forwards that a guess counts for where a width was never or seldom seen
 GROWTH = 0.7  # the power of the width that tokens are guessed to grow with
 ENOUGH = 64  # forwards after which a width is known well
-OFTEN, SELDOM = (
-    4,
-    32,
-)  # of so many occasions one is a trial: of a width less known, of one well known
+OFTEN = 4  # of so many occasions one is a trial of a width less known
+SELDOM = 200  # and one of a width well known: at high load a trial costs all others' time
 
 
 class Learned:
-    """What was learned of one model. host: seconds a request and forward, outside of the model.
-    others: tokens a forward of a request that has no width to choose."""
+    """What was learned of one model. others: tokens a forward of a request that has no width to
+    choose."""
 
     def __init__(self, thread_counts: Sequence[int] = ()) -> None:
         self.curve = CostCurve()
         self.threads = ThreadChoice(thread_counts) if thread_counts else None
-        self.host = self.others = 0.0
+        self.others = 0.0
         self._used = 0  # threads of the last forward
         self._yields: dict[Hashable, Yields] = {}
 
@@ -46,10 +44,10 @@ class Learned:
             with self.threads.using(rows) as self._used:
                 yield
 
-    def note_forward(self, rows: int, seconds: float) -> None:
-        """It took so long."""
+    def note_forward(self, rows: int, requests: int, seconds: float, after: float) -> None:
+        """It took so long, and to hand out what it found so long after it."""
         if self.threads is None or self.threads.note(rows, self._used, seconds):
-            self.curve.note(rows, seconds)
+            self.curve.note(rows, requests, seconds + after)
 
     def yields(self, session: Adaptive) -> Yields:
         """Those of all sessions that learn with this one."""

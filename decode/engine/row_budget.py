@@ -1,12 +1,12 @@
 """How wide lossless sessions speculate: before each forward its rows are handed out where they are
 expected to bring the most tokens a second.
 
-Two things are learned (`decode.engine.learned`): what a forward costs by its rows, and what a width
-brings, tokens and rows a forward, the mean over all requests of the same rules; each request has a
-factor of its own from what it gained so far. With n
-requests that speculate, at widths w_1 .. w_n, and what the others feed and decode in any case,
+Two things are learned (`decode.engine.learned`): what a forward costs by its rows and requests, and
+what a width brings, tokens and rows a forward, the mean over all requests of the same rules; each
+request has a factor of its own from what it gained so far. With n requests that speculate, at
+widths w_1 .. w_n, and what the others feed and decode in any case,
 
-    rate = (other tokens + sum of tokens(w_i)) / (seconds(other rows + sum of rows(w_i)) + host)
+    rate = (other tokens + sum of tokens(w_i)) / seconds(other rows + sum of rows(w_i), requests)
 
 is made as large as it can be: from no speculation on, always the request whose next width brings
 most tokens a row is widened, and the best of all these states is taken. One request alone gets wide
@@ -144,8 +144,8 @@ class RowBudget:
         base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
         all_rows = base_rows + np.append(0.0, np.cumsum(more_rows[order]))
         all_tokens = base_tokens + np.append(0.0, np.cumsum(more_tokens[order]))
-        host = self.learned.host * (others + len(found))
-        rates = all_tokens / (self.learned.curve.seconds(all_rows) + host)
+        requests = others + len(found)
+        rates = all_tokens / self.learned.curve.seconds(all_rows, requests)
         best = int(np.argmax(rates))
         taken = np.bincount(owner[order[:best]], minlength=len(found))
         chosen = [int(hull.at[n]) for (hull, _), n in zip(found, taken.tolist(), strict=True)]
@@ -154,13 +154,10 @@ class RowBudget:
             return chosen
         gains = [hull.beyond(at) for (hull, _), at in zip(found, stay, strict=True)]
         tokens = base_tokens + sum(m * f for (m, _), (_, f) in zip(gains, found, strict=True))
-        seconds = self.learned.curve.seconds(np.array([base_rows + sum(n for _, n in gains)]))
-        rate = tokens / (float(seconds[0]) + host)
+        now_rows = np.array([base_rows + sum(n for _, n in gains)])
+        seconds = self.learned.curve.seconds(now_rows, requests)
+        rate = tokens / float(seconds[0])
         return chosen if rates[best] > BETTER * rate else stay
-
-    def note_host(self, seconds: float, requests: int) -> None:
-        """So long it took to hand its predictions to so many requests."""
-        self.learned.host += (seconds / requests - self.learned.host) / 64
 
     def note_request(self, request: Request, rows: int, *, first: bool) -> None:
         """What a forward brought a request. first: it had the prompt."""
