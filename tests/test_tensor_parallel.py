@@ -23,6 +23,8 @@ from d2f.errors import CheckpointError, InputError
 from d2f.save_transformers import save_model
 from decode import evaluate, pipeline, serve
 
+pytestmark = pytest.mark.xdist_group("tensor parallel")  # one worker, one set of its fixtures
+
 PROCESS = str(Path(__file__).parent / "parallel_process.py")
 SECONDS_TO_END = 10.0
 

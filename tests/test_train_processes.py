@@ -25,6 +25,8 @@ from d2f.save_transformers import save_model
 from distill.run import checkpoint
 from distill.train import train
 
+pytestmark = pytest.mark.xdist_group("train processes")  # one worker, one set of its fixtures
+
 ROOT = Path(__file__).parent.parent
 ROWS = {"data": {"tasks": {"countdown": 1.0, "sudoku": 1.0}, "row_length": 96, "rows": 4}}
 STILL = {"lora": {"dropout": 0.0}}

@@ -22,6 +22,8 @@ from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
 
+pytestmark = pytest.mark.xdist_group("compare")  # one worker, one set of its fixtures
+
 ROOT = Path(__file__).parents[2]
 FOUR_KINDS = [
     {"name": "base", "kind": "vllm", "model": "tiny-ar", "stream": False},
