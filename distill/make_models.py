@@ -47,12 +47,16 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
         ("autoregressive", ["--decoder", "autoregressive"]),
     ],
     "tiny-plain-teacher": [
-        (label, ["--tasks", "story,sudoku", "--block-size", "16", *words])
+        (label, ["--tasks", "story,sudoku", *words])
         for label, words in (
-            ("static, one token a forward, blocks of 16", ["--decoder", "static"]),
+            ("static, one token a forward, the whole response a block", ["--decoder", "static"]),
             (
-                "the same block-causally, which it was not trained for",
-                ["--decoder", "d2f", "--tau-add", "1.0", "--tau-conf", "1.0"],
+                "static, one token a forward, blocks of 16",
+                ["--decoder", "static", "--block-size", "16"],
+            ),
+            (
+                "blocks of 16 block-causally, which it was not trained for",
+                ["--decoder", "d2f", "--block-size", "16", "--tau-add", "1.0", "--tau-conf", "1.0"],
             ),
         )
     ],

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
 from benchmarks.ablation.ablation_report import render
-from benchmarks.ablation.runs import carry_out, found
+from benchmarks.ablation.runs import carry_out, found, is_whole
 from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
@@ -41,8 +41,9 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
     if only and not chosen:
         names = ", ".join(run.name for run in plan)
         raise InputError(f"--only {only}: expected a pattern that matches some of {names}")
-    if chosen:
-        _carry_out(ablation, chosen, jobs)
+    left = [run for run in chosen if not is_whole(ablation, run)]
+    if left:
+        _carry_out(ablation, left, jobs)
     report = {
         "title": f"Ablation {output.name}",
         "command": command,

@@ -72,6 +72,12 @@ def found(ablation: Ablation, run: Run) -> dict[str, Any] | None:
     return {**about, **trained, "rows": rows} if rows else None
 
 
+def is_whole(ablation: Ablation, run: Run) -> bool:
+    """Whether nothing of it is left to do. Raises InputError as `found` does."""
+    done = found(ablation, run)
+    return done is not None and len(done["rows"]) == len(run.decode) * len(ablation.chosen)
+
+
 def measure(
     ablation: Ablation,
     model: DiffusionModel,
