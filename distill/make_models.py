@@ -49,9 +49,12 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     "tiny-plain-teacher": [
         (label, ["--tasks", "story,sudoku", *words])
         for label, words in (
-            ("static, one token a forward, the whole response a block", ["--decoder", "static"]),
             (
-                "static, one token a forward, blocks of 16",
+                "static, one token a forward, blocks of 32",
+                ["--decoder", "static", "--block-size", "32"],
+            ),
+            (
+                "the same in blocks of 16",
                 ["--decoder", "static", "--block-size", "16"],
             ),
             (
