@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from every_decoder import exact_model
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import decode
@@ -252,6 +252,7 @@ def test_what_nothing_is_known_of_is_supposed_to_cost_as_its_rows_and_32():
     assert curve.seconds(rows, 1).tolist() == pytest.approx([0.00103, 0.002, 0.005], rel=0.02)
 
 
+@example({(1, 1): 1.0, (513, 1): 0.03125, (519, 2): 1.0}, 1)
 @given(
     st.dictionaries(
         st.tuples(st.integers(1, 4000), st.integers(1, 64)), st.floats(1e-4, 1), max_size=12

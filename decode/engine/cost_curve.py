@@ -38,6 +38,7 @@ SUPPOSED = np.array([1.0, 32.0, 128.0, 512.0])  # rows at which the supposition 
 TRUST = 0.5  # what it counts for there, in forwards
 AGAIN = 64  # forwards at most from one fit to the next; at first it is every twice as many
 SWEEPS = 30
+FREE = 0.01  # of the shortest median: what a forward takes at least, were no two times to agree
 
 
 class CostCurve:
@@ -87,7 +88,9 @@ class CostCurve:
         if start is None:
             start = np.zeros(terms.shape[1])
             start[[0, 2]] = scale * FLAT, scale
-        return non_negative(shares.T @ (weight[:, None] * shares), shares.T @ weight, start)
+        found = non_negative(shares.T @ (weight[:, None] * shares), shares.T @ weight, start)
+        found[0] = max(found[0], FREE * seconds.min())
+        return found
 
 
 class _Alike:
