@@ -243,6 +243,20 @@ def test_a_curve_has_the_load_of_the_moment():
     np.testing.assert_allclose(loaded.seconds(rows, 4) / quiet.seconds(rows, 4), 2.0, rtol=0.15)
 
 
+def test_times_that_are_often_a_little_longer_do_not_make_the_load_drift():
+    """What was seen first, and not again for long, is still held against the rest."""
+    curve, draws = CostCurve(), np.random.default_rng(5)
+    for i in range(4000):
+        rows = 16 if i < 50 else 256
+        scatter = 1.0 + float(draws.exponential(0.3))
+        curve.note(rows, 1, float(of_a_machine(rows, 1)) * scatter)
+    found, expected = curve.seconds(np.array([16.0, 256.0]), 1), of_a_machine(256.0, 1) * 1.2
+    assert found[1] == pytest.approx(expected, rel=0.15)
+    assert found[0] / found[1] == pytest.approx(
+        float(of_a_machine(16, 1) / of_a_machine(256, 1)), rel=0.3
+    )
+
+
 def test_what_nothing_is_known_of_is_supposed_to_cost_as_its_rows_and_32():
     curve = CostCurve()
     rows = np.array([1.0, 32.0, 128.0])

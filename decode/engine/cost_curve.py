@@ -7,7 +7,9 @@ threads and with what else runs. So it is measured, and two things keep it from 
 machine that others use too:
 
 - All of a machine gets slower and faster at once. Forwards are compared with those shortly before
-  them: `load`, what forwards take at present beside what like ones took, is divided out.
+  them: `load`, what forwards take at present beside what like ones took, is divided out. It is a
+  median, as what it is held against is one: a mean of times of which some are far longer lies above
+  their median, and would raise the load a little with each forward, for ever.
 - Forwards of about as many rows and requests share the median of their last times, and through all
   of these medians goes one function that can only rise, and bends upwards alone: no single figure
   makes the next rows look free, or hopeless. Its terms, none negative::
@@ -31,6 +33,7 @@ Numbers = NDArray[np.float64]
 FLAT = 32  # rows that cost about what one costs, where nothing is known
 LAST = 15  # forwards of about as many rows and requests of which the median is taken
 KNOWN = 3  # such forwards after which the next one says how loaded the machine is
+LASTS = 0.98  # the power of it that stays: a load that lasts becomes what is usual
 BINS_AN_OCTAVE = 4  # of rows; of requests one
 OLD = 2000  # forwards after which a median counts half
 BENDS = np.array([0.0, 32.0, 128.0, 512.0, 2048.0])
@@ -47,6 +50,7 @@ class CostCurve:
     def __init__(self) -> None:
         self.load = 1.0
         self._alike: dict[tuple[int, int], _Alike] = {}
+        self._beside: deque[float] = deque(maxlen=LAST)
         self._now = 0
         self._terms: Numbers | None = None  # a, b, c, d_32, ...; None before the first forward
         self._fitted = 0  # when, in forwards
@@ -57,8 +61,8 @@ class CostCurve:
         place = round(BINS_AN_OCTAVE * math.log2(rows)), round(math.log2(requests))
         alike = self._alike.setdefault(place, _Alike())
         if len(alike.seconds) >= KNOWN:
-            off = math.log(seconds / (self.load * alike.median))
-            self.load *= math.exp(min(max(off, -0.4), 0.4) / 4)
+            self._beside.append(seconds / alike.median)
+            self.load = median(tuple(self._beside)) ** LASTS
         alike.note(rows, requests, seconds / self.load, self._now)
 
     def seconds(self, rows: Numbers, requests: int) -> Numbers:

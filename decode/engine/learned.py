@@ -16,8 +16,10 @@ from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import CostCurve, Numbers
 
 RECENT = 1000  # forwards over which the mean gain of a width is taken, about
-GUESS = 4  # forwards that a guess counts for where a width was never or seldom seen
-GROWTH = 0.7  # the power of the width that tokens are guessed to grow with
+GUESS = 16  # forwards that a guess counts for where a width was never or seldom seen
+RIGHT = np.linspace(0.0, 1.0, 101)  # how often a further draft may be right
+SUPPOSED = 0.8  # how often, where nothing was seen, and in how many forwards that would be seen
+FORWARDS = 2.0
 ENOUGH = 64  # forwards after which a width is known well
 OFTEN = 4  # of so many occasions one is a trial of a width less known
 SELDOM = 200  # and one of a width well known: at high load a trial costs all others' time
@@ -71,6 +73,11 @@ class Yields:
         self.tokens: Numbers = np.zeros(len(widths))
         self.rows: Numbers = np.zeros(len(widths))
         self.seen: Numbers = np.zeros(len(widths))
+        self._terms: Numbers = np.where(  # [p, width]
+            RIGHT[:, None] < 1.0,
+            (1 - RIGHT[:, None] ** self.widths) / np.maximum(1 - RIGHT[:, None], 1e-9),
+            self.widths,
+        )
         self._occasions = 0
 
     def note(self, width: int, tokens: int, rows: int) -> None:
@@ -82,11 +89,9 @@ class Yields:
 
     def expected(self) -> tuple[Numbers, Numbers]:
         """Tokens and rows a forward by width; where a width was seldom seen, in part a guess."""
-        known = self.seen > 0
         weight = self.seen / (self.seen + GUESS)
-        tokens = weight * self.tokens + (1 - weight) * self._guess(known)
-        a_width = (self.rows[known] / self.widths[known]).mean() if known.any() else 1.0
-        rows = weight * self.rows + (1 - weight) * self.widths * a_width
+        tokens = weight * self.tokens + (1 - weight) * self._guess()
+        rows = weight * self.rows + (1 - weight) * self.widths * self._rows_a_width()
         return tokens, rows
 
     def trial(self, best: int) -> int | None:
@@ -98,16 +103,20 @@ class Yields:
         every = OFTEN if self.seen[at] < ENOUGH else SELDOM
         return at if at != best and self._occasions % every == 0 else None
 
-    def _guess(self, known: np.ndarray) -> Numbers:
-        """Tokens of each width by those of the others: between two of them on a curve that bends
-        as a square root does, beyond the last no more than it. Where none speculated yet, as a
-        power of the width."""
-        x, y = self.widths[known], self.tokens[known]
-        if not known[0]:  # without speculation
-            x, y = np.append(self.widths[0], x), np.append(1.0, y)
-        after = np.clip(np.searchsorted(x, self.widths, "right"), 1, max(len(x) - 1, 1))
-        if len(x) == 1:
-            return y[0] * (self.widths / x[0]) ** GROWTH
-        low, high = after - 1, after
-        share = np.clip((self.widths - x[low]) / (x[high] - x[low]), 0.0, 1.0)
-        return y[low] + (y[high] - y[low]) * np.sqrt(share)
+    def _guess(self) -> Numbers:
+        """Tokens of each width, were each further draft right as often as the one before it, p:
+        1 + p + p^2 + ..., as many terms as the width, times what no speculation brings. The p that
+        comes nearest to what was seen."""
+        base = self.tokens[0] if self.seen[0] else 1.0
+        off = base * self._terms - self.tokens
+        misfit = (self.seen[1:] * off[:, 1:] ** 2).sum(1) + FORWARDS * (RIGHT - SUPPOSED) ** 2
+        return base * self._terms[int(np.argmin(misfit))]
+
+    def _rows_a_width(self) -> Numbers:
+        """Of each width, or of the one that was seen and is the nearest."""
+        known = np.flatnonzero(self.seen)
+        if not len(known):
+            return np.ones(len(self.widths))
+        apart = np.abs(np.arange(len(self.widths))[:, None] - known)
+        nearest = known[np.argmin(apart, axis=1)]
+        return self.rows[nearest] / self.widths[nearest]
