@@ -27,9 +27,10 @@ class ComparisonReport:
         self.records = list(records)
         self.baseline: str = about["baseline"]
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
-        self.speeds = speeds_of(self.records, series)
-        self.accuracies = accuracies(self.records, self.baseline)
-        self.failures = failures(self.records)
+        ordered = _in_the_configurations_order(self.records, list(series))
+        self.speeds = speeds_of(ordered, series)
+        self.accuracies = accuracies(ordered, self.baseline)
+        self.failures = failures(ordered)
         # Failed requests make an entry look fast: it is shown, and neither ranked nor drawn.
         self.ranked = [r for r in self.speeds if self._is_ranked(r.entry, r.workload)]
 
@@ -195,6 +196,16 @@ class ComparisonReport:
         return markdown_table([name for name, _ in columns], cells)
 
 
+def _in_the_configurations_order(records: list[Record], entries: list[str]) -> list[Record]:
+    """By workload and concurrency as they came; under these by entry, whose turns change."""
+    came = {key: n for n, key in enumerate(dict.fromkeys(map(_level, records)))}
+    return sorted(records, key=lambda r: (came[_level(r)], entries.index(r.entry)))
+
+
+def _level(record: Record) -> tuple[str, int]:
+    return record.workload, record.concurrency
+
+
 def _resumed(about: dict[str, Any]) -> list[str]:
     """That the runs are not of one go, and what that means for them."""
     found = about.get("resumed")
@@ -255,8 +266,8 @@ COUNTED = [
     "- Tokens are visible ones: the answer's text before the first end token or stop string, "
     "counted by one tokenizer for all entries, at most as many as were asked for. Tokens/s is "
     "their sum over the wall time of a whole run, from the first request to the last answer, with "
-    "`concurrency` requests in flight; the median of the repetitions, which alternate between the "
-    "entries. Warm-ups are not in it.",
+    "`concurrency` requests in flight; the median of the repetitions, each of "
+    "all entries in an order of its own. Warm-ups are not in it.",
     "- Every entry had the same prompts through its own tokenizer and chat template, the same "
     "longest answer, the same stop strings, and decodes greedily.",
     "- Prefill ends with the first forward that a request was in (streamed: its first piece). The "

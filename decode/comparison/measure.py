@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +34,11 @@ def plan(
     workloads: Sequence[Workload],
     done: Collection[Key] = (),
 ) -> list[Planned]:
-    """Every run that is not done, in order: for each workload and concurrency the entries in turn,
-    A B A B, each run after a warm-up of its own, because a process that has waited for the others
-    finds its caches cold; at last a pass over all problems that only judges."""
+    """Every run that is not done, in order: for each workload and concurrency all entries once a
+    repetition, each run after a warm-up of its own, because a process that has waited for the
+    others finds its caches cold; at last a pass over all problems that only judges. Each repetition
+    has an order of its own, the same in every comparison of these entries: who came always behind
+    the same neighbour would be measured with what it leaves behind."""
     judging = config.accuracy_concurrency or config.concurrency[-1]
     runs = []
     for workload in workloads:
@@ -43,7 +46,8 @@ def plan(
             # At least as many as run at once, so that the warm-up is as wide as the timed run.
             warm = min(len(workload.items), max(config.warmup, concurrency))
             for repetition in range(config.repetitions):
-                for c in contestants:
+                order = random.Random(f"{workload.name} {concurrency} {repetition}")
+                for c in order.sample(contestants, len(contestants)):
                     if (workload.name, concurrency, repetition, c.entry.name) in done:
                         continue
                     runs.append(Planned(workload, c, concurrency, warm, None, True))

@@ -193,7 +193,7 @@ def compare(folder, *behaviours):
 
 def test_one_that_ignores_max_tokens_is_credited_nothing(tmp_path, capsys):
     million = answering(lambda body: "w " * 3000)
-    status, report = compare(tmp_path, ("honest", answering()), ("liar", million))
+    status, report = compare(tmp_path, ("liar", million), ("honest", answering()))
     said = capsys.readouterr().err
     assert status == 2 and "entry liar has failed: not one of 1 requests was answered" in said
     assert "ignored max_tokens: says 3001 tokens, asked for 64" in said
