@@ -103,7 +103,7 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
 
     items = [Item(str(i), prompt) for i, prompt in enumerate(prompts)]
     entry = Ours(kind="ours", name="D2F", model="tiny-d2f", compile=True)
-    runner = OursRunner(entry, [Workload("story", items, 3, 40, ())])
+    runner = OursRunner(entry, [Workload("story", items, 3, 1, 40, ())])
     text = [answer.text for answer in runner.run("story", 3, 2).answers]
     assert text == [record["text"] for record in records]
     assert runner.facts["compiled"] is True

@@ -170,6 +170,9 @@ class CompareConfig(Section):
     """Of the problems."""
     problems: Problems = 64
     """A task, timed."""
+    waves: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Timed problems for each request in flight, at least: with one wave alone all begin together
+    and the run ends with few in flight."""
     accuracy_problems: Annotated[int, Field(ge=0, le=10**6)] = 500
     """A task, judged, in a pass of their own; 0: only the timed ones."""
     max_new_tokens: Tokens | None = None

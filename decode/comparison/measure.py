@@ -45,15 +45,16 @@ def plan(
         for concurrency in config.concurrency:
             # At least as many as run at once, so that the warm-up is as wide as the timed run.
             warm = min(len(workload.items), max(config.warmup, concurrency))
+            timed = workload.timed(concurrency)
             for repetition in range(config.repetitions):
                 order = random.Random(f"{workload.name} {concurrency} {repetition}")
                 for c in order.sample(contestants, len(contestants)):
                     if (workload.name, concurrency, repetition, c.entry.name) in done:
                         continue
                     runs.append(Planned(workload, c, concurrency, warm, None, True))
-                    runs.append(Planned(workload, c, concurrency, workload.timed, repetition))
+                    runs.append(Planned(workload, c, concurrency, timed, repetition))
         # The timed answers are judged too: a pass that only judges is for the problems beyond them.
-        if len(workload.items) > workload.timed:
+        if len(workload.items) > workload.timed(config.concurrency[-1]):
             runs += [
                 Planned(workload, c, judging, len(workload.items), None)
                 for c in contestants

@@ -35,17 +35,22 @@ class Item:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts that share their rules. timed: the first of items that speed is measured on."""
+    """Prompts that share their rules. problems, waves: as `CompareConfig` has them."""
 
     name: str
     items: list[Item]
-    timed: int
+    problems: int
+    waves: int
     max_new_tokens: int
     stop: tuple[str, ...]
 
     @property
     def task(self) -> str | None:
         return None if self.name == OWN_PROMPTS else self.name
+
+    def timed(self, concurrency: int) -> int:
+        """How many of items, the first ones, speed is measured on."""
+        return min(len(self.items), max(self.problems, self.waves * concurrency))
 
 
 def make_workloads(config: CompareConfig) -> list[Workload]:
@@ -54,7 +59,7 @@ def make_workloads(config: CompareConfig) -> list[Workload]:
     if config.prompts_file is not None:
         items = _read(config.prompts_file)
         length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-        return [Workload(OWN_PROMPTS, items, len(items), length, stop)]
+        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, stop)]
     workloads = []
     for task in config.chosen:
         items = [
@@ -63,18 +68,21 @@ def make_workloads(config: CompareConfig) -> list[Workload]:
         ]
         length = config.max_new_tokens or task.response_length
         stops = (*task.stop, *stop)
-        workloads.append(Workload(task.name, items, config.problems, length, stops))
+        workloads.append(Workload(task.name, items, config.problems, config.waves, length, stops))
     return workloads
 
 
 def _problems(task: Task, config: CompareConfig) -> list[Problem]:
     """As many as are asked for; of data that has fewer than the default, all that there are. Raises
     InputError."""
-    count = max(config.problems, config.accuracy_problems)
     where = f"{task.name}: problems"
-    if task.default_count is None and "accuracy_problems" not in config.model_fields_set:
+    judged, in_waves = config.accuracy_problems, config.waves * config.concurrency[-1]
+    if task.default_count is None:
         there = len(draw_problems(task, config.split, None, config.seed, where))
-        count = max(config.problems, min(count, there))
+        in_waves = min(in_waves, there)
+        if "accuracy_problems" not in config.model_fields_set:
+            judged = min(judged, there)
+    count = max(config.problems, judged, in_waves)
     return draw_problems(task, config.split, count, config.seed, where)
 
 

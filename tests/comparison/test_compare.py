@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -18,6 +19,8 @@ from d2f.tasks import make_problems
 from decode.compare import main
 from decode.comparison.comparison_config import read_config
 from decode.comparison.comparison_report import ComparisonReport
+from decode.comparison.measure import plan
+from decode.comparison.workload import make_workloads
 from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
@@ -85,6 +88,27 @@ def test_every_repetition_has_all_entries_in_an_order_of_its_own(finished):
     assert [r.repetition for r in runs] == 4 * [0] + 4 * [1]
     first, second = ([r.entry for r in runs if r.repetition == n] for n in (0, 1))
     assert sorted(first) == sorted(second) == ["D2F", "base", "hf", "remote"] and first != second
+
+
+def test_a_run_has_at_least_its_waves(tmp_path):
+    """And what it has more than `problems` is judged with it."""
+    entry = {"name": "base", "kind": "transformers", "model": "tiny-ar"}
+    for tasks, most in ((["story"], 12), ([str(file_of_seven(tmp_path))], 7)):
+        values = configuration(tmp_path, "python", entries=[entry], tasks=tasks, waves=3)
+        config = read_config(write(tmp_path / "c.yaml", values | {"concurrency": [1, 4]}))
+        (workload,) = make_workloads(config)
+        contestant = SimpleNamespace(entry=config.entries[0])
+        runs = plan(config, [contestant], [workload])  # type: ignore[list-item]
+        timed = {(r.concurrency, r.count) for r in runs if r.repetition is not None}
+        assert timed == {(1, 3), (4, most)} and len(workload.items) == most
+        assert all(r.warmup for r in runs if r.repetition is None)
+
+
+def file_of_seven(folder):
+    (folder / "data.jsonl").write_text('{"q": "1+2", "a": "3"}\n' * 7)
+    path = folder / "seven.yaml"
+    path.write_text("data: data.jsonl\nprompt: '{{ q }}'\nreference: '{{ a }}'\njudge: numeric\n")
+    return path
 
 
 def test_answers_are_those_of_decode_generate(finished):

@@ -104,7 +104,10 @@ def test_wherever_it_is_killed(tmp_path_factory, names, concurrency, repetitions
         accuracy_concurrency=None, concurrency=concurrency, repetitions=repetitions, warmup=1
     )
     contestants = [SimpleNamespace(entry=SimpleNamespace(name=name)) for name in names]
-    works = [SimpleNamespace(name=task, items=[1, 2], timed=1) for task in ("story", "sudoku")]
+    works = [
+        SimpleNamespace(name=task, items=[1, 2], timed=lambda concurrency: 1)
+        for task in ("story", "sudoku")
+    ]
     path = tmp_path_factory.mktemp("ledger") / "measurements.jsonl"
     whole = [p for p in plan(config, contestants, works) if not p.warmup]
     done = times = 0

@@ -103,7 +103,7 @@ class Words:
 
 
 def test_what_is_hidden_or_failed_is_never_counted():
-    work = Workload("prompts", [Item(str(i), [1]) for i in range(3)], 3, 9, ("STOP",))
+    work = Workload("prompts", [Item(str(i), [1]) for i in range(3)], 3, 1, 9, ("STOP",))
     run = Run(
         [
             Answer(0, text="one two STOP three", finished=1.0, first_tokens=1, own_tokens=4),
