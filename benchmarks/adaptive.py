@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from statistics import geometric_mean
 
 from benchmarks.decoder_table import between
 from d2f.files import write_beside
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adaptive"
 ADAPTIVE = "WeDLM verified"
 BEGIN = "<!-- adaptive: written by python -m benchmarks.adaptive -->\n"
+STANDINGS = "<!-- standings: written by python -m benchmarks.adaptive -->\n"
+NEAR = 0.97
 
 
 def reports() -> dict[str, ComparisonReport]:
@@ -77,6 +80,28 @@ def ratios(found: dict[str, ComparisonReport]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def standings(found: dict[str, ComparisonReport]) -> str:
+    """Of each entry its speed over the fastest entry's at each task and load: the geometric mean,
+    the worst, and at how many it is within 3 %."""
+    head = ["cores", "entry", "mean", "worst", "within 3 %"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, report in found.items():
+        fastest: dict[tuple[str, int], float] = {}
+        for speed in report.ranked:
+            point = (speed.workload, speed.concurrency)
+            fastest[point] = max(fastest.get(point, 0.0), speed.throughput)
+        shares: dict[str, list[float]] = {}
+        for speed in report.ranked:
+            share = speed.throughput / fastest[speed.workload, speed.concurrency]
+            shares.setdefault(speed.entry, []).append(share)
+        for entry, own in sorted(shares.items(), key=lambda item: -geometric_mean(item[1])):
+            label = "the engine chooses" if entry == ADAPTIVE else entry
+            near = sum(share >= NEAR for share in own)
+            cells = (f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{near} of {len(own)}")
+            lines.append(f"| {name.removesuffix('-cores')} | {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     argparse.ArgumentParser(
         prog="python -m benchmarks.adaptive",
@@ -84,11 +109,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     found = reports()
-    for page, block in (
-        (ROOT / "README.md", speeds(next(iter(found.values())))),
-        (ROOT / "docs" / "decoders.md", ratios(found)),
+    for page, begin, block in (
+        (ROOT / "README.md", BEGIN, speeds(next(iter(found.values())))),
+        (ROOT / "docs" / "decoders.md", BEGIN, ratios(found)),
+        (ROOT / "docs" / "decoders.md", STANDINGS, standings(found)),
     ):
-        write_beside(page, between(page, BEGIN, block))
+        write_beside(page, between(page, begin, block))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
-    "tiny-plain-teacher",
+    "tiny-plain-teacher", "tiny-code-d2f", "tiny-code-wedlm",
 )  # fmt: skip
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
@@ -63,6 +63,20 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
             ),
         )
     ],
+}
+MEASUREMENTS |= {
+    name: [(label, ["--tasks", "coding", *words]) for label, words in measurements]
+    for name, measurements in {
+        "tiny-code-d2f": [
+            ("d2f, tau_conf 0.9", ["--tau-conf", "0.9"]),
+            ("d2f, tau_conf 0.99", ["--tau-conf", "0.99"]),
+        ],
+        "tiny-code-wedlm": [
+            ("wedlm", ["--entropy-threshold", "0.1"]),
+            ("wedlm, verified", ["--verify", "ar"]),
+            ("autoregressive", ["--decoder", "autoregressive"]),
+        ],
+    }.items()
 }
 # glibc gives large buffers back to the kernel after each operation and faults them in again, which
 # slows training on a CPU; so they are kept.

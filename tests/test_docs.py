@@ -161,11 +161,12 @@ def test_wedlm_beside_vllm_is_what_the_report_says():
 
 def test_the_tables_of_adaptive_widths_are_those_of_the_reports():
     found = adaptive.reports()
-    for page, block in (
-        ("README.md", adaptive.speeds(found["4-cores"])),
-        ("docs/decoders.md", adaptive.ratios(found)),
+    for page, begin, block in (
+        ("README.md", adaptive.BEGIN, adaptive.speeds(found["4-cores"])),
+        ("docs/decoders.md", adaptive.BEGIN, adaptive.ratios(found)),
+        ("docs/decoders.md", adaptive.STANDINGS, adaptive.standings(found)),
     ):
-        assert f"{adaptive.BEGIN}{block}<!-- end -->" in (ROOT / page).read_text(encoding="utf-8")
+        assert f"{begin}{block}<!-- end -->" in (ROOT / page).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
