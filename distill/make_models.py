@@ -30,7 +30,7 @@ EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
-    "tiny-plain-teacher", "tiny-code-d2f", "tiny-code-wedlm",
+    "tiny-plain-teacher", "tiny-d2f-long",
 )  # fmt: skip
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
@@ -63,20 +63,10 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
             ),
         )
     ],
-}
-MEASUREMENTS |= {
-    name: [(label, ["--tasks", "coding", *words]) for label, words in measurements]
-    for name, measurements in {
-        "tiny-code-d2f": [
-            ("d2f, tau_conf 0.9", ["--tau-conf", "0.9"]),
-            ("d2f, tau_conf 0.99", ["--tau-conf", "0.99"]),
-        ],
-        "tiny-code-wedlm": [
-            ("wedlm", ["--entropy-threshold", "0.1"]),
-            ("wedlm, verified", ["--verify", "ar"]),
-            ("autoregressive", ["--decoder", "autoregressive"]),
-        ],
-    }.items()
+    "tiny-d2f-long": [
+        (f"d2f, tau_conf {tau}", ["--tasks", "story,sudoku", "--tau-conf", tau])
+        for tau in ("0.9", "0.99")
+    ],
 }
 # glibc gives large buffers back to the kernel after each operation and faults them in again, which
 # slows training on a CPU; so they are kept.
@@ -90,9 +80,9 @@ def train(name: str) -> None:
     values = read_mapping(config)
     if (Path(values["output"]) / "model" / "config.json").is_file():
         return
-    start = Path(values.get("init") or "")
-    if start.parts[:1] == ("runs",):
-        train(start.parts[1])
+    for start in (Path(values.get(key) or "") for key in ("init", "init_adapter")):
+        if start.parts[:1] == ("runs",):
+            train(start.parts[1])
     file = values["data"].get("file")
     if file is not None:  # a call that has nothing left to do is short
         collect = ["-m", "distill.rollouts", *ROLLOUTS[name].split(), "--output", file]

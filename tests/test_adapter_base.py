@@ -134,7 +134,7 @@ def test_a_hash_decides_whatever_the_names(golden, tmp_path, adapter, llada):
         load(other, adapter=folder, device="cpu")
 
 
-@pytest.mark.parametrize("name", ["tiny-wino-plus", "tiny-wino-plus-d2f"])
+@pytest.mark.parametrize("name", ["tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-d2f-long"])
 def test_the_bundled_adapters_are_on_their_base(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnverifiedBaseWarning)

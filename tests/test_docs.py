@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT, in_small, run
 
 import d2f
-from benchmarks import adaptive
+from benchmarks import adaptive, frontier
 from d2f.tasks import find_task
 from decode.comparison.comparison_report import ComparisonReport
 
@@ -157,6 +157,11 @@ def test_wedlm_beside_vllm_is_what_the_report_says():
             expected.append(str(report.accuracy(entry, task).right))
             expected += [speed[task, entry, level] for level in (1, 16)]
         assert cells == expected, label
+
+
+def test_the_readmes_ratios_are_those_of_the_report():
+    text = frontier.sentences(ComparisonReport.load(frontier.REPORT))
+    assert f"{frontier.BEGIN}{text}<!-- end -->" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_tables_of_adaptive_widths_are_those_of_the_reports():
