@@ -86,17 +86,23 @@ def throughput(report: ComparisonReport) -> Figure:
 
 
 def _panel(report: ComparisonReport, workload: str) -> Panel:
-    """A line an entry through its points, which are labelled with the requests in flight."""
+    """A line an entry through its points, which are labelled with the requests in flight, or where
+    there is one number of them with the entry."""
+    levels = {speed.concurrency for speed in report.ranked}
     series = []
     for entry, own in _lines(report, workload):
         found = report.accuracy(entry, workload)
         if found is not None:
             ends = own[0], own[-1]
+            labels = [str(speed.concurrency) if speed in ends else "" for speed in own]
+            if len(levels) == 1:
+                labels = [entry]
             points = [
-                _point(speed, found, str(speed.concurrency) if speed in ends else "")
-                for speed in own
+                _point(speed, found, label) for speed, label in zip(own, labels, strict=True)
             ]
             series.append(Series(entry, points, line=True))
+    if len(levels) == 1:
+        return Panel(f"{workload}, requests in flight: {levels.pop()}", series)
     return Panel(f"{workload}, labels: requests in flight", series)
 
 
