@@ -97,9 +97,7 @@ def _panel(report: ComparisonReport, workload: str) -> Panel:
             labels = [str(speed.concurrency) if speed in ends else "" for speed in own]
             if len(levels) == 1:
                 labels = [entry]
-            points = [
-                _point(speed, found, label) for speed, label in zip(own, labels, strict=True)
-            ]
+            points = [_point(speed, found, label) for speed, label in zip(own, labels, strict=True)]
             series.append(Series(entry, points, line=True))
     if len(levels) == 1:
         return Panel(f"{workload}, requests in flight: {levels.pop()}", series)
