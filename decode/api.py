@@ -47,7 +47,8 @@ def generate(
     each fail alone: its result has the error and no tokens, the others are what they would be.
     """
     results: dict[int, Result] = {}
-    for event in _begin(model, prompts, decoder, n, raw, batch_size, on_error):
+    events = _begin(model, prompts, decoder, n, raw, batch_size, on_error, views=False)
+    for event in events:
         if event.result is not None:
             results[event.request] = event.result
     return [results[i] for i in sorted(results)]
@@ -65,7 +66,7 @@ def stream(
 ) -> Iterator[Event]:
     """The same, as events: one for each request after each forward, the last with its result.
     `Event.request` is n times the number of the prompt plus that of the sample."""
-    return _begin(model, prompts, decoder, n, raw, batch_size, on_error)
+    return _begin(model, prompts, decoder, n, raw, batch_size, on_error, views=True)
 
 
 def _begin(
@@ -76,8 +77,10 @@ def _begin(
     raw: bool,
     batch_size: int,
     on_error: OnError,
+    *,
+    views: bool,
 ) -> Iterator[Event]:
-    """Check everything, then the events."""
+    """Check everything, then the events; views: with their blocks."""
     whole_number("n", n)
     boolean("raw", raw)
     whole_number("batch_size", batch_size)
@@ -106,7 +109,8 @@ def _begin(
             # Prompts that share a decoder get different seeds; a prompt's own decoder is taken as
             # it is.
             own = chosen.sampled(i if shared else 0, sample)
-            requests.append(Request(place, ids, own, model.contract, model.tokenizer))
+            contract, tokenizer = model.contract, model.tokenizer
+            requests.append(Request(place, ids, own, contract, tokenizer, views=views))
     # `_run` is the generator: the checks above are made at the call, not at the first event.
     return _run(model, requests, refused, batch_size, on_error, n)
 

@@ -53,8 +53,16 @@ def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
     ]
 
 
+def test_ranges_that_others_need_hide_nothing():
+    """Whose rows see all of its slots needs no mask, beside one of more ranges neither."""
+    two = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
+    one = step([9, 10], [[(0, 2)]] * 2, [0])
+    segments = join([(request(5), two), (request(20), one)]).segments
+    assert [segment.whole for segment in segments] == [False, True]
+
+
 @pytest.mark.parametrize(
-    "spans", [[[(0, 3)], [(0, 2)]], [[(1, 3)], [(1, 3)]], [[(0, 3), (0, 0)], [(0, 3), (0, 0)]]]
+    "spans", [[[(0, 3)], [(0, 2)]], [[(1, 3)], [(1, 3)]], [[(0, 1), (1, 3)], [(0, 0), (0, 3)]]]
 )
 def test_rows_that_may_see_different_slots_keep_their_mask(spans):
     plan = join([(request(4), step([7, 8], spans, [0]))]).on(CPU).plan

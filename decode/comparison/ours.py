@@ -64,7 +64,8 @@ class OursRunner:
             while waiting and len(running) < concurrency:
                 answer = waiting.popleft()
                 answer.submitted = time.perf_counter() - began
-                request = Request(answer.item, prompts[answer.item], decoder, contract, tokenizer)
+                prompt = prompts[answer.item]
+                request = Request(answer.item, prompt, decoder, contract, tokenizer, views=False)
                 running[answer.item] = request
                 engine.submit(request)
             events = engine.advance()

@@ -10,10 +10,11 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
+from d2f.span_makers import prefix
 from decode.decoders.base import Card, Decoder, Session
 from decode.decoders.options import max_new_tokens_option
 from decode.engine.result import BlockView
-from decode.engine.step import Predictions, Step, feed
+from decode.engine.step import Predictions, Step
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,12 @@ class AutoregressiveSession(Session):
         )
         if ended or self.length == len(self.x):
             return None
-        ends = np.arange(1, self.length + 1)
-        wanted = np.array([self.length])
+        cached, self.cached = self.cached, self.length  # causal rows are final once they are fed
         # First the prompt, then the last token. The row of position p - 1 predicts position p,
         # whatever shift the contract has for masked positions.
-        step = feed(self.x, self.cached, ends, wanted, cached=self.cached, logit_shift=1)
-        self.cached = self.length  # causal rows never change: final as soon as they are fed
-        return step
+        fed = np.arange(cached, self.length)
+        read = np.array([len(fed) - 1])
+        return Step(self.x[cached : self.length], fed, fed, prefix(fed + 1), read, cached=cached)
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []

@@ -379,10 +379,13 @@ class VerifiedSession(WeDLMSession, Adaptive):
         self.revealed = []
         # Rows known - 1, known, ...: each predicts the next position, as in any causal model.
         filled = len(predictions.token) - len(self.wanted)
-        for i in range(filled):
-            token = int(predictions.token[i])
-            drafted, right = not self.masked[self.known], self.x[self.known] == token
-            self.reveal(self.known, token, float(predictions.confidence[i]))
+        ahead = slice(self.known, self.known + filled)
+        found = predictions.token[:filled].tolist(), predictions.confidence[:filled].tolist()
+        drafts = self.x[ahead].tolist(), self.masked[ahead].tolist()
+        # Where the response ends before the rows do, the last drafts are behind it.
+        for token, confidence, draft, masked in zip(*found, *drafts, strict=False):
+            drafted, right = not masked, draft == token
+            self.reveal(self.known, token, confidence)
             self.known += 1
             self.counts["accepted"] += int(drafted and right)
             if drafted and not right:  # the rows after it saw a wrong token

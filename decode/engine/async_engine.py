@@ -107,11 +107,12 @@ class AsyncEngine:
         *,
         raw: bool = False,
         ignore_eos: bool = False,
+        views: bool = True,
     ) -> list[EventStream]:
         """Queue several requests (prompt, decoder) at once, or none of them: the events of each, as
-        of `generate`. Raises as its first iteration does, QueueFullError where there is no room for
-        all of them."""
-        outboxes = await self._enter(asked, raw, ignore_eos)
+        of `generate`. views: whether they have blocks, which cost time in each forward. Raises as
+        its first iteration does, QueueFullError where there is no room for all of them."""
+        outboxes = await self._enter(asked, raw, ignore_eos, views)
         return [EventStream(self, asked[0], raw, ignore_eos, outbox) for outbox in outboxes]
 
     @property
@@ -143,14 +144,18 @@ class AsyncEngine:
         await self.close(finish=error is None)
 
     async def _enter(
-        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool
+        self,
+        asked: Sequence[tuple[Prompt, Decoder | str]],
+        raw: bool,
+        ignore_eos: bool,
+        views: bool = True,
     ) -> list[Outbox]:
         """Queue requests, prepared beside the event loop."""
         thread = self._thread
         thread.reserve(len(asked))
         outboxes: list[Outbox] = []
         try:
-            requests = await asyncio.to_thread(self._prepare_all, asked, raw, ignore_eos)
+            requests = await asyncio.to_thread(self._prepare_all, asked, raw, ignore_eos, views)
             for request in requests:
                 outbox = Outbox(request, asyncio.get_running_loop())
                 thread.enter(outbox)
@@ -164,12 +169,16 @@ class AsyncEngine:
         return outboxes
 
     def _prepare_all(
-        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool
+        self,
+        asked: Sequence[tuple[Prompt, Decoder | str]],
+        raw: bool,
+        ignore_eos: bool,
+        views: bool,
     ) -> list[Request]:
-        return [self._prepare(prompt, decoder, raw, ignore_eos) for prompt, decoder in asked]
+        return [self._prepare(prompt, decoder, raw, ignore_eos, views) for prompt, decoder in asked]
 
     def _prepare(
-        self, prompt: Prompt, decoder: Decoder | str, raw: bool, ignore_eos: bool
+        self, prompt: Prompt, decoder: Decoder | str, raw: bool, ignore_eos: bool, views: bool
     ) -> Request:
         """A request that the engine can take. Raises InputError. A chat template may take long."""
         boolean("raw", raw)
@@ -183,7 +192,7 @@ class AsyncEngine:
         contract = self.model.contract
         if ignore_eos:
             contract = replace(contract, end_ids=())
-        request = Request(index, ids, chosen, contract, self.model.tokenizer)
+        request = Request(index, ids, chosen, contract, self.model.tokenizer, views=views)
         self._engine.check_size(request)
         return request
 

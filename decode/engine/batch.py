@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -68,27 +69,37 @@ def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
 
     No row sees a slot of another request, so each computes what it would compute alone.
     """
+    # All in one: at high load most steps are a row, and each operation of numpy costs as much.
+    steps = [step for _, step in fed]
+    counts = np.array([len(step.tokens) for step in steps])
+    bases = np.array([request.base for request, _ in fed])
+    firsts = np.cumsum(counts) - counts  # where the rows of each begin
+    base = np.repeat(bases, counts)
     # Ranges a row in the batch: where one request needs three, the others get empty ones.
-    width = max(step.spans.shape[1] for _, step in fed)
-    columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
-    segments, first = [], 0
-    for request, step in fed:
-        own = slice(first, first + len(step.tokens))
-        spans = widened(step.spans, width) + request.base
-        parts = (step.tokens, step.positions, step.slots + request.base, spans)
-        for column, part in zip(columns, (*parts, step.read + first), strict=True):
-            # Read rows are numbered within the request; in the batch its rows begin at `first`.
-            column.append(part)
-        segments.append(_segment(own, step, request.base))
-        first = own.stop
-    tokens, positions, slots, ranges, read = (np.concatenate(column) for column in columns)
-    return FlatRows(tokens, positions, slots, ranges, read, segments)
+    width = max(step.spans.shape[1] for step in steps)
+    spans = np.concatenate([widened(step.spans, width) for step in steps])
+    reads = [len(step.read) for step in steps]
+    return FlatRows(
+        np.concatenate([step.tokens for step in steps]),
+        np.concatenate([step.positions for step in steps]),
+        np.concatenate([step.slots for step in steps]) + base,
+        spans + base[:, None, None],
+        # Read rows are numbered within the request.
+        np.concatenate([step.read for step in steps]) + np.repeat(firsts, reads),
+        _segments(spans, firsts, bases),
+    )
 
 
-def _segment(rows: slice, step: Step, base: int) -> Segment:
-    """The slots that the rows of one request see: from its first to the last that one sees."""
-    starts, ends = step.spans[..., 0], step.spans[..., 1]  # [T, K]
-    last = int(ends.max())
-    # Where every row sees all of them, attention over the segment needs no mask at all.
-    whole = not starts.any() and int(ends.min()) == last  # an empty range ends where it starts
-    return Segment(rows, slice(base, base + last), whole)
+def _segments(spans: Ints, firsts: Ints, bases: Ints) -> list[Segment]:
+    """The slots that the rows of each request see: from its first to the last that one sees."""
+    starts, ends = spans[..., 0], spans[..., 1]  # [T, K]
+    last = np.maximum.reduceat(ends.max(1), firsts)
+    # Where every row sees all of them, attention over the segment needs no mask at all. Empty
+    # ranges, which others of the batch may bring, hide nothing.
+    least = np.where(ends > starts, ends, ends.max()).min(1)
+    whole = (np.maximum.reduceat(starts.max(1), firsts) == 0) & (
+        np.minimum.reduceat(least, firsts) == last
+    )
+    limits = [*firsts.tolist(), len(spans)]
+    places = zip(pairwise(limits), bases.tolist(), last.tolist(), whole.tolist(), strict=True)
+    return [Segment(slice(*rows), slice(b, b + n), w) for rows, b, n, w in places]

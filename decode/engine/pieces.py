@@ -27,6 +27,7 @@ from decode.engine.step import Ints, Predictions, Step
 # Of prompts in one forward, where none is cut: many long ones together would need the memory of
 # tens of thousands of rows at once, and gain nothing by it.
 WHOLE_ROWS = 4096
+NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 def allowed_cuts(step: Step, *, unwritten: int = -1) -> Ints:
@@ -106,12 +107,16 @@ class Feed:
     @property
     def again(self) -> Ints:
         """Copied rows that the next piece feeds all the same, to read them."""
+        if not self.copied:  # as nearly always, and this is asked for each request in each forward
+            return NO_ROWS
         read = self.step.read
         return np.unique(read[(read >= self.fed) & (read < self.copied)])
 
     @property
     def spared(self) -> int:
         """Rows that need not be fed, as they were copied."""
+        if not self.copied:
+            return 0
         return self.copied - len(np.unique(self.step.read[self.step.read < self.copied]))
 
     @property

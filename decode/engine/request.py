@@ -15,7 +15,8 @@ from decode.engine.step import Predictions, Step
 
 
 class Request:
-    """A prompt with its decoder; index says which prompt of the caller's it is."""
+    """A prompt with its decoder; index says which prompt of the caller's it is. views: whether its
+    events have blocks, which nobody who only waits for the result need pay for."""
 
     def __init__(
         self,
@@ -24,8 +25,11 @@ class Request:
         decoder: Decoder,
         contract: Contract,
         tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        views: bool = True,
     ):
         self.index = index
+        self.views = views
         self.decoder = decoder
         self.contract = contract
         self.tokenizer = tokenizer
@@ -109,7 +113,7 @@ class Request:
         return Event(
             self.index,
             len(self.calls),
-            self.session.blocks(),
+            self.session.blocks() if self.views else [],
             revealed,
             self.result,
             self.session.settled,

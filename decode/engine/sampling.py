@@ -161,11 +161,11 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
     tokens = np.where(finite, table[0], 0)[:count].astype(np.int64)
     values = table[1:, :count].astype(np.float32)
     results: list[Predictions | None] = []
-    start = 0
+    start, all_finite = 0, bool(finite[:count].all())
     for group in groups:
         part = slice(start, start + group.count)
         start = part.stop
-        if not finite[part].all():
+        if not all_finite and not finite[part].all():
             results.append(None)
             continue
         wanted = group.queried_tokens is not None

@@ -99,6 +99,7 @@ async def _begin(
         asked.n,
         ignore_eos=asked.ignore_eos,
         logprobs=wanted is not None,
+        views=asked.events,
         scored=make_jobs(served, ids, kind, field, fixed=True) if kind is not None else (),
         began=record.began,
         seconds=settings.request_seconds,

@@ -83,7 +83,8 @@ class Generation:
     """The choices of a request from their entry into the engine to their end.
 
     id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
-    its length. n: choices a prompt, each with a seed of its own. scored: the prompts whose
+    its length. n: choices a prompt, each with a seed of its own. views: whether its events say how
+    the blocks stand. scored: the prompts whose
     likelihoods are wanted besides; they are known before the first event. began: when the request
     came, by `time.perf_counter`. seconds: from then until it must be done.
     """
@@ -98,6 +99,7 @@ class Generation:
         *,
         ignore_eos: bool,
         logprobs: bool,
+        views: bool,
         scored: Sequence[Job] = (),
         began: float,
         seconds: float,
@@ -107,6 +109,7 @@ class Generation:
         self.decoder = decoder
         self.prompt_tokens = sum(len(ids) for ids, _ in jobs)
         self.n = n
+        self._views = views
         self.ignore_eos = ignore_eos
         self.end_ids = () if ignore_eos else served.model.end_ids
         self.began = began
@@ -137,7 +140,9 @@ class Generation:
         """Queue all choices, or none. Raises ApiError."""
         asked = [(choice.prompt, choice.decoder) for choice in self._all]
         try:
-            self._streams = await self.served.engine.submit_all(asked, ignore_eos=self.ignore_eos)
+            self._streams = await self.served.engine.submit_all(
+                asked, ignore_eos=self.ignore_eos, views=self._views
+            )
         except Exception as error:
             raise self._failed(error, "refused") from error
 

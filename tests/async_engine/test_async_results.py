@@ -252,3 +252,19 @@ def test_prompts_in_pieces_and_rows_of_equal_prompts_change_no_token():
     assert first.raw_tokens == second.raw_tokens == want.raw_tokens
     assert (first.reused_rows, second.reused_rows) == (0, 29)
     assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
+
+
+def test_events_without_views_have_no_blocks_and_all_else():
+    model = random_model("llada")
+    jobs = [(PROMPT, decoder) for decoder in DECODERS]
+
+    async def main(views):
+        async with decode.AsyncEngine(model) as engine:
+            streams = await engine.submit_all(jobs, views=views)
+            return [[event async for event in stream] for stream in streams]
+
+    for bare, full in zip(run(main(False)), run(main(True)), strict=True):
+        assert [event.blocks for event in bare] == [[]] * len(full)
+        assert all(event.blocks for event in full)
+        assert [event.settled for event in bare] == [event.settled for event in full]
+        assert bare[-1].result.tokens == full[-1].result.tokens
