@@ -1,9 +1,11 @@
 """python -m benchmarks.adaptive
 
 Writes the tables of README.md and docs/decoders.md on lossless decoding whose width the engine
-chooses, from the reports in benchmarks/results/adaptive: a folder for each number of cores, made by
+chooses, from the reports in benchmarks/results/adaptive: folders that begin with the number of
+cores, made by
 
     d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/4-cores
+    d2f compare --config adaptive-code --output benchmarks/results/adaptive/4-cores-code
     taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
 """
 
@@ -26,10 +28,13 @@ STANDINGS = "<!-- standings: written by python -m benchmarks.adaptive -->\n"
 NEAR = 0.97
 
 
-def reports() -> dict[str, ComparisonReport]:
-    """What was measured, by its folder's name, most cores first."""
-    found = sorted(RESULTS.glob("*/report.json"), reverse=True)
-    return {path.parent.name: ComparisonReport.load(path) for path in found}
+def reports() -> dict[str, list[ComparisonReport]]:
+    """What was measured, by the number of cores, most cores first."""
+    found: dict[str, list[ComparisonReport]] = {}
+    for path in sorted(RESULTS.glob("*/report.json"), key=lambda path: path.parent.name):
+        cores = path.parent.name.partition("-")[0]
+        found.setdefault(cores, []).append(ComparisonReport.load(path))
+    return dict(sorted(found.items(), key=lambda item: -int(item[0])))
 
 
 def at(report: ComparisonReport, task: str, level: int) -> tuple[Speed, Speed, Speed]:
@@ -46,59 +51,64 @@ def levels(report: ComparisonReport) -> list[int]:
     return sorted({speed.concurrency for speed in report.speeds})
 
 
-def speeds(report: ComparisonReport) -> str:
+def speeds(reports: list[ComparisonReport]) -> str:
     """For each task visible tokens a second of the adaptive entry, of the fastest other and of
     vLLM."""
-    head = ["task", "entry", *(f"{level} in flight" for level in levels(report))]
+    head = ["task", "entry", *(f"{level} in flight" for level in levels(reports[0]))]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for task in report.workloads:
-        found = [at(report, task, level) for level in levels(report)]
-        rows = {
-            "verified, the engine chooses": [f"{own.throughput:,.0f}" for own, _, _ in found],
-            "the fastest other": [f"{best.throughput:,.0f} ({best.entry})" for _, best, _ in found],
-            report.baseline: [f"{base.throughput:,.0f}" for _, _, base in found],
-        }
-        lines += [f"| {task} | {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    about = report.about
-    lines += ["", f"{about['date']}, {about['device']}, torch {about['versions']['torch']}, fp32."]
+    for report in reports:
+        for task in report.workloads:
+            found = [at(report, task, level) for level in levels(report)]
+            best = [f"{best.throughput:,.0f} ({best.entry})" for _, best, _ in found]
+            rows = {
+                "verified, the engine chooses": [f"{own.throughput:,.0f}" for own, _, _ in found],
+                "the fastest other": best,
+                report.baseline: [f"{base.throughput:,.0f}" for _, _, base in found],
+            }
+            lines += [f"| {task} | {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+    lines.append("")
+    for report in reports:
+        about, tasks = report.about, " and ".join(report.workloads)
+        versions = f"torch {about['versions']['torch']}, fp32"
+        lines.append(f"{tasks}: {about['date']}, {about['device']}, {versions}.")
     return "\n".join(lines) + "\n"
 
 
-def ratios(found: dict[str, ComparisonReport]) -> str:
+def ratios(found: dict[str, list[ComparisonReport]]) -> str:
     """The adaptive entry over the fastest other, and over vLLM, for each report and task."""
-    every = next(iter(found.values()))
+    every = next(iter(found.values()))[0]
     head = ["cores", "task", "over", *(f"{level} in flight" for level in levels(every))]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, report in found.items():
+    for cores, report in ((cores, report) for cores, own in found.items() for report in own):
         for task in report.workloads:
             here = [at(report, task, level) for level in levels(report)]
             best = [f"{a.throughput / b.throughput:.2f} ({b.entry})" for a, b, _ in here]
             base = [f"{a.throughput / c.throughput:.2f}" for a, _, c in here]
-            cores = name.removesuffix("-cores")
             lines.append(f"| {cores} | {task} | the fastest other | {' | '.join(best)} |")
             lines.append(f"| {cores} | {task} | {report.baseline} | {' | '.join(base)} |")
     return "\n".join(lines) + "\n"
 
 
-def standings(found: dict[str, ComparisonReport]) -> str:
+def standings(found: dict[str, list[ComparisonReport]]) -> str:
     """Of each entry its speed over the fastest entry's at each task and load: the geometric mean,
     the worst, and at how many it is within 3 %."""
     head = ["cores", "entry", "mean", "worst", "within 3 %"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for name, report in found.items():
+    for cores, reports in found.items():
+        ranked = [speed for report in reports for speed in report.ranked]
         fastest: dict[tuple[str, int], float] = {}
-        for speed in report.ranked:
+        for speed in ranked:
             point = (speed.workload, speed.concurrency)
             fastest[point] = max(fastest.get(point, 0.0), speed.throughput)
         shares: dict[str, list[float]] = {}
-        for speed in report.ranked:
+        for speed in ranked:
             share = speed.throughput / fastest[speed.workload, speed.concurrency]
             shares.setdefault(speed.entry, []).append(share)
         for entry, own in sorted(shares.items(), key=lambda item: -geometric_mean(item[1])):
             label = "the engine chooses" if entry == ADAPTIVE else entry
             near = sum(share >= NEAR for share in own)
             cells = (f"{geometric_mean(own):.2f}", f"{min(own):.2f}", f"{near} of {len(own)}")
-            lines.append(f"| {name.removesuffix('-cores')} | {label} | {' | '.join(cells)} |")
+            lines.append(f"| {cores} | {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

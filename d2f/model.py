@@ -47,6 +47,7 @@ class DiffusionModel(ModelParts):
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
         self.compiled_rows: CompiledRows | NativeRows | None = None
+        self.scores_natively = False  # what its logits say is found by `d2f.native_confidence`
         # Of threads, among which engines choose for each forward; no more than torch is set to.
         self.thread_counts: tuple[int, ...] = ()
         if self.device.type == "cpu":
@@ -149,6 +150,10 @@ class DiffusionModel(ModelParts):
         if self.compiled_rows is None:
             with as_current(self.device):
                 self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            from d2f.native_confidence import can_score
+
+            self.scores_natively = can_score()
 
     def new_cache(self, slots: int) -> SlotCache:
         """An empty cache of `slots` slots in the model's dtype, on its device."""

@@ -167,7 +167,7 @@ def test_the_readmes_ratios_are_those_of_the_report():
 def test_the_tables_of_adaptive_widths_are_those_of_the_reports():
     found = adaptive.reports()
     for page, begin, block in (
-        ("README.md", adaptive.BEGIN, adaptive.speeds(found["4-cores"])),
+        ("README.md", adaptive.BEGIN, adaptive.speeds(found["4"])),
         ("docs/decoders.md", adaptive.BEGIN, adaptive.ratios(found)),
         ("docs/decoders.md", adaptive.STANDINGS, adaptive.standings(found)),
     ):

@@ -252,7 +252,7 @@ class Engine:
             logits = self.model.decode_rows(
                 rows.tokens, rows.positions, rows.plan, self.cache, rows.read
             )
-            table = table_of(logits, wanted)
+            table = table_of(logits, wanted, native=self.model.scores_natively)
         return lambda: table.cpu().numpy()  # the copy waits for the device
 
     def _finish_forward(self) -> list[Event]:

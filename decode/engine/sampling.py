@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from d2f.native_confidence import scored
 from decode.engine.sampling_options import Sampling
 from decode.engine.step import Ints, Predictions
 from triton_kernels.choice import use_kernel
@@ -117,13 +118,16 @@ def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
     return Draws(lines[_SEED], lines[_ROW], temperature, *filters)
 
 
-def table_of(logits: Tensor, wanted: Wanted) -> Tensor:
+def table_of(logits: Tensor, wanted: Wanted, *, native: bool = False) -> Tensor:
     """What is wanted of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what `Predictions`
-    has, in its order: so that it crosses from the device in one transfer."""
+    has, in its order: so that it crosses from the device in one transfer. native: by
+    `d2f.native_confidence`, where nothing is drawn."""
     queried, lines = (
         None if given is None else torch.from_numpy(given).to(logits.device)
         for given in (wanted.queried, wanted.draws)
     )
+    if native and lines is None and logits.dtype == torch.float32:
+        return scored(logits, wanted.mask_id, queried)
     draws = None if lines is None else draws_of(lines, filtered=wanted.filtered)
     return prediction_table(logits, wanted.mask_id, queried, draws)
 
@@ -142,12 +146,14 @@ def prediction_table(
         return torch.stack([column.double() for column in columns])
     # [N, V]; in bf16 many confidences would be exactly 1, and thresholds would not tell them apart.
     wide = logits.float()
-    allowed = without(wide, mask_id)
-    token = allowed.argmax(-1) if draws is None else draws.choose(allowed)
-    columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
-    if queried is not None:
-        found = confidence_reference(wide, mask_id=mask_id, named=queried)
+    if queried is None:
+        allowed = without(wide, mask_id)
+        token = allowed.argmax(-1) if draws is None else draws.choose(allowed)
+        columns = [token, wide.softmax(-1).gather(-1, token[:, None])[:, 0]]
+    else:
+        found = confidence_reference(wide, mask_id=mask_id, named=queried, draws=draws)
         assert found.named is not None and found.named_log is not None
+        columns = [found.token, found.probability]
         columns += [found.named, found.named_log, found.entropy, found.margin]
     return torch.stack([column.double() for column in columns])
 
