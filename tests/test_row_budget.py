@@ -313,6 +313,39 @@ def test_widths_that_were_seen_are_believed_and_others_are_tried():
     assert tokens[WIDTHS.index(4)] > 1 and rows[WIDTHS.index(4)] == pytest.approx(4.0)
 
 
+def test_what_first_steps_feed_for_a_width_is_shared_among_its_forwards():
+    """Responses of 20 tokens, 4 a forward at a width of 8: five forwards share 8 rows."""
+    yields, at = Yields(WIDTHS), WIDTHS.index(8)
+    for _ in range(2000):
+        yields.note(1, 1, 1)
+        yields.note(8, 4, 10)
+    without = yields.expected()[1]
+    for _ in range(9):
+        yields.begin(1, 0)
+        yields.begin(8, 8)
+        yields.end(20)
+    rows = yields.expected()[1]
+    assert rows[0] == without[0] and rows[at] == pytest.approx(without[at] + 8 / 5, rel=0.01)
+    assert (rows[1:] > without[1:]).all()  # of widths that were not seen too
+
+
+def test_the_engine_notes_first_steps_and_lengths():
+    model = exact_model("wedlm")
+    request = Request(0, [5, 6, 7], PAIRS["wedlm"][0][0], model.contract, None)
+    engine = Engine(model, batch_size=1, slots=request.session.slots)
+    engine.budget.learned = Learned()
+    engine.submit(request)
+    engine.advance()
+    session = request.session
+    yields = engine.budget.learned.yields(session)
+    at = WIDTHS.index(session.width)
+    assert yields.starts.sum() == yields.starts[at] == 1
+    assert yields.begun[at] == min(session.width, N)
+    while not request.done:
+        engine.advance()
+    assert yields.length == len(request.result.raw_tokens)
+
+
 def test_forwards_right_after_a_change_of_width_are_not_counted():
     gain = Gain(Yields(WIDTHS))
     for width in (8, 8, 8, *[4] * (SETTLE + 3), 8):

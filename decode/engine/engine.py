@@ -295,7 +295,7 @@ class Engine:
         try:
             request.accept(step, predictions, now)
             if request.feed is not feed:  # all of its rows were fed
-                self.budget.note_request(request, len(step.tokens), first=feed.first)
+                self.budget.note_request(request, step, first=feed.first)
                 if feed.first:
                     self.prefixes.add(request.base, feed)
             event = request.event()

@@ -73,6 +73,10 @@ class Yields:
         self.tokens: Numbers = np.zeros(len(widths))
         self.rows: Numbers = np.zeros(len(widths))
         self.seen: Numbers = np.zeros(len(widths))
+        self.begun: Numbers = np.zeros(len(widths))  # rows of first steps behind the prompt's
+        self.starts: Numbers = np.zeros(len(widths))
+        self.length = 0.0  # of a response, in tokens
+        self._ended = 0
         self._terms: Numbers = np.where(  # [p, width]
             RIGHT[:, None] < 1.0,
             (1 - RIGHT[:, None] ** self.widths) / np.maximum(1 - RIGHT[:, None], 1e-9),
@@ -87,11 +91,29 @@ class Yields:
         self.tokens[at] += (tokens - self.tokens[at]) / seen
         self.rows[at] += (rows - self.rows[at]) / seen
 
+    def begin(self, width: int, rows: int) -> None:
+        """The first step of a session of that width fed `rows` besides the prompt's."""
+        at = int(np.searchsorted(self.widths, width))
+        self.starts[at] = starts = min(self.starts[at] + 1, RECENT)
+        self.begun[at] += (rows - self.begun[at]) / starts
+
+    def end(self, tokens: int) -> None:
+        """A session is done, after so many tokens."""
+        self._ended = min(self._ended + 1, RECENT)
+        self.length += (tokens - self.length) / self._ended
+
     def expected(self) -> tuple[Numbers, Numbers]:
-        """Tokens and rows a forward by width; where a width was seldom seen, in part a guess."""
+        """Tokens and rows a forward by width; where a width was seldom seen, in part a guess. Of
+        the rows that a first step feeds for its width each forward has its share."""
         weight = self.seen / (self.seen + GUESS)
         tokens = weight * self.tokens + (1 - weight) * self._guess()
-        rows = weight * self.rows + (1 - weight) * self.widths * self._rows_a_width()
+        rows = weight * self.rows + (1 - weight) * self.widths * self._a_width(self.rows, self.seen)
+        if self._ended:
+            # Without speculation it may be none, which says nothing of the widths beside.
+            wide = np.append(0.0, self.starts[1:])
+            begun = self.widths * self._a_width(self.begun, wide)
+            begun[0] = self.begun[0] if self.starts[0] else begun[0]
+            rows = rows + np.maximum(begun - begun[0], 0.0) * tokens / max(self.length, 1.0)
         return tokens, rows
 
     def trial(self, best: int) -> int | None:
@@ -112,11 +134,12 @@ class Yields:
         misfit = (self.seen[1:] * off[:, 1:] ** 2).sum(1) + FORWARDS * (RIGHT - SUPPOSED) ** 2
         return base * self._terms[int(np.argmin(misfit))]
 
-    def _rows_a_width(self) -> Numbers:
-        """Of each width, or of the one that was seen and is the nearest."""
-        known = np.flatnonzero(self.seen)
+    def _a_width(self, rows: Numbers, seen: Numbers) -> Numbers:
+        """Rows over width, of each width or of the one that was seen and is the nearest."""
+        known = np.flatnonzero(seen)
         if not len(known):
             return np.ones(len(self.widths))
         apart = np.abs(np.arange(len(self.widths))[:, None] - known)
         nearest = known[np.argmin(apart, axis=1)]
-        return self.rows[nearest] / self.widths[nearest]
+        near: Numbers = rows[nearest] / self.widths[nearest]
+        return near

@@ -40,6 +40,7 @@ from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import Numbers
 from decode.engine.learned import Yields, learned_of
 from decode.engine.request import Request
+from decode.engine.step import Step
 
 EVERY = 16  # forwards from one choice to the next, where as many requests run
 OWN = 64.0  # tokens that the expectation counts for beside what a request gained itself
@@ -159,13 +160,21 @@ class RowBudget:
         rate = tokens / float(seconds[0])
         return chosen if rates[best] > BETTER * rate else stay
 
-    def note_request(self, request: Request, rows: int, *, first: bool) -> None:
-        """What a forward brought a request. first: it had the prompt."""
+    def note_request(self, request: Request, step: Step, *, first: bool) -> None:
+        """What the forward of a step, or of its last piece, brought a request. first: it had the
+        prompt."""
         session, tokens = request.session, len(request.session.revealed)
         if not (isinstance(session, Adaptive) and session in self._gains):
             self.learned.others += (tokens - self.learned.others) / 64
-        elif not first:
-            self._gains[session].note(session.width, tokens, rows)
+            return
+        gain = self._gains[session]
+        if first:
+            behind = int((step.slots >= session.prompt_length).sum())
+            gain.yields.begin(session.width, behind)
+        else:
+            gain.note(session.width, tokens, len(step.tokens))
+        if request.done:
+            gain.yields.end(len(session.settled))
 
     def forget(self, request: Request) -> None:
         """The request has left."""
