@@ -88,10 +88,10 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
     seconds = dict.fromkeys(PARTS, 0.0)
 
     def timed(part: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_run(*arguments: Any) -> Any:
+        def timed_run(*arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
             try:
-                return run(*arguments)
+                return run(*arguments, **options)
             finally:
                 seconds[part] += time.perf_counter() - began
 
