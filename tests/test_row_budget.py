@@ -382,7 +382,8 @@ def test_who_takes_anothers_place_gets_its_width_without_a_choice():
     budget.learned = Learned()
     budget.assign([first])
     budget.forget(first)
-    with patch.object(RowBudget, "_choose", side_effect=AssertionError("chosen anew")):
+    anew = patch.object(RowBudget, "_choose", side_effect=AssertionError("chosen anew"))
+    with anew, patch.object(Yields, "trial", return_value=None):
         budget.assign([second])
     assert second.session.width == first.session.width > 1
 

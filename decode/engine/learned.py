@@ -20,8 +20,8 @@ GUESS = 16  # forwards that a guess counts for where a width was never or seldom
 RIGHT = np.linspace(0.0, 1.0, 101)  # how often a further draft may be right
 SUPPOSED = 0.8  # how often, where nothing was seen, and in how many forwards that would be seen
 FORWARDS = 2.0
-ENOUGH = 64  # forwards after which a width is known well
-OFTEN = 4  # of so many occasions one is a trial of a width less known
+ENOUGH = 32  # forwards after which a width is known well
+OFTEN = 2  # of so many occasions one is a trial of a width less known
 SELDOM = 200  # and one of a width well known: at high load a trial costs all others' time
 
 
