@@ -54,7 +54,9 @@ class Learned:
     def yields(self, session: Adaptive) -> Yields:
         """Those of all sessions that learn with this one."""
         key = (session.learns_with, session.widths)
-        return self._yields.setdefault(key, Yields(session.widths))
+        if key not in self._yields:
+            self._yields[key] = Yields(session.widths)
+        return self._yields[key]
 
 
 _learned: WeakKeyDictionary[DiffusionModel, Learned] = WeakKeyDictionary()
@@ -77,6 +79,7 @@ class Yields:
         self.starts: Numbers = np.zeros(len(widths))
         self.length = 0.0  # of a response, in tokens
         self._ended = 0
+        self.at = {width: at for at, width in enumerate(widths)}
         self._terms: Numbers = np.where(  # [p, width]
             RIGHT[:, None] < 1.0,
             (1 - RIGHT[:, None] ** self.widths) / np.maximum(1 - RIGHT[:, None], 1e-9),
@@ -86,14 +89,14 @@ class Yields:
 
     def note(self, width: int, tokens: int, rows: int) -> None:
         """A forward of a session of that width fed `rows` and decided `tokens`."""
-        at = int(np.searchsorted(self.widths, width))
+        at = self.at[width]
         self.seen[at] = seen = min(self.seen[at] + 1, RECENT)
         self.tokens[at] += (tokens - self.tokens[at]) / seen
         self.rows[at] += (rows - self.rows[at]) / seen
 
     def begin(self, width: int, rows: int) -> None:
         """The first step of a session of that width fed `rows` besides the prompt's."""
-        at = int(np.searchsorted(self.widths, width))
+        at = self.at[width]
         self.starts[at] = starts = min(self.starts[at] + 1, RECENT)
         self.begun[at] += (rows - self.begun[at]) / starts
 

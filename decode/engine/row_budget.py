@@ -42,7 +42,8 @@ from decode.engine.learned import Yields, learned_of
 from decode.engine.request import Request
 from decode.engine.step import Step
 
-EVERY = 16  # forwards from one choice to the next, where as many requests run
+EVERY = 16  # forwards from one choice to the next, where about as many requests run
+ALIKE = 8  # about as many: by an eighth more or less
 OWN = 64.0  # tokens that the expectation counts for beside what a request gained itself
 BETTER = 1.02  # times the rate that other widths must promise before they are taken
 SETTLE = 4  # forwards after a change of width that say little of it
@@ -75,7 +76,7 @@ class Gain:
             return
         self.yields.note(width, tokens, rows)
         base = self.yields.tokens[0] or 1.0
-        at = int(np.searchsorted(self.yields.widths, width))
+        at = self.yields.at[width]
         self.gained += max(tokens - base, 0.0)
         self.expected += max(float(self.yields.tokens[at]) - base, 0.0)
 
@@ -101,7 +102,9 @@ class RowBudget:
             self._gains[session] = Gain(self.learned.yields(session))
         self._age += 1
         known = all(_kind(session) in self._usual for session in new)
-        if known and self._age < EVERY and self._count == len(requests):
+        # Where but a few came or went, what was chosen is about right until it is time anyway.
+        alike = abs(self._count - len(requests)) * ALIKE <= len(requests)
+        if known and self._age < EVERY and alike:
             # One that took another's place is given what was chosen for its like.
             self._set([(session, self._usual[_kind(session)]) for session in new])
             return
