@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ MODELS = Path(__file__).resolve().parent.parent / "d2f" / "models"
 # Shipped without the base they are for.
 ADAPTERS = ("tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-d2f-long")
 CURVE = "curve.json"
-QUESTION = "Mei has 15 marbles. She gives away 8 marbles. How many marbles does Mei have now?"
+QUESTIONS = {  # of the task that a card measures first
+    "story": "Mei has 15 marbles. She gives away 8 marbles. How many marbles does Mei have now?",
+    "coding": (
+        "Write a Python function derive(scores) of a list of whole numbers. "
+        "Stop after the first 7. Keep only those above 4. Divide each by 2 and round down. "
+        "Add them up. Return 9 times that."
+    ),
+}
 # What makes the data.file of a configuration: arguments of distill.rollouts.
 ROLLOUTS = {
     "tiny-wino-plus": "--model tiny-teacher --decoder wino --block-size 8 --problems 800 "
@@ -56,16 +64,21 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
 
 def snippet(name: str, report: dict[str, Any]) -> list[str]:
     """Python that decodes a question with the model as `report` has it."""
-    settings = report["settings"] | {"max_new_tokens": RESPONSE_LENGTH["story"]}
+    task = report["rows"][0]["task"]
+    settings = report["settings"] | {"max_new_tokens": RESPONSE_LENGTH[task]}
     given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
     decoder = f"decode.{DECODERS[report['decoder']].__name__}({given})"
+    question = textwrap.wrap(QUESTIONS[task], 88, drop_whitespace=False)
+    written = [f'question = "{question[0]}"']
+    if len(question) > 1:
+        written = ["question = (", *(f'    "{line}"' for line in question), ")"]
     return [
         "```python",
         "import d2f",
         "import decode",
         "",
         f'model = d2f.load("{name}")',
-        f'question = "{QUESTION}"',
+        *written,
         f"result = decode.generate(model, question, {decoder})[0]",
         "print(result.text, result.tokens_per_forward)",
         "```",
