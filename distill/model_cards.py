@@ -72,6 +72,9 @@ def snippet(name: str, report: dict[str, Any]) -> list[str]:
     written = [f'question = "{question[0]}"']
     if len(question) > 1:
         written = ["question = (", *(f'    "{line}"' for line in question), ")"]
+    decoding = [f"result = decode.generate(model, question, {decoder})[0]"]
+    if len(decoding[0]) > 100:
+        decoding = [f"decoder = {decoder}", "result = decode.generate(model, question, decoder)[0]"]
     return [
         "```python",
         "import d2f",
@@ -79,7 +82,7 @@ def snippet(name: str, report: dict[str, Any]) -> list[str]:
         "",
         f'model = d2f.load("{name}")',
         *written,
-        f"result = decode.generate(model, question, {decoder})[0]",
+        *decoding,
         "print(result.text, result.tokens_per_forward)",
         "```",
     ]
