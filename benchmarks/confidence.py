@@ -5,9 +5,10 @@ Time from hidden states to token and confidence of each row: the linear layer (h
     plain      `confidence_reference` on its logits
     kernel     the kernel on its logits
     sampled    the kernel with a temperature of 1, which draws noise for every logit
+    native     the C++ of compiled models (`d2f.native_confidence`) on its logits
 
-The kernel runs on a GPU only; elsewhere the plain way alone is measured, by default at smaller
-sizes.
+The kernel runs on a GPU only; elsewhere head, plain and native are measured, in fp32, by default at
+smaller sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.row_file import RowFile
 from benchmarks.timing import about, replayed_milliseconds
+from d2f.native_confidence import scored
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
 from triton_kernels.draws import Draws
 
@@ -34,7 +36,9 @@ WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "sampled": lambda x, head: confidence_of_logits(
         F.linear(x, head), mask_id=1, draws=_draws(x), kernel=True
     ),
+    "native": lambda x, head: scored(F.linear(x, head), 1, torch.zeros(len(x), dtype=torch.int64)),
 }
+ON_GPU, ON_CPU = ["head", "plain", "kernel", "sampled"], ["head", "plain", "native"]
 
 
 def _draws(x: torch.Tensor) -> Draws:
@@ -61,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
     name = torch.cuda.get_device_name() if cuda else f"cpu, {torch.get_num_threads()} threads"
-    ways = list(WAYS) if cuda else ["head", "plain"]
+    ways = ON_GPU if cuda else ON_CPU
+    if not cuda and dtype != torch.float32:
+        ways = ["head", "plain"]
     print(f"{name}, {options.dtype}, width {options.width}, torch {torch.__version__}; ms")
     print(f"{'vocabulary':>10}{'rows':>6}" + "".join(f"{way:>10}" for way in ways))
     table = RowFile(options.json, {**about(options.dtype), "width": options.width})

@@ -1,5 +1,5 @@
-// Of rows of logits in fp32: the chosen token and how sure the model is of it, in one pass for the
-// two largest and one for the sums. d2f/native_confidence.py compiles it, behind span_attention.cpp,
+// Of rows of logits in fp32: the chosen token and how sure the model is of it, in two passes, one for
+// the two largest and one for the sums. d2f/native_confidence.py compiles it, behind span_attention.cpp,
 // and calls it; triton_kernels/confidence.py says what the figures are.
 //
 // A row is computed alone, whatever else is in its forward.

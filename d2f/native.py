@@ -45,13 +45,20 @@ class _Layer(ctypes.Structure):
     )
 
 
+def built(*names: str) -> Any:
+    """The code of these files beside this one, one behind the other, compiled. Raises whatever a
+    compiler may."""
+    from torch._inductor.codecache import CppCodeCache
+
+    files = (Path(__file__).with_name(name) for name in names)
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return CppCodeCache.load(source, "cpu", extra_flags=("-ffp-contract=fast",))
+
+
 @cache
 def library() -> Any:
     """The compiled code. Raises whatever a compiler may."""
-    from torch._inductor.codecache import CppCodeCache
-
-    source = Path(__file__).with_name("span_attention.cpp").read_text(encoding="utf-8")
-    return CppCodeCache.load(source, "cpu", extra_flags=("-ffp-contract=fast",))
+    return built("span_attention.cpp")
 
 
 @cache

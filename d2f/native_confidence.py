@@ -2,8 +2,8 @@
 (confidence.cpp), for compiled models in fp32.
 
 The plain computation, `triton_kernels.confidence.confidence_reference`, goes over the vocabulary
-about ten times, which for a small model is a tenth of a forward. Built, looked at and left out as
-`d2f.native` says.
+about ten times, this one twice (`python -m benchmarks.confidence` has both). Built, looked at and
+left out as `d2f.native` says.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from d2f.native import built
 from triton_kernels.choice import VARIABLE
 from triton_kernels.confidence import confidence_reference
 from triton_kernels.self_check import compare, random_inputs
@@ -36,12 +36,7 @@ class _Scored(ctypes.Structure):
 @cache
 def library() -> Any:
     """The compiled code. Raises whatever a compiler may."""
-    from torch._inductor.codecache import CppCodeCache
-
-    here = Path(__file__)
-    files = (here.with_name("span_attention.cpp"), here.with_name("confidence.cpp"))
-    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    return CppCodeCache.load(source, "cpu", extra_flags=("-ffp-contract=fast",))
+    return built("span_attention.cpp", "confidence.cpp")
 
 
 def can_score() -> bool:

@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,12 +74,7 @@ class _Rows(ctypes.Structure):
 @cache
 def library() -> Any:
     """The compiled code. Raises whatever a compiler may."""
-    from torch._inductor.codecache import CppCodeCache
-
-    here = Path(__file__)
-    files = (here.with_name("span_attention.cpp"), here.with_suffix(".cpp"))
-    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    return CppCodeCache.load(source, "cpu", extra_flags=("-ffp-contract=fast",))
+    return native.built("span_attention.cpp", "native_rows.cpp")
 
 
 def native_rows(

@@ -388,6 +388,19 @@ def test_who_takes_anothers_place_gets_its_width_without_a_choice():
     assert second.session.width == first.session.width > 1
 
 
+@pytest.mark.parametrize("left, anew", [(7, False), (6, True)])
+def test_widths_are_chosen_anew_where_more_than_an_eighth_have_left(left, anew):
+    model = exact_model("wedlm")
+    auto = PAIRS["wedlm"][1][0]
+    requests = [Request(i, [5, 6], auto, model.contract, None) for i in range(8)]
+    budget = RowBudget(model)
+    budget.learned = Learned()
+    budget.assign(requests)
+    with patch.object(RowBudget, "_choose", side_effect=RowBudget._choose, autospec=True) as choose:
+        budget.assign(requests[:left])
+    assert bool(choose.call_count) == anew
+
+
 def test_auto_speculates_alone_and_learns_from_it():
     """A model whose masks are always right, and one row costs as much as many."""
     model = exact_model("wedlm")

@@ -129,10 +129,10 @@ class Event:
 
     request: index of the result (of the prompt, where each is sampled once). forward: number of the
     request's forward, from 1; 0 where it failed before one. blocks: none where nobody asked for
-    them. revealed: nothing where the forward fed
-    a piece of a step that is not the last. settled: response ids before the first that may still
-    change: each event's begin with those of the one before, whatever the decoder takes back behind
-    them. call: (rows fed, rows already cached) of this forward, as in `Result.calls`.
+    them. revealed: nothing where the forward fed a piece of a step that is not the last. settled:
+    response ids before the first that may still change: each event's begin with those of the one
+    before, whatever the decoder takes back behind them. call: (rows fed, rows already cached) of
+    this forward, as in `Result.calls`.
     """
 
     request: int

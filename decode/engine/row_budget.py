@@ -103,7 +103,7 @@ class RowBudget:
         self._age += 1
         known = all(_kind(session) in self._usual for session in new)
         # Where but a few came or went, what was chosen is about right until it is time anyway.
-        alike = abs(self._count - len(requests)) * ALIKE <= len(requests)
+        alike = abs(self._count - len(requests)) * ALIKE <= self._count
         if known and self._age < EVERY and alike:
             # One that took another's place is given what was chosen for its like.
             self._set([(session, self._usual[_kind(session)]) for session in new])

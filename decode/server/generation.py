@@ -84,9 +84,9 @@ class Generation:
 
     id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
     its length. n: choices a prompt, each with a seed of its own. views: whether its events say how
-    the blocks stand. scored: the prompts whose
-    likelihoods are wanted besides; they are known before the first event. began: when the request
-    came, by `time.perf_counter`. seconds: from then until it must be done.
+    the blocks stand. scored: the prompts whose likelihoods are wanted besides; they are known
+    before the first event. began: when the request came, by `time.perf_counter`. seconds: from then
+    until it must be done.
     """
 
     def __init__(
