@@ -18,9 +18,9 @@ from d2f.errors import InputError
 from decode.decoders.wedlm import WIDTHS
 from decode.engine.cost_curve import CostCurve, non_negative
 from decode.engine.engine import Engine
-from decode.engine.learned import ENOUGH, OFTEN, SELDOM, Learned, Yields
+from decode.engine.learned import OFTEN, RECENT, TRIED, Learned, Yields
 from decode.engine.request import Request
-from decode.engine.row_budget import SETTLE, Gain, Hull, RowBudget
+from decode.engine.row_budget import STRETCH, Gain, Hull, RowBudget
 from decode.engine.step import Predictions
 
 N = 12
@@ -303,8 +303,8 @@ def test_a_hull_leaves_out_what_no_load_would_choose():
 def test_widths_that_were_seen_are_believed_and_others_are_tried():
     yields = Yields(WIDTHS)
     for _ in range(2000):
-        yields.note(1, 1, 1)
-        yields.note(16, 4, 16)
+        yields.note(1, 1, 1, 1)
+        yields.note(16, 2, 8, 32)
     tokens, rows = yields.expected()
     assert tokens[0] == pytest.approx(1.0)
     at = WIDTHS.index(16)
@@ -313,12 +313,22 @@ def test_widths_that_were_seen_are_believed_and_others_are_tried():
     assert tokens[WIDTHS.index(4)] > 1 and rows[WIDTHS.index(4)] == pytest.approx(4.0)
 
 
+def test_rows_of_a_width_never_seen_lie_between_those_beside_it():
+    yields = Yields(WIDTHS)
+    yields.note(2, 1000, 1500, 4000)  # two rows for each of a width
+    yields.note(8, 1000, 3000, 16000)
+    yields.note(32, 1000, 4000, 32000)  # and here one
+    _, rows = yields.expected()
+    of = dict(zip(WIDTHS, rows, strict=True))
+    assert of[4] == pytest.approx(8.0, rel=0.01) and of[16] == pytest.approx(24.0, rel=0.02)
+
+
 def test_what_first_steps_feed_for_a_width_is_shared_among_its_forwards():
     """Responses of 20 tokens, 4 a forward at a width of 8: five forwards share 8 rows."""
     yields, at = Yields(WIDTHS), WIDTHS.index(8)
     for _ in range(2000):
-        yields.note(1, 1, 1)
-        yields.note(8, 4, 10)
+        yields.note(1, 1, 1, 1)
+        yields.note(8, 1, 4, 10)
     without = yields.expected()[1]
     for _ in range(9):
         yields.begin(1, 0)
@@ -346,25 +356,53 @@ def test_the_engine_notes_first_steps_and_lengths():
     assert yields.length == len(request.result.raw_tokens)
 
 
-def test_forwards_right_after_a_change_of_width_are_not_counted():
+def seen_of(widths, *, ended):
+    """By width the forwards that are counted of a session that ran in these."""
     gain = Gain(Yields(WIDTHS))
-    for width in (8, 8, 8, *[4] * (SETTLE + 3), 8):
+    for width in widths:
         gain.note(width, tokens=2, rows=width)
-    seen = dict(zip(WIDTHS, gain.yields.seen, strict=True))
-    assert seen[8] == 3 and seen[4] == 2  # the first of 4 is the change
+    if ended:
+        gain.end()
+    yields = gain.yields
+    assert set(yields.tokens[yields.seen > 0]) <= {2.0}
+    seen = zip(yields.widths, yields.seen, yields.rows, strict=True)
+    return {int(w): n for w, n, rows in seen if n and rows == w}
 
 
-def test_a_width_beside_the_best_is_tried_often_until_it_is_known():
+def test_a_width_is_judged_by_whole_responses_or_long_stretches():
+    """The beginning of a response may bring twice what its end does, at any width."""
+    assert seen_of([8] * 5, ended=False) == {}
+    assert seen_of([8] * 5, ended=True) == {8: 5}
+    assert seen_of([8] * 5 + [4] * 7, ended=True) == {}
+    assert seen_of([8] * 5 + [4] * STRETCH, ended=False) == {4: STRETCH}
+    assert seen_of([8] * (STRETCH + 3), ended=True) == {8: STRETCH + 3}
+
+
+def test_a_request_that_gains_less_than_others_expects_less():
+    yields = Yields(WIDTHS)
+    yields.note(1, 1000, 1000, 1000)
+    yields.note(8, 900, 3600, 9000)
+    usual, poor = Gain(yields), Gain(yields)
+    for _ in range(STRETCH):
+        usual.note(8, 4, 10)
+        poor.note(8, 1, 10)
+    assert usual.factor == pytest.approx(1.0, abs=0.05) and poor.factor < 0.4
+
+
+def test_a_width_is_tried_again_the_later_the_better_it_is_known():
     yields, best = Yields(WIDTHS), WIDTHS.index(8)
     tried = [yields.trial(best) for _ in range(2 * OFTEN)]
     assert [i for i, at in enumerate(tried) if at is not None] == [OFTEN - 1, 2 * OFTEN - 1]
     assert {at for at in tried if at is not None} == {best - 1}
-    for _ in range(ENOUGH):
-        yields.note(WIDTHS[best - 1], 2, 6)
-    assert [at for at in (yields.trial(best) for _ in range(OFTEN)) if at] == [best + 1]
-    for _ in range(ENOUGH):
-        yields.note(WIDTHS[best + 1], 2, 12)
-    assert sum(yields.trial(best) is not None for _ in range(SELDOM)) == 1
+    yields.note(WIDTHS[best - 1], 5 * TRIED, 1, 1)
+    yields.note(WIDTHS[best], 3 * TRIED, 1, 1)
+    assert {at for at in (yields.trial(best) for _ in range(OFTEN)) if at} == {best + 1}
+    yields.note(WIDTHS[best + 1], 4 * TRIED, 1, 1)
+    tried = [yields.trial(best) for _ in range(12)]
+    assert [at for at in tried if at is not None] == [best] * 4  # held at the best, least seen now
+    for at in (best - 1, best, best + 1):
+        yields.note(WIDTHS[at], RECENT, 1, 1)
+    assert sum(yields.trial(best) is not None for _ in range(RECENT // TRIED)) == 1
 
 
 @pytest.mark.parametrize("better, expected", [(1.01, [0, 0]), (1.5, [1, 1])])

@@ -20,9 +20,8 @@ GUESS = 16  # forwards that a guess counts for where a width was never or seldom
 RIGHT = np.linspace(0.0, 1.0, 101)  # how often a further draft may be right
 SUPPOSED = 0.8  # how often, where nothing was seen, and in how many forwards that would be seen
 FORWARDS = 2.0
-ENOUGH = 32  # forwards after which a width is known well
-OFTEN = 2  # of so many occasions one is a trial of a width less known
-SELDOM = 200  # and one of a width well known: at high load a trial costs all others' time
+OFTEN = 2  # of so many occasions one is a trial of a width hardly known
+TRIED = 16  # forwards seen of a width for each occasion that passes until it is tried again
 
 
 class Learned:
@@ -87,12 +86,12 @@ class Yields:
         )
         self._occasions = 0
 
-    def note(self, width: int, tokens: int, rows: int) -> None:
-        """A forward of a session of that width fed `rows` and decided `tokens`."""
+    def note(self, width: int, forwards: int, tokens: int, rows: int) -> None:
+        """So many forwards of a session of that width fed `rows` and decided `tokens`."""
         at = self.at[width]
-        self.seen[at] = seen = min(self.seen[at] + 1, RECENT)
-        self.tokens[at] += (tokens - self.tokens[at]) / seen
-        self.rows[at] += (rows - self.rows[at]) / seen
+        self.seen[at] = seen = min(self.seen[at] + forwards, RECENT)
+        self.tokens[at] += (tokens - self.tokens[at] * forwards) / seen
+        self.rows[at] += (rows - self.rows[at] * forwards) / seen
 
     def begin(self, width: int, rows: int) -> None:
         """The first step of a session of that width fed `rows` besides the prompt's."""
@@ -120,13 +119,13 @@ class Yields:
         return tokens, rows
 
     def trial(self, best: int) -> int | None:
-        """At an occasion to try another width than the best: the index of the one beside it that
-        was seen less, or None where this is not the time for it."""
+        """At an occasion to hold a session at a width: the index of the one that was seen least of
+        the best and those beside it, or None where this is not the time for it."""
         self._occasions += 1
-        beside = [at for at in (best - 1, best + 1) if 0 <= at < len(self.widths)]
-        at = min(beside, key=lambda at: self.seen[at], default=best)
-        every = OFTEN if self.seen[at] < ENOUGH else SELDOM
-        return at if at != best and self._occasions % every == 0 else None
+        beside = [at for at in (best - 1, best, best + 1) if 0 <= at < len(self.widths)]
+        at = min(beside, key=lambda at: self.seen[at])
+        every = max(OFTEN, int(self.seen[at]) // TRIED)
+        return at if self._occasions % every == 0 else None
 
     def _guess(self) -> Numbers:
         """Tokens of each width, were each further draft right as often as the one before it, p:
@@ -138,11 +137,10 @@ class Yields:
         return base * self._terms[int(np.argmin(misfit))]
 
     def _a_width(self, rows: Numbers, seen: Numbers) -> Numbers:
-        """Rows over width, of each width or of the one that was seen and is the nearest."""
+        """Rows over width: of a width that was not seen, between those of the ones beside it that
+        were."""
         known = np.flatnonzero(seen)
         if not len(known):
             return np.ones(len(self.widths))
-        apart = np.abs(np.arange(len(self.widths))[:, None] - known)
-        nearest = known[np.argmin(apart, axis=1)]
-        near: Numbers = rows[nearest] / self.widths[nearest]
-        return near
+        places = np.log(self.widths)
+        return np.interp(places, places[known], rows[known] / self.widths[known])

@@ -8,10 +8,10 @@ widths w_1 .. w_n, and what the others feed and decode in any case,
 
     rate = (other tokens + sum of tokens(w_i)) / seconds(other rows + sum of rows(w_i), requests)
 
-is made as large as it can be: from no speculation on, always the request whose next width brings
-most tokens a row is widened, and the best of all these states is taken. One request alone gets wide
-where rows are nearly free; at high load each row costs what it costs, speculation brings less than
-a token a row, and all fall back to one token a forward.
+is made as large as it can be: from no speculation on, always the requests whose next width brings
+most tokens a row are widened, those that expect the same together, and the best of all these states
+is taken. One request alone gets wide where rows are nearly free; at high load each row costs what
+it costs, speculation brings less than a token a row, and all fall back to one token a forward.
 
 Expected, say, of widths 1 and 4: 1 and 2.5 tokens; a forward of R rows takes 10 + R / 2 ms::
 
@@ -20,10 +20,12 @@ Expected, say, of widths 1 and 4: 1 and 2.5 tokens; a forward of R rows takes 10
     16           16 / 18 = 0.89           40 / 42 = 0.95
     64           64 / 42 = 1.52           160 / 138 = 1.16       one row a token
 
-Widths stay as they are while others are not expected to be clearly faster. A narrow session that
-was wide lives on what it drafted, and a wide one that was narrow has little to live on: forwards
-right after a change say nothing of a width, and are not counted. What is never tried stays unknown:
-now and then a request is given a width beside the best one for a while.
+Widths stay as they are while others are not expected to be clearly faster. What a width brings is
+not the same all along a response (the beginning is often guessed best), and a change has its own
+price: a narrow session that was wide lives on what it drafted, a wide one that was narrow has
+little to live on. So a width is judged by whole responses that had no other, or by long stretches.
+What is never tried stays unknown: now and then a request is held at a width that was seen little,
+the best or one beside it.
 
 The tokens of a session do not depend on its width, so that a wrong estimate costs time and nothing
 else; `forwards` and `calls` of a result do depend on it.
@@ -46,9 +48,7 @@ EVERY = 16  # forwards from one choice to the next, where about as many requests
 ALIKE = 8  # about as many: by an eighth more or less
 OWN = 64.0  # tokens that the expectation counts for beside what a request gained itself
 BETTER = 1.02  # times the rate that other widths must promise before they are taken
-SETTLE = 4  # forwards after a change of width that say little of it
-TRIAL = 24  # forwards that a trial of a width lasts
-OCCASION = 64  # forwards of a long request from one occasion for a trial to the next
+STRETCH = 64  # forwards at one width that say what it brings, where a response has so many
 
 
 class Gain:
@@ -59,9 +59,10 @@ class Gain:
         self.yields = yields
         self.gained = self.expected = 0.0
         self.width = 0  # of the forward before; 0 before the first
-        self.trial = 0  # forwards that a trial of that width still lasts
-        self.since = OCCASION  # forwards since the last occasion for one
-        self._same = SETTLE  # since the width changed
+        self.trial = 0  # forwards that it is still held at its width
+        self.since = STRETCH  # forwards since the last occasion for that
+        self._changed = False
+        self._forwards = self._tokens = self._rows = 0  # since the width changed, or was judged
 
     @property
     def factor(self) -> float:
@@ -70,15 +71,29 @@ class Gain:
 
     def note(self, width: int, tokens: int, rows: int) -> None:
         """After a forward of that width."""
-        self._same = self._same + 1 if width == (self.width or width) else 0
+        if width != (self.width or width):
+            self._changed = True
+            self._forwards = self._tokens = self._rows = 0
         self.width, self.trial, self.since = width, max(0, self.trial - 1), self.since + 1
-        if self._same <= SETTLE:
-            return
-        self.yields.note(width, tokens, rows)
+        self._forwards, self._tokens = self._forwards + 1, self._tokens + tokens
+        self._rows += rows
+        if self._forwards == STRETCH:
+            self._judge()
+
+    def end(self) -> None:
+        """After its last forward."""
+        if self._forwards and not self._changed:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Count the forwards since the last time."""
+        forwards, tokens = self._forwards, self._tokens
+        self.yields.note(self.width, forwards, tokens, self._rows)
         base = self.yields.tokens[0] or 1.0
-        at = self.yields.at[width]
-        self.gained += max(tokens - base, 0.0)
-        self.expected += max(float(self.yields.tokens[at]) - base, 0.0)
+        at = self.yields.at[self.width]
+        self.gained += max(tokens - base * forwards, 0.0)
+        self.expected += max(float(self.yields.tokens[at]) - base, 0.0) * forwards
+        self._forwards = self._tokens = self._rows = 0
 
 
 class RowBudget:
@@ -121,28 +136,31 @@ class RowBudget:
             gain = self._gains[session]
             if gain.trial:
                 continue
-            if gain.since >= OCCASION:
+            if gain.since >= STRETCH:
                 gain.since = 0
                 if (other := gain.yields.trial(at)) is not None:
-                    gain.trial, at = TRIAL, other
+                    gain.trial, at = STRETCH, other
             session.width = session.widths[at]
 
     def _choose(self, sessions: Sequence[Adaptive], rows: int, others: int) -> list[int]:
         """Of each session the index of its width. rows: what `others` requests feed."""
         hulls: dict[int, Hull] = {}
+        groups: dict[tuple[int, float], list[int]] = {}
         found, now = [], []
-        for session in sessions:
+        for i, session in enumerate(sessions):
             gain = self._gains[session]
             hull = hulls.get(id(gain.yields))
             if hull is None:
                 hull = hulls[id(gain.yields)] = Hull(*gain.yields.expected())
+            groups.setdefault((id(gain.yields), gain.factor), []).append(i)
             found.append((hull, gain.factor))
             now.append(session.widths.index(gain.width) if gain.width else None)
-        steps = [len(hull.at) - 1 for hull, _ in found]
-        owner = np.repeat(np.arange(len(found)), steps)
-        more_tokens = np.concatenate([hull.more_tokens * factor for hull, factor in found])
-        more_rows = np.concatenate([hull.more_rows for hull, _ in found])
-        # Within a hull the tokens a row fall from step to step, so a session's steps stay in order.
+        members = list(groups.values())
+        alike = [(*found[group[0]], len(group)) for group in members]
+        owner = np.repeat(np.arange(len(alike)), [len(hull.at) - 1 for hull, _, _ in alike])
+        more_tokens = np.concatenate([hull.more_tokens * factor * n for hull, factor, n in alike])
+        more_rows = np.concatenate([hull.more_rows * n for hull, _, n in alike])
+        # Within a hull the tokens a row fall from step to step, so a group's steps stay in order.
         order = np.argsort(-more_tokens / more_rows, kind="stable")
         base_rows = rows + sum(hull.rows for hull, _ in found)
         base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
@@ -151,8 +169,11 @@ class RowBudget:
         requests = others + len(found)
         rates = all_tokens / self.learned.curve.seconds(all_rows, requests)
         best = int(np.argmax(rates))
-        taken = np.bincount(owner[order[:best]], minlength=len(found))
-        chosen = [int(hull.at[n]) for (hull, _), n in zip(found, taken.tolist(), strict=True)]
+        taken = np.bincount(owner[order[:best]], minlength=len(alike))
+        chosen = [0] * len(sessions)
+        for group, (hull, _, _), n in zip(members, alike, taken.tolist(), strict=True):
+            for i in group:
+                chosen[i] = int(hull.at[n])
         stay = [at if was is None else was for at, was in zip(chosen, now, strict=True)]
         if stay == chosen:
             return chosen
@@ -177,6 +198,7 @@ class RowBudget:
         else:
             gain.note(session.width, tokens, len(step.tokens))
         if request.done:
+            gain.end()
             gain.yields.end(len(session.settled))
 
     def forget(self, request: Request) -> None:
