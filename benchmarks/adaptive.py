@@ -7,13 +7,17 @@ cores, made by
     d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/4-cores
     d2f compare --config adaptive-code --output benchmarks/results/adaptive/4-cores-code
     taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
+
+and from made-up-costs.json there, made by benchmarks.made_up_costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
+from typing import Any
 
 from benchmarks.decoder_table import between
 from d2f.files import write_beside
@@ -25,6 +29,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "adaptive"
 ADAPTIVE = "WeDLM verified"
 BEGIN = "<!-- adaptive: written by python -m benchmarks.adaptive -->\n"
 STANDINGS = "<!-- standings: written by python -m benchmarks.adaptive -->\n"
+MADE_UP = "<!-- made up: written by python -m benchmarks.adaptive -->\n"
 NEAR = 0.97
 
 
@@ -112,6 +117,22 @@ def standings(found: dict[str, list[ComparisonReport]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def made_up(rows: list[dict[str, Any]]) -> str:
+    """The engine's choice over the best fixed window, after the first round, by made-up machine."""
+    speeds = {(r["machine"], r["task"], r["in_flight"]): r for r in rows}
+    levels = sorted({level for _, _, level in speeds})
+    head = ["machine", "task", *(f"{level} in flight" for level in levels)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for machine, task in dict.fromkeys((machine, task) for machine, task, _ in sorted(speeds)):
+        cells = []
+        for level in levels:
+            row = speeds[machine, task, level]
+            window, best = max(row["fixed"].items(), key=lambda item: item[1])
+            cells.append(f"{mean(row['chosen'][1:]) / best:.2f} ({window})")
+        lines.append(f"| {machine} | {task} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     argparse.ArgumentParser(
         prog="python -m benchmarks.adaptive",
@@ -119,10 +140,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
     found = reports()
+    simulated = json.loads((RESULTS / "made-up-costs.json").read_text(encoding="utf-8"))
     for page, begin, block in (
         (ROOT / "README.md", BEGIN, speeds(next(iter(found.values())))),
         (ROOT / "docs" / "decoders.md", BEGIN, ratios(found)),
         (ROOT / "docs" / "decoders.md", STANDINGS, standings(found)),
+        (ROOT / "docs" / "decoders.md", MADE_UP, made_up(simulated["measured"])),
     ):
         write_beside(page, between(page, begin, block))
 

@@ -30,7 +30,7 @@ EVALUATION = "evaluation.json"
 MARKS = ("<!-- results -->", "<!-- /results -->")
 NAMES = (
     "tiny-ar", "tiny-teacher", "tiny-d2f", "tiny-wino-plus", "tiny-wino-plus-d2f", "tiny-wedlm",
-    "tiny-plain-teacher", "tiny-d2f-long", "tiny-code-wedlm",
+    "tiny-plain-teacher", "tiny-d2f-long", "tiny-code-d2f", "tiny-code-wedlm",
 )  # fmt: skip
 # Measurements of each model's card: (what to call it, arguments of decode.evaluate).
 MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
@@ -65,6 +65,10 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
     ],
     "tiny-d2f-long": [
         (f"d2f, tau_conf {tau}", ["--tasks", "story,sudoku", "--tau-conf", tau])
+        for tau in ("0.9", "0.99")
+    ],
+    "tiny-code-d2f": [
+        (f"d2f, tau_conf {tau}", ["--tasks", "coding", "--tau-conf", tau])
         for tau in ("0.9", "0.99")
     ],
     "tiny-code-wedlm": [

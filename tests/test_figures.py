@@ -2,7 +2,7 @@
 
 from matplotlib.text import Annotation
 
-from decode.reporting.plots import Panel, Point, Series, frontier, save
+from decode.reporting.plots import Panel, Point, Series, frontier, legend_above, new_figure, save
 
 
 def panels():
@@ -62,3 +62,19 @@ def test_labels_do_not_cover_each_other_and_stay_inside():
         for i, box in enumerate(boxes):
             assert not any(box.overlaps(other) for other in boxes[:i])
             assert inside.x0 - 1 <= box.x0 and box.x1 <= inside.x1 + 1
+
+
+def test_a_legend_above_has_the_columns_that_fit():
+    names = [f"an entry with a long name {i}" for i in range(9)]
+    rows = {}
+    for panels in (1, 3):
+        figure, axes = new_figure(panels, "what was measured", inches=(5.6, 4.6))
+        for name in names:
+            axes[0].plot([1, 2], [3, 4], label=name)
+        legend_above(figure, axes[0])
+        (legend,) = figure.legends
+        figure.draw_without_rendering()
+        inside, texts = figure.bbox, [text.get_window_extent() for text in legend.get_texts()]
+        assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in texts)
+        rows[panels] = len({round(box.y0) for box in texts})
+    assert rows[1] > rows[3] == 3

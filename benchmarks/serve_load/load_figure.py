@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode.reporting.plots import COLORS, MARKERS, dress, new_figure
+from decode.reporting.plots import COLORS, MARKERS, dress, legend_above, new_figure
 
 SHOWN = (
     ("tokens_per_second", "tokens a second", "linear"),
@@ -34,8 +34,7 @@ def load_figure(points: Sequence[dict[str, Any]], caption: str) -> Figure:
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.set_ylabel(label)
             dress(axes, tool, "requests a second")
-    handles, labels = grid[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    legend_above(figure, grid[0])
     return figure
 
 

@@ -17,6 +17,7 @@ from decode.reporting.plots import (
     Series,
     dress,
     frontier,
+    legend_above,
     new_figure,
     save,
 )
@@ -80,8 +81,7 @@ def throughput(report: ComparisonReport) -> Figure:
         axes.set_ylim(bottom=0)
         dress(axes, workload, "requests in flight")
     panels[0].set_ylabel("speed, visible tokens per second")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    legend_above(figure, panels[0])
     return figure
 
 

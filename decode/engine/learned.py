@@ -21,7 +21,7 @@ RIGHT = np.linspace(0.0, 1.0, 101)  # how often a further draft may be right
 SUPPOSED = 0.8  # how often, where nothing was seen, and in how many forwards that would be seen
 FORWARDS = 2.0
 OFTEN = 2  # of so many occasions one is a trial of a width hardly known
-TRIED = 16  # forwards seen of a width for each occasion that passes until it is tried again
+TRIED = 8  # forwards seen of a width for each occasion that passes until it is tried again
 
 
 class Learned:

@@ -120,6 +120,19 @@ def dress(axes: Axes, title: str, across: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def legend_above(figure: Figure, labelled: Axes) -> None:
+    """What the lines of `labelled` are, above all panels, in as many columns, at most 4, as fit."""
+    handles, labels = labelled.get_legend_handles_labels()
+    for columns in (4, 3, 2, 1):
+        legend = figure.legend(
+            handles, labels, loc="outside upper center", ncols=columns, frameon=False, fontsize=9
+        )
+        figure.draw_without_rendering()
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
 def save(figure: Figure, stem: FilePath) -> list[FilePath]:
     """Write stem.png and stem.svg, each whole or not at all; the paths."""
     written = []
