@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
 
-from benchmarks.decoder_table import between
+from benchmarks.decoder_table import between, measured
 from d2f.files import write_beside
 from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.statistics import Speed
@@ -71,12 +71,7 @@ def speeds(reports: list[ComparisonReport]) -> str:
                 report.baseline: [f"{base.throughput:,.0f}" for _, _, base in found],
             }
             lines += [f"| {task} | {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    lines.append("")
-    for report in reports:
-        about, tasks = report.about, " and ".join(report.workloads)
-        versions = f"torch {about['versions']['torch']}, fp32"
-        lines.append(f"{tasks}: {about['date']}, {about['device']}, {versions}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + measured(reports)
 
 
 def ratios(found: dict[str, list[ComparisonReport]]) -> str:
@@ -133,20 +128,26 @@ def made_up(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def blocks() -> list[tuple[Path, str, str]]:
+    """Each page, the line that the block in it follows, and the block."""
+    found = reports()
+    simulated = json.loads((RESULTS / "made-up-costs.json").read_text(encoding="utf-8"))
+    readme, page = ROOT / "README.md", ROOT / "docs" / "decoders.md"
+    return [
+        (readme, BEGIN, speeds(next(iter(found.values())))),
+        (page, BEGIN, ratios(found)),
+        (page, STANDINGS, standings(found)),
+        (page, MADE_UP, made_up(simulated["measured"])),
+    ]
+
+
 def main() -> None:
     argparse.ArgumentParser(
         prog="python -m benchmarks.adaptive",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
-    found = reports()
-    simulated = json.loads((RESULTS / "made-up-costs.json").read_text(encoding="utf-8"))
-    for page, begin, block in (
-        (ROOT / "README.md", BEGIN, speeds(next(iter(found.values())))),
-        (ROOT / "docs" / "decoders.md", BEGIN, ratios(found)),
-        (ROOT / "docs" / "decoders.md", STANDINGS, standings(found)),
-        (ROOT / "docs" / "decoders.md", MADE_UP, made_up(simulated["measured"])),
-    ):
+    for page, begin, block in blocks():
         write_beside(page, between(page, begin, block))
 
 

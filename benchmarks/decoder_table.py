@@ -6,9 +6,11 @@ Writes the table of docs/decoders.md from what each decoder says of itself (`Dec
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.files import write_beside
+from decode.comparison.comparison_report import ComparisonReport
 from decode.decoders import DECODERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "decoders.md"
@@ -35,6 +37,16 @@ def between(page: Path, begin: str, table: str) -> str:
     """A page's text with the table after its line `begin` replaced, up to `END`."""
     head, rest = page.read_text(encoding="utf-8").split(begin)
     return head + begin + table + rest[rest.index(END) :]
+
+
+def measured(reports: Sequence[ComparisonReport]) -> str:
+    """When each was measured, and on what."""
+    lines = []
+    for report in reports:
+        about, tasks = report.about, " and ".join(report.workloads)
+        versions = f"torch {about['versions']['torch']}, fp32"
+        lines.append(f"{tasks}: {about['date']}, {about['device']}, {versions}.")
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:

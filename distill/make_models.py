@@ -23,6 +23,7 @@ from d2f.configuration import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, shipped
+from distill.config import read_config
 from distill.model_cards import ADAPTERS, CURVE, MODELS, ROLLOUTS, card, points
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,17 +106,29 @@ def train(name: str) -> None:
 
 
 def ship(name: str) -> Path:
-    """Copy a finished run's model (and adapter), or its adapter alone, to the package; the
-    folder."""
+    """Copy a finished run's model (and its adapter, where what it is for is in the package too), or
+    its adapter alone, in fp16, to the package; the folder."""
     from distill.run.export import replacing
 
     run, place = Path("runs") / name, MODELS / name
     trained = run / ("adapter" if name in ADAPTERS else "model")
     with replacing(place) as beside:
         shutil.copytree(trained, beside, dirs_exist_ok=True)
-        if (run / "adapter").is_dir() and name not in ADAPTERS:
+        if name in ADAPTERS:
+            _halve(beside / "adapter_model.safetensors")
+        elif (run / "adapter").is_dir() and read_config(run / "config.yaml").init in NAMES:
             shutil.copytree(run / "adapter", beside / "adapter")
     return place
+
+
+def _halve(file: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(file, framework="pt") as stored:
+        tensors = {key: stored.get_tensor(key).half() for key in stored.keys()}  # noqa: SIM118
+        metadata = stored.metadata()
+    save_file(tensors, file, metadata=metadata)
 
 
 def measure(name: str, problems: int) -> list[dict[str, Any]]:

@@ -93,7 +93,7 @@ def facts(name: str, config: TrainConfig, contract: dict[str, Any], device: str)
     log = log_of(name)
     whole = MODELS / (contract["base"] if name in ADAPTERS else name)
     shape = json.loads((whole / "config.json").read_text())
-    stored = "float32" if name in ADAPTERS else shape["dtype"]
+    stored = "float16" if name in ADAPTERS else shape["dtype"]
     of_adapter = f", of a LoRA on {whole.name}" if name in ADAPTERS else ""
     return [
         "| | |",

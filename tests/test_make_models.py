@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
 
 from d2f.contract import Contract
-from d2f.shipped import TRAINING, shipped
+from d2f.shipped import TRAINING
+from d2f.shipped import shipped as shipped_configs
 from decode import evaluate
 from decode.commands.decoder_flags import given_options
 from decode.decoders import default_decoder
@@ -39,7 +43,7 @@ def commands(monkeypatch, tmp_path):
 
 def training(name):
     return ["-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "distill.train",
-            "--config", str(shipped(*TRAINING)[name]), "--tracker", "none"]  # fmt: skip
+            "--config", str(shipped_configs(*TRAINING)[name]), "--tracker", "none"]  # fmt: skip
 
 
 def test_what_a_training_starts_from_is_trained_first_and_once(commands, tmp_path):
@@ -83,25 +87,33 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+ADAPTER = "adapter_model.safetensors"
+
+
 @pytest.mark.parametrize(
-    ("name", "made", "shipped"),
+    ("name", "shipped"),
     [
-        ("tiny-ar", ["model/a"], {"a"}),
-        ("tiny-d2f", ["model/a", "adapter/b"], {"a", "adapter/b"}),
-        ("tiny-wino-plus", ["model/a", "adapter/b"], {"b"}),
+        ("tiny-ar", {"a"}),
+        ("tiny-d2f", {"a", f"adapter/{ADAPTER}"}),
+        ("tiny-code-d2f", {"a"}),  # its teacher is not in the package
+        ("tiny-wino-plus", {ADAPTER}),
     ],
 )
-def test_a_run_ships_its_model_with_its_adapter_or_the_adapter_alone(
-    elsewhere, name, made, shipped
-):
-    for file in made:
-        path = elsewhere / "runs" / name / file
-        path.parent.mkdir(parents=True)
-        path.write_text(file)
+def test_a_run_ships_its_model_with_its_adapter_or_the_adapter_alone(elsewhere, name, shipped):
+    run = elsewhere / "runs" / name
+    (run / "model").mkdir(parents=True)
+    shutil.copy(shipped_configs(*TRAINING)[name], run / "config.yaml")
+    (run / "model" / "a").write_text("a")
+    if name != "tiny-ar":
+        (run / "adapter").mkdir()
+        save_file({"w": torch.ones(2) / 3}, run / "adapter" / ADAPTER, metadata={"format": "pt"})
     (elsewhere / "models" / name).mkdir()
     (elsewhere / "models" / name / "old").write_text("")
-    assert make_models.ship(name) == elsewhere / "models" / name
-    assert files(elsewhere / "models" / name) == shipped
+    place = make_models.ship(name)
+    assert place == elsewhere / "models" / name
+    assert files(place) == shipped
+    if name == "tiny-wino-plus":
+        assert load_file(place / ADAPTER)["w"].dtype == torch.float16
 
 
 def test_each_measurement_is_read_from_a_file_of_its_own(monkeypatch, tmp_path):
