@@ -63,15 +63,13 @@ MACHINES = {
 
 def measured(task: str, machine: str, in_flight: int, waves: int, rounds: int) -> dict[str, Any]:
     """Tokens a second of each fixed window and of each round of the engine's choice."""
-    model = d2f.load(MODELS[task])
-    model.compile()
     problems = make_problems(task, "heldout", max(24, waves * in_flight))
     prompts = [[{"role": "user", "content": problem.question}] for problem in problems]
     length = RESPONSE_LENGTH[task]
     found: dict[str, Any] = {"task": task, "machine": machine, "in_flight": in_flight}
     draws = np.random.default_rng(1)
 
-    def speed(decoder: decode.Decoder) -> float:
+    def speed(model: DiffusionModel, decoder: decode.Decoder) -> float:
         made_up = Machine(*MACHINES[machine])
 
         def note(self: Learned, rows: int, requests: int, seconds: float, after: float) -> None:
@@ -81,21 +79,22 @@ def measured(task: str, machine: str, in_flight: int, waves: int, rounds: int) -
             results = decode.generate(model, prompts, decoder, batch_size=in_flight)
             return sum(len(result.tokens) for result in results) / made_up.seconds
 
+    model = _loaded(task)
     found["fixed"] = {
-        window: speed(decode.WeDLM(window, verify="ar", max_new_tokens=length))
+        window: speed(model, decode.WeDLM(window, verify="ar", max_new_tokens=length))
         if window > 1
-        else speed(decode.Autoregressive(length))
+        else speed(model, decode.Autoregressive(length))
         for window in WINDOWS
     }
-    _forget(model)
+    model = _loaded(task)  # what was learned of costs goes with the one before
     auto = decode.WeDLM("auto", verify="ar", max_new_tokens=length)
-    return found | {"chosen": [speed(auto) for _ in range(rounds)]}
+    return found | {"chosen": [speed(model, auto) for _ in range(rounds)]}
 
 
-def _forget(model: DiffusionModel) -> None:
-    from decode.engine import learned
-
-    learned._learned.pop(model, None)
+def _loaded(task: str) -> DiffusionModel:
+    model = d2f.load(MODELS[task])
+    model.compile()
+    return model
 
 
 def line(row: dict[str, Any]) -> str:
