@@ -60,15 +60,26 @@ def build(
     return DiffusionModel(backbone, new_contract(family, tokenizer), tokenizer=tokenizer)
 
 
-def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
+def convert(
+    model: DiffusionModel, family_name: str, *, drop_biases: bool = False
+) -> DiffusionModel:
     """The same weights, in their dtype and not copied, as the start of a model of another family
     (an autoregressive model is the usual start of a diffusion model). Biases that the source lacks
     begin at 0. For a family that `keeps_class` it is the source's own backbone. End ids stay, and
     the objective of an autoregressive source: it says that nothing was trained bidirectionally yet.
 
-    Raises CheckpointError where the weights do not fit or the tokenizer has no mask token.
+    drop_biases: leave out biases of the source that the family has no place for, which changes what
+    the weights compute. Raises CheckpointError where the weights do not fit, the tokenizer has no
+    mask token or drop_biases finds nothing to leave out.
     """
     config, tokenizer = model.backbone.config, model.tokenizer
+    keeps = family_name == model.family or get_family(family_name).keeps_class
+    nothing_to_drop = CheckpointError(
+        f"drop_biases: expected a model with biases that {family_name} has no place for, "
+        f"got a {model.family} model, which has none"
+    )
+    if drop_biases and keeps:
+        raise nothing_to_drop
     if family_name == model.family:
         return model
     if tokenizer is None:
@@ -109,6 +120,11 @@ def convert(model: DiffusionModel, family_name: str) -> DiffusionModel:
         ) from error
     # Dream has Qwen2's biases, a Llama none: of 0 they change nothing until they are trained.
     lacking = [name for name in missing if not name.endswith("_proj.bias")]
+    if drop_biases:
+        dropped = [name for name in unexpected if name.endswith("_proj.bias")]
+        unexpected = [name for name in unexpected if name not in dropped]
+        if not dropped:
+            raise nothing_to_drop
     if lacking or unexpected:
         raise CheckpointError(
             f"a {model.family} model does not convert to {family_name}: "

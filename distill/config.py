@@ -63,6 +63,8 @@ class TrainConfig(TrainKeys):
             )
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
+        if self.drop_biases and (self.init is None or self.family is None):
+            raise ValueError("drop_biases needs init and the family that it becomes")
         self._check_evaluation()
         if self.noise.low > self.noise.high:
             raise ValueError(

@@ -37,6 +37,9 @@ class TrainKeys(Section):
     """Of the result; default: that of init. A model from scratch needs it."""
     init: Text | None = None
     """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""
+    drop_biases: Switch = False
+    """Leave out init's biases where family has no place for them (Dream's or Qwen2's in LLaDA's
+    layout): what they did, training has to learn again. Otherwise that is an error."""
     init_adapter: Text | None = None
     """Adapter of init to train on; default: a fresh one."""
     model: ModelShape | None = None

@@ -53,7 +53,8 @@ def prepare_model(
         if quantize:
             keep_differentiable(model.backbone)
         with place:
-            model = convert(model, config.family or model.family)
+            family = config.family or model.family
+            model = convert(model, family, drop_biases=config.drop_biases)
     else:
         assert config.model is not None and config.family is not None
         if config.tokenizer is None:

@@ -301,6 +301,25 @@ def test_converting_what_has_no_tokenizer(plain):
         convert(load(plain("llama"), device="cpu"), "dream")
 
 
+def test_dropping_biases(plain, word_tokenizer, tmp_path):
+    """What LLaDA has no place for goes, all else stays; what has none is told so."""
+    folder = relabelled(plain("qwen2"), tmp_path / "model")
+    word_tokenizer.save_pretrained(folder)
+    source = load(folder, device="cpu")
+    weights = {
+        k: v for k, v in source.backbone.state_dict().items() if not k.endswith("_proj.bias")
+    }
+    assert len(weights) < len(source.backbone.state_dict())
+    model = convert(source, "llada", drop_biases=True)
+    assert (model.family, model.logit_shift) == ("llada", 0)
+    made = model.backbone.state_dict()
+    assert made.keys() == weights.keys()
+    assert all(torch.equal(made[name], weights[name]) for name in weights)
+    for family in ("llada", "wedlm"):
+        with pytest.raises(CheckpointError, match="drop_biases: expected a model with biases"):
+            convert(model, family, drop_biases=True)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama with biases"])
 def test_converting_what_the_target_cannot_hold(plain, word_tokenizer, tmp_path, kind):
     """Qwen's biases and norms have no place in LLaDA's Llama."""

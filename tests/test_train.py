@@ -315,6 +315,7 @@ def test_packed_samples_do_not_see_each_other(tmp_path):
         ({"data": {"row_length": 64}}, "data.tasks and data.file"),
         ({"optimizer": {"lr": -1.0}}, "optimizer.lr"),
         ({"family": None}, "a model from scratch needs a family"),
+        ({"drop_biases": True}, "drop_biases needs init"),
         ({"block_size": 0}, "block_size"),
     ],
 )
