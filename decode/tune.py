@@ -164,9 +164,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 
 
 def _adapter(options: argparse.Namespace, model: DiffusionModel, weights: str) -> str | None:
-    """That of a loaded model: it may be one that names its base itself."""
+    """That beside a loaded model: one that was named alone, in its place, finds its base."""
     adapter: str | None = options.adapter
-    return adapter
+    return None if adapter == options.model else adapter
 
 
 @command(interrupted="interrupted; the same command goes on where it stopped")

@@ -18,6 +18,7 @@ WAYS = ("plain", "ours", "compiled")  # of a training step
 # Rows of the tables in decoders.md, and the entries of the reports that they are.
 ENTRIES = {
     "autoregressive (`tiny-ar`)": ["autoregressive"],
+    "WeDLM, verified (`tiny-wedlm`)": ["WeDLM verified"],
     "teacher, static": ["teacher static"],
     "teacher, factor 0.1": ["teacher factor factor 0.1"],
     "teacher, threshold 0.97": ["teacher threshold tau 0.97"],
@@ -27,6 +28,7 @@ ENTRIES = {
         "teacher WINO draft only tau1 0.97",
     ],
     "teacher, entropy 0.03": ["teacher entropy gamma 0.03"],
+    "teacher read block-causally, D2F 0.99": ["teacher D2F tau_conf 0.99"],
     "student, static": ["student static"],
     "student, FreeDave eager, 8 drafts": ["student FreeDave eager drafts 8"],
     "student, block (or threshold) 0.97": ["student block tau 0.97"],

@@ -56,8 +56,8 @@ COMPARISON = {
     "--limits.request .inf": "limits.request: expected a finite number",
     "--entries.D2F.options.tau_conf 7": "entry D2F: tau_conf must lie in",
     "--entries.D2F.options {window: 3}": "entry D2F: the decoder d2f has no option window",
-    "--entries.D2F.options {tau_x: 1}": "entry D2F: options over .*: unknown key tau_x",
-    "--entries.D2F.decoder fast": "entry D2F: options over .*: decoder must be .*got 'fast'",
+    "--entries.D2F.options {tau_x: 1}": "entry D2F: options: unknown key tau_x",
+    "--entries.D2F.decoder fast": "entry D2F: options: decoder must be .*got 'fast'",
     "--entries.D2F.device tpu": r"entries\.3\.device: expected text like",
     "--entries.D2F.dtype int8": "dtype: expected 'float32'",
     '--entries.D2F.name "a\\nb"': "name: expected printable characters, got 'a",
@@ -92,6 +92,23 @@ def test_nonsense_is_named(monkeypatch, reader, path, words, message):
     with pytest.raises(InputError, match=message) as caught:
         reader(CONFIGS / f"{path}.yaml", words.split(" ", 1))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["options", "{tau_x: 1}"], "unknown key tau_x"),
+        (["decoder", "fast"], "decoder must be .*got 'fast'"),
+    ],
+)
+def test_nonsense_over_a_file_is_named_with_the_file(monkeypatch, words, message):
+    monkeypatch.chdir(CONFIGS.parent)
+    key, value = words
+    place = r"entry D2F tuned: options over \S*tuned/tiny-d2f-long-\w+\.yaml: "
+    with pytest.raises(InputError, match=place + message):
+        read_comparison(
+            CONFIGS / "comparison/compare-tiny.yaml", [f"--entries.D2F tuned.{key}", value]
+        )
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_the_configurations_that_documents_name_are_there():
     for text in (path.read_text(encoding="utf-8") for path in texts()):
         named |= set(re.findall(r"--config ([a-z][\w.-]*)(?![\w./-])", text))
         paths |= set(re.findall(r"configs/\w+/[\w.-]+\.yaml", text))
-    assert {"tiny-d2f", "compare-tiny", "llada-8b-d2f", "d2f", "tiny-d2f-story"} <= named
+    assert {"tiny-d2f", "compare-tiny", "llada-8b-d2f", "d2f", "tiny-d2f-long-sudoku"} <= named
     assert named <= shipped.shipped().keys()
     assert paths and all((ROOT / path).is_file() for path in paths)
 

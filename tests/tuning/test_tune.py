@@ -77,6 +77,19 @@ def test_end_to_end(tmp_path, capsys):
     assert use in (out / "report.md").read_text()
 
 
+def test_an_adapter_named_alone_is_used_as_it_was_tuned(tmp_path, capsys):
+    """The line to use it names what the run named, so that the pipeline takes it."""
+    words = (
+        "--model tiny-d2f-long --tasks sudoku --tau-add 0.1 --tau-act 1 --tau-conf 0.9 --problems 2"
+    )
+    words = [*words.split(), "--heldout", "2", "--repetitions", "1", "--no-figures"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    chosen = tmp_path / "tiny-d2f-long-sudoku.yaml"
+    use = f"python -m decode.pipeline --model tiny-d2f-long --config {chosen}"
+    assert f"  {use} --tasks sudoku\n" in capsys.readouterr().out
+    assert pipeline.main([*use.split()[3:], "--tasks", "sudoku", "--problems", "1", "--quiet"]) == 0
+
+
 def test_what_is_chosen_and_measured(tmp_path, made_up, capsys):
     """In the made-up measurements tau_conf is accurate and slow, so the bound decides."""
     arguments = [*SMALL, "--tau-conf", "0.5,0.7,0.9", "--search", "grid", "--no-figures"]
