@@ -31,6 +31,7 @@ struct Rows {  // of one forward
   const int32_t *spans;      // [rows, ranges, 2]
   float *const *caches;      // keys and values [kv_heads, slots, dim] of each layer in turn
   int64_t rows, rotary_rows, ranges, slots, threads;
+  int64_t multiplied;  // rows of the products, at least `rows`
 };
 
 enum { DONE, FAILED, NO_SUCH_DIM, BEYOND_ROTARY };
@@ -48,10 +49,14 @@ struct Held {
     void *at = nullptr;
     return aoti_torch_get_data_ptr(handle, &at) ? nullptr : static_cast<float *>(at);
   }
-  bool make(int64_t rows, int64_t columns) {  // its memory as it comes
-    const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
-    return !aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(),
-                                     aoti_torch_device_type_cpu(), 0, &handle);
+  // [multiplied, columns] of a forward: its rows' memory as it comes, that behind them zero.
+  bool make(const Rows &r, int64_t columns) {
+    const int64_t sizes[] = {r.multiplied, columns}, strides[] = {columns, 1};
+    if (aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(),
+                                 aoti_torch_device_type_cpu(), 0, &handle))
+      return false;
+    std::fill(data() + r.rows * columns, data() + r.multiplied * columns, 0.0f);
+    return true;
   }
   bool multiply(const Held &x, const Product &product) {
     AtenTensorHandle bias = product.bias;
@@ -114,7 +119,7 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t d
 // Queries, keys and values [rows, (heads + 2 kv_heads) dim] of a layer, rotated.
 static bool project(const Model &m, const Rows &r, const Block &block, Held &qkv) {
   Held normed;
-  if (!normed.make(r.rows, m.width)) return false;
+  if (!normed.make(r, m.width)) return false;
   float *to = normed.data();
   each_row(r, m.width, [&](int64_t row) {
     normalise(r.hidden + row * m.width, block.before_attention, m.width, m.eps, to + row * m.width);
@@ -137,7 +142,7 @@ static bool project(const Model &m, const Rows &r, const Block &block, Held &qkv
 // What is left of a layer after its attention [rows, heads dim]; `hidden` is then its output.
 static bool complete(const Model &m, const Rows &r, const Block &block, const Held &attended) {
   Held out, normed, both, inner, last;
-  if (!out.multiply(attended, block.o) || !normed.make(r.rows, m.width)) return false;
+  if (!out.multiply(attended, block.o) || !normed.make(r, m.width)) return false;
   const float *from = out.data();
   float *to = normed.data();
   each_row(r, m.width, [&](int64_t row) {
@@ -145,7 +150,7 @@ static bool complete(const Model &m, const Rows &r, const Block &block, const He
     for (int64_t i = 0; i < m.width; i++) x[i] += from[row * m.width + i];
     normalise(x, block.before_mlp, m.width, m.eps, to + row * m.width);
   });
-  if (!both.multiply(normed, block.gate_up) || !inner.make(r.rows, m.inner)) return false;
+  if (!both.multiply(normed, block.gate_up) || !inner.make(r, m.inner)) return false;
   const float *gates = both.data();
   float *gated = inner.data();
   each_row(r, 2 * m.inner, [&](int64_t row) {
@@ -171,7 +176,7 @@ extern "C" int before_attention(const Model *m, const Rows *r, int64_t layer, fl
 // The second part: `attended` [rows, heads, dim].
 extern "C" int after_attention(const Model *m, const Rows *r, int64_t layer, const float *attended) {
   Held x;
-  if (!x.make(r->rows, m->heads * m->dim)) return FAILED;
+  if (!x.make(*r, m->heads * m->dim)) return FAILED;
   std::copy_n(attended, r->rows * m->heads * m->dim, x.data());
   return complete(*m, *r, m->blocks[layer], x) ? DONE : FAILED;
 }
@@ -201,7 +206,7 @@ extern "C" int forward(const Model *m, const Rows *r) {
   const int64_t columns = (m->heads + 2 * m->kv_heads) * m->dim;
   for (int64_t layer = 0; layer < m->count; layer++) {
     Held qkv, attended;
-    if (!project(*m, *r, m->blocks[layer], qkv) || !attended.make(r->rows, m->heads * m->dim))
+    if (!project(*m, *r, m->blocks[layer], qkv) || !attended.make(*r, m->heads * m->dim))
       return FAILED;
     const float *q = qkv.data(), *key = q + m->heads * m->dim, *value = key + m->kv_heads * m->dim;
     const Layer part{q, key, value, m->dim, columns, m->dim, columns, m->dim, columns, r->places,

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from d2f import native
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.packed import Product, can_pack
+from d2f.packed import Product, can_pack, multiplied_rows
 from triton_kernels.choice import VARIABLE
 
 _MODELS = (LlamaModel, Qwen2Model, Qwen3Model)
@@ -68,6 +68,7 @@ class _Rows(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("hidden", "rotary", "positions")),
         *((name, ctypes.c_void_p) for name in ("places", "spans", "caches")),
         *((name, ctypes.c_int64) for name in ("rows", "rotary_rows", "ranges", "slots", "threads")),
+        ("multiplied", ctypes.c_int64),
     )
 
 
@@ -184,7 +185,7 @@ class NativeRows:
         given = _Rows(
             hidden.data_ptr(), rotary.data_ptr(), positions.data_ptr(), places.data_ptr(),
             spans.data_ptr(), ctypes.addressof(caches), rows, len(rotary), spans.shape[1],
-            slots, torch.get_num_threads(),
+            slots, torch.get_num_threads(), multiplied_rows(rows),
         )  # fmt: skip
         if self._library.check_rows(ctypes.byref(given)) == _BEYOND_ROTARY:
             self._rotary = rotary = self._angles(2 * (int(positions.max()) + 1))

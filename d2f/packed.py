@@ -2,9 +2,12 @@
 read, and layers with one input joined to one product.
 
 PyTorch's own fp32 product on a CPU takes the weights as they lie, at every call, which the few rows
-of a decoding step do not pay for. The packed weights are a second copy, and oneDNN keeps code for
-each number of rows that it has met: memory grows until its cache is full (its environment variable
-ONEDNN_PRIMITIVE_CACHE_CAPACITY says when, 1,024 by default).
+of a decoding step do not pay for. The packed weights are a second copy.
+
+For each number of rows that oneDNN has not met it makes code for each layer's shape, which takes a
+small model as long as some forwards, and it keeps that of the last 1,024 (its environment variable
+ONEDNN_PRIMITIVE_CACHE_CAPACITY). Forwards of a decoder have any number of rows; so above 32 not
+every number is multiplied, but the next one of 16 an octave, up to a sixteenth more.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,10 +39,20 @@ _library = torch.library.Library("d2f", "FRAGMENT")
 _library.define("packed_linear(Tensor x, int handle) -> Tensor")
 
 
+def multiplied_rows(rows: int) -> int:
+    """The rows of a product that is to have `rows`: behind those that are asked for lie zeros."""
+    step = 1 << max(0, (rows - 1).bit_length() - 5)
+    return -(-rows // step) * step
+
+
 def _linear(x: Tensor, handle: int) -> Tensor:
-    w = _weights[handle]
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w.weight, w.bias, "none", [], "")
-    return out
+    w, rows = _weights[handle], x.shape[:-1].numel()
+    more = multiplied_rows(rows) - rows
+    given = F.pad(x.reshape(rows, -1), (0, 0, 0, more)) if more else x
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+        given, w.weight, w.bias, "none", [], ""
+    )
+    return out[:rows].view(*x.shape[:-1], -1) if more else out
 
 
 def _linear_fake(x: Tensor, handle: int) -> Tensor:

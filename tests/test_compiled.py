@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
 import d2f
@@ -60,10 +62,10 @@ def by_graph(monkeypatch):
 def test_rows_of_any_number_have_the_logits_of_the_plain_forward(compiled):
     family, model = compiled
     plain = random_model(family)
-    ids = torch.randint(3, 200, (20,), generator=torch.Generator().manual_seed(1))
-    caches = [m.new_cache(40) for m in (plain, model)]
+    ids = torch.randint(3, 200, (53,), generator=torch.Generator().manual_seed(1))
+    caches = [m.new_cache(60) for m in (plain, model)]
     first = 0
-    for rows in (7, 1, 2, 10):  # each sees the slots that the ones before it wrote
+    for rows in (7, 1, 2, 10, 33):  # each sees the slots that the ones before it wrote
         at = torch.arange(first, first + rows)
         seen = sp.causal(first + rows)[first:]
         logits = []
@@ -156,9 +158,34 @@ def test_without_a_compiler_the_error_says_what_is_missing():
     assert not model.is_compiled
 
 
-@pytest.mark.skipif(
+needs_packing = pytest.mark.skipif(
     not d2f.packed.can_pack(random_model("llada").backbone), reason="nothing is packed here"
 )
+
+
+@needs_packing
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=2))
+def test_a_product_of_any_number_of_rows_is_that_of_its_layers(shape):
+    torch.manual_seed(2)
+    layers = [torch.nn.Linear(12, 5), torch.nn.Linear(12, 20)]
+    x = torch.randn(*shape, 12)
+    with torch.inference_mode():
+        out = d2f.packed.Product(layers)(x)
+        torch.testing.assert_close(out, torch.cat([layer(x) for layer in layers], -1))
+
+
+@given(st.integers(1, 1 << 20))
+def test_few_numbers_of_rows_are_multiplied(rows):
+    """Else oneDNN makes code for each forward of many requests."""
+    fed = d2f.packed.multiplied_rows(rows)
+    assert rows <= fed <= rows * 17 / 16
+    octave = 1 << (rows - 1).bit_length() - 1 if rows > 1 else 1
+    numbers = {d2f.packed.multiplied_rows(octave + i) for i in range(1, min(octave, 4096) + 1)}
+    assert len(numbers) <= 16
+
+
+@needs_packing
 def test_a_packed_model_keeps_no_other_copy_of_the_weights():
     """Beside the packed layers themselves: norms, embeddings and RoPE's tables are the model's."""
     backbone = random_model("llada").backbone
