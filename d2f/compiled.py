@@ -24,7 +24,7 @@ from d2f.cache import SlotCache
 from d2f.errors import CompileError
 from d2f.joined import JoinedModel, can_join
 from d2f.native import can_attend, pays, write_and_attend
-from d2f.packed import PackedModel, Product, can_pack
+from d2f.packed import MadeCode, PackedModel, Product, can_pack
 from triton_kernels.choice import VARIABLE
 
 
@@ -116,6 +116,7 @@ class CompiledRows:
         plan = _PlanOfTheForward()
         packed = self.packed = _with_products(backbone)
         model = backbone.model if packed is None else packed.model
+        self.code = MadeCode(packed.products) if type(packed) is PackedModel else None
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:
             out: Tensor = model(

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from d2f import native
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.packed import Product, can_pack, multiplied_rows
+from d2f.packed import MadeCode, Product, can_pack, multiplied_rows
 from triton_kernels.choice import VARIABLE
 
 _MODELS = (LlamaModel, Qwen2Model, Qwen3Model)
@@ -139,6 +139,7 @@ class NativeRows:
             config.hidden_size, config.intermediate_size, self.heads, self.kv_heads, self.dim,
             model.norm.variance_epsilon, self.scale,
         )  # fmt: skip
+        self.code = MadeCode(self.products)
         self._rotary = self._angles(min(config.max_position_embeddings, 4096))
 
     def _block(self, layer: Any) -> _Block:

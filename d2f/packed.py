@@ -4,10 +4,11 @@ read, and layers with one input joined to one product.
 PyTorch's own fp32 product on a CPU takes the weights as they lie, at every call, which the few rows
 of a decoding step do not pay for. The packed weights are a second copy.
 
-For each number of rows that oneDNN has not met it makes code for each layer's shape, which takes a
-small model as long as some forwards, and it keeps that of the last 1,024 (its environment variable
-ONEDNN_PRIMITIVE_CACHE_CAPACITY). Forwards of a decoder have any number of rows; so above 32 not
-every number is multiplied, but the next one of 16 an octave, up to a sixteenth more.
+For each number of rows and of threads that oneDNN has not met it makes code for each layer's shape,
+which takes a small model as long as some forwards, and it keeps that of the last 1,024 (its
+environment variable ONEDNN_PRIMITIVE_CACHE_CAPACITY). Forwards of a decoder have any number of
+rows; so above 32 not every number is multiplied, but the next one of 16 an octave, up to a sixteenth
+more. And `MadeCode` makes it before the forward, so that no time that is measured has it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import itertools
 import platform
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +145,23 @@ class Product:
 
     def forget(self) -> None:
         self.x, self.parts = None, ()
+
+
+class MadeCode:
+    """The code that oneDNN has made for these products."""
+
+    def __init__(self, products: Sequence[Product]):
+        by_shape = {(p.inputs, sum(p.outputs), p.tensors[1] is None): p for p in products}
+        self._products = list(by_shape.values())
+        self._made: set[tuple[int, int]] = set()  # numbers of rows and of threads
+
+    def make(self, rows: int) -> None:
+        """That of forwards of so many rows with torch's present number of threads."""
+        place = multiplied_rows(rows), torch.get_num_threads()
+        if place not in self._made:
+            for product in self._products:
+                product(torch.zeros(rows, product.inputs))
+            self._made.add(place)
 
 
 class _Part(nn.Module):

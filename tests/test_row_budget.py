@@ -234,20 +234,23 @@ def test_rows_of_a_width_never_seen_lie_between_those_beside_it():
     assert of[4] == pytest.approx(8.0, rel=0.01) and of[16] == pytest.approx(24.0, rel=0.02)
 
 
-def test_what_first_steps_feed_for_a_width_is_shared_among_its_forwards():
-    """Responses of 20 tokens, 4 a forward at a width of 8: five forwards share 8 rows."""
+def test_the_forward_with_the_prompt_is_one_of_a_response():
+    """Responses of 20 tokens, the first of them with a prompt of 30 rows. At a width of 8, which
+    feeds 8 rows beside the prompt and then decides 4 tokens a forward, 19 / 4 forwards follow."""
     yields, at = Yields(WIDTHS), WIDTHS.index(8)
     for _ in range(2000):
         yields.note(1, 1, 1, 1)
         yields.note(8, 1, 4, 10)
-    without = yields.expected()[1]
     for _ in range(9):
-        yields.begin(1, 0)
-        yields.begin(8, 8)
+        yields.begin(1, 30, 0, 1)
+        yields.begin(8, 30, 8, 1)
         yields.end(20)
-    rows = yields.expected()[1]
-    assert rows[0] == without[0] and rows[at] == pytest.approx(without[at] + 8 / 5, rel=0.01)
-    assert (rows[1:] > without[1:]).all()  # of widths that were not seen too
+    tokens, rows = yields.expected()
+    assert (tokens[0], rows[0]) == pytest.approx((1, (30 + 19) / 20), rel=0.01)
+    forwards = 1 + 19 / 4
+    assert tokens[at] == pytest.approx(20 / forwards, rel=0.01)
+    assert rows[at] == pytest.approx((30 + 8 + 19 / 4 * 10) / forwards, rel=0.01)
+    assert (np.diff(tokens) > 0).all() and (np.diff(rows) > 0).all()  # not seen: between, beyond
 
 
 def test_the_engine_notes_first_steps_and_lengths():
@@ -262,6 +265,7 @@ def test_the_engine_notes_first_steps_and_lengths():
     at = WIDTHS.index(session.width)
     assert yields.starts.sum() == yields.starts[at] == 1
     assert yields.begun[at] == min(session.width, N)
+    assert (yields.prompt, yields.first) == (3, len(session.revealed))
     while not request.done:
         engine.advance()
     assert yields.length == len(request.result.raw_tokens)

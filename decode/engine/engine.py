@@ -101,6 +101,7 @@ class Engine:
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = self.device.type == "cuda"  # start the next forward before events are taken
         self._started: StartedForward | None = None
+        self._prepared = 0.0  # seconds of it that no later forward of as many rows takes
         self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
@@ -232,10 +233,11 @@ class Engine:
             for r, step in fed
         ]
         rows, wanted = join(fed), wanted_of(groups)
+        self._prepared = 0.0
         pending = None if self.static is None else self.static.start(rows, wanted)
         if pending is None:  # no GPU, or more rows than any fixed size has
             pending = self._compute(rows, wanted)
-        self._started = StartedForward(fed, groups, began, pending)
+        self._started = StartedForward(fed, groups, began + self._prepared, pending)
 
     def _count(self, steps: list[Step]) -> None:
         self.forwards += 1
@@ -245,6 +247,9 @@ class Engine:
         """The forward of any number of rows; what it returns waits for the table."""
         threads = self.budget.learned.best_threads(len(flat.tokens))
         with torch.inference_mode(), threads:
+            before = time.perf_counter()
+            self.model.prepare_rows(len(flat.tokens))
+            self._prepared += time.perf_counter() - before
             rows = flat.on(self.device)
             # Each layer writes keys and values to these slots before its rows attend, so rows of
             # one forward see each other, and a slot that is fed again is overwritten in place.
@@ -312,7 +317,8 @@ class StartedForward:
     """A forward that is under way on the device, or done.
 
     fed: the steps in it, with their requests. groups: what each of them wants of its rows. began:
-    when its making was begun, in the seconds of perf_counter. pending: waits for the forward and
+    when its making was begun, in the seconds of perf_counter; later by what only the first forward
+    of so many rows has to do. pending: waits for the forward and
     gives its table.
     """
 

@@ -76,8 +76,9 @@ class Yields:
         self.seen: Numbers = np.zeros(len(widths))
         self.begun: Numbers = np.zeros(len(widths))  # rows of first steps behind the prompt's
         self.starts: Numbers = np.zeros(len(widths))
+        self.prompt = self.first = 0.0  # rows of a prompt; tokens that a first step decided
         self.length = 0.0  # of a response, in tokens
-        self._ended = 0
+        self._ended = self._started = 0
         self.at = {width: at for at, width in enumerate(widths)}
         self._terms: Numbers = np.where(  # [p, width]
             RIGHT[:, None] < 1.0,
@@ -93,9 +94,13 @@ class Yields:
         self.tokens[at] += (tokens - self.tokens[at] * forwards) / seen
         self.rows[at] += (rows - self.rows[at] * forwards) / seen
 
-    def begin(self, width: int, rows: int) -> None:
-        """The first step of a session of that width fed `rows` besides the prompt's."""
+    def begin(self, width: int, prompt: int, rows: int, tokens: int) -> None:
+        """The first step of a session of that width fed a prompt and `rows` besides, and decided
+        `tokens`."""
         at = self.at[width]
+        self._started = min(self._started + 1, RECENT)
+        self.prompt += (prompt - self.prompt) / self._started
+        self.first += (tokens - self.first) / self._started
         self.starts[at] = starts = min(self.starts[at] + 1, RECENT)
         self.begun[at] += (rows - self.begun[at]) / starts
 
@@ -105,8 +110,8 @@ class Yields:
         self.length += (tokens - self.length) / self._ended
 
     def expected(self) -> tuple[Numbers, Numbers]:
-        """Tokens and rows a forward by width; where a width was seldom seen, in part a guess. Of
-        the rows that a first step feeds for its width each forward has its share."""
+        """Tokens and rows a forward by width, the mean over a response's, its first with the prompt
+        among them; where a width was seldom seen, in part a guess."""
         weight = self.seen / (self.seen + GUESS)
         tokens = weight * self.tokens + (1 - weight) * self._guess()
         rows = weight * self.rows + (1 - weight) * self.widths * self._a_width(self.rows, self.seen)
@@ -115,7 +120,9 @@ class Yields:
             wide = np.append(0.0, self.starts[1:])
             begun = self.widths * self._a_width(self.begun, wide)
             begun[0] = self.begun[0] if self.starts[0] else begun[0]
-            rows = rows + np.maximum(begun - begun[0], 0.0) * tokens / max(self.length, 1.0)
+            later = max(self.length - self.first, 0.0) / np.maximum(tokens, 1e-9)
+            rows = (self.prompt + np.maximum(begun, begun[0]) + later * rows) / (1 + later)
+            tokens = max(self.length, self.first) / (1 + later)
         return tokens, rows
 
     def trial(self, best: int) -> int | None:

@@ -194,7 +194,7 @@ class RowBudget:
         gain = self._gains[session]
         if first:
             behind = int((step.slots >= session.prompt_length).sum())
-            gain.yields.begin(session.width, behind)
+            gain.yields.begin(session.width, len(step.tokens) - behind, behind, tokens)
         else:
             gain.note(session.width, tokens, len(step.tokens))
         if request.done:
