@@ -7,8 +7,8 @@ of a decoding step do not pay for. The packed weights are a second copy.
 For each number of rows and of threads that oneDNN has not met it makes code for each layer's shape,
 which takes a small model as long as some forwards, and it keeps that of the last 1,024 (its
 environment variable ONEDNN_PRIMITIVE_CACHE_CAPACITY). Forwards of a decoder have any number of
-rows; so above 32 not every number is multiplied, but the next one of 16 an octave, up to a sixteenth
-more. And `MadeCode` makes it before the forward, so that no time that is measured has it.
+rows; so above 32 not every number is multiplied, but the next one of 16 an octave, up to a
+sixteenth more. And `MadeCode` makes it before the forward: no forward's measured time has it.
 """
 
 from __future__ import annotations

@@ -318,8 +318,7 @@ class StartedForward:
 
     fed: the steps in it, with their requests. groups: what each of them wants of its rows. began:
     when its making was begun, in the seconds of perf_counter; later by what only the first forward
-    of so many rows has to do. pending: waits for the forward and
-    gives its table.
+    of so many rows has to do. pending: waits for the forward and gives its table.
     """
 
     fed: list[tuple[Request, Step]]
