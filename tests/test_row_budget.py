@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations_with_replacement
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -269,6 +270,29 @@ def test_the_engine_notes_first_steps_and_lengths():
     while not request.done:
         engine.advance()
     assert yields.length == len(request.result.raw_tokens)
+
+
+def test_what_only_the_first_forward_of_a_size_does_is_not_counted_as_its_time(monkeypatch):
+    """A forward takes a second, and ten where something has to be made for its number of rows."""
+    model, clock, made, noted = exact_model("wedlm"), [0.0], set(), []
+    rows_of = model.decode_rows
+
+    def make(rows):
+        clock[0] += 0.0 if rows in made else 9.0
+        made.add(rows)
+
+    def decode_rows(*given):
+        clock[0] += 1.0
+        return rows_of(*given)
+
+    engine = SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr("decode.engine.engine.time", engine)
+    monkeypatch.setattr(model, "prepare_rows", make)
+    monkeypatch.setattr(model, "decode_rows", decode_rows)
+    monkeypatch.setattr(Learned, "note_forward", lambda _, rows, n, took, after: noted.append(took))
+    decode.generate(model, [[5, 6, 7], [8]], PAIRS["wedlm"][0][0])
+    assert len(made) > 1 and clock[0] == 9.0 * len(made) + len(noted)
+    assert set(noted) == {1.0}
 
 
 def seen_of(widths, *, ended):
