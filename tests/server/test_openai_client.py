@@ -165,7 +165,9 @@ def test_echo_with_logprobs_is_the_likelihood_of_the_prompt(client, request, nam
             alone = pytest.approx([one.logprob for one in likelihoods], rel=1e-5, abs=1e-5)
             assert found.token_logprobs[first : len(ids)] == alone
             greedy = [max(top.values()) for top in found.top_logprobs[first : len(ids)]]
-            assert greedy == pytest.approx([one.top_logprob for one in likelihoods], rel=1e-5, abs=1e-5)
+            assert greedy == pytest.approx(
+                [one.top_logprob for one in likelihoods], rel=1e-5, abs=1e-5
+            )
             assert len(found.tokens) - len(ids) <= more
             assert choice.text.startswith(model.tokenizer.decode(ids))
             for token, start in zip(found.tokens, found.text_offset, strict=True):
