@@ -85,6 +85,50 @@ def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeyp
     assert "holds another run (steps: 2 there, 3 now" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_report_goes_on_where_its_runs_are_gone(tmp_path, monkeypatch, capsys):
+    """What it has of the same training, on the same base, is not done again; of another it is an
+    error, and what nothing else has is not lost."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--config", str(written(tmp_path)), "--output", str(tmp_path / "out")]
+    path = tmp_path / "out" / "report.json"
+
+    def call(runs: str, *more: str) -> int:
+        return main([*words, "--runs", str(tmp_path / runs), *more])
+
+    def by_run() -> dict[tuple[str, int], dict[str, object]]:
+        return {(r["variant"], r["seed"]): r for r in json.loads(path.read_text())["runs"]}
+
+    assert call("here", "--only", "soft-1") == 0
+    assert call("here", "--only", "teacher") == 0
+    first = by_run()
+    assert call("there", "--only", "soft-*") == 0
+    assert [p.name for p in (tmp_path / "there").iterdir()] == ["soft-2"]
+    assert call("there", "--only", "teacher") == 0  # the same weights: not decoded again
+    assert sorted(by_run(), key=str) == [("soft", 1), ("soft", 2), ("teacher", None)]
+    assert {key: by_run()[key] for key in first} == first
+    before = path.read_bytes()
+    assert call("elsewhere", "--report-only") == 0
+    assert path.read_bytes() == before
+
+    capsys.readouterr()
+    assert call("elsewhere", "--report-only", "--set.steps", "3") == 2
+    assert "report.json has another soft-1 (steps: 2 there, 3 now)" in capsys.readouterr().err
+    assert call("elsewhere", "--problems", "2", "--only", "hard-1") == 2
+    assert (
+        "neither asked for now nor in a folder of runs (soft 1, soft 2, teacher)"
+        in capsys.readouterr().err
+    )
+    report = json.loads(before)
+    report["runs"][1]["inputs"] = {"init": "0" * 64}
+    path.write_text(json.dumps(report))
+    assert call("elsewhere", "--report-only") == 2
+    assert "report.json has another soft-1 (init had SHA-256 0000" in capsys.readouterr().err
+    path.write_text(json.dumps({"runs": [{"variant": "soft"}]}))
+    assert call("elsewhere", "--report-only") == 2
+    assert "not a report of an ablation" in capsys.readouterr().err
+
+
 def test_means_and_intervals():
     """Student's t: 2, 4, 9 have mean 5, deviation sqrt(13), and t(0.975, 2) = 4.3027."""
     mean, low, high = mean_interval([2, 4, 9])

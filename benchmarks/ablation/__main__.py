@@ -4,8 +4,10 @@ Trains every variant of a configuration with every seed, decodes the same held-o
 each, and writes report.json and report.md: accuracies and paired differences with intervals. Runs
 are kept in `--runs` (default runs/ and the output's name); the same command again goes on where it
 was. `--only "* 300 of 8-11"` does a part, `--report-only` none; the report is of all that is there,
-and says which seeds each figure has. Keys of the configuration can be overridden: --problems 50
---set.steps 20. `python -m benchmarks.ablation.figures FOLDER` draws it.
+and says which seeds each figure has. What the output's report.json has of the same trainings is not
+done again where its folder is gone, so a report goes on on another machine. Keys of the
+configuration can be overridden: --problems 50 --set.steps 20.
+`python -m benchmarks.ablation.figures FOLDER` draws it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from pathlib import Path
 
 from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
 from benchmarks.ablation.ablation_report import render
-from benchmarks.ablation.runs import carry_out, found, is_whole
+from benchmarks.ablation.reported import Reported, key_of
+from benchmarks.ablation.runs import carry_out, found, is_kept, is_whole
 from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
 from d2f.locks import locked
+from d2f.quiet import quiet
 from decode.commands.parser import check_least
 from decode.commands.run_command import command
 
@@ -41,9 +45,12 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
     if only and not chosen:
         names = ", ".join(run.name for run in plan)
         raise InputError(f"--only {only}: expected a pattern that matches some of {names}")
-    left = [run for run in chosen if not is_whole(ablation, run)]
+    reported = Reported.read(output / "report.json")
+    kept = [run for run in plan if is_kept(run) or found(ablation, run, reported)]
+    reported.check_kept(map(key_of, [*kept, *chosen]))
+    left = [run for run in chosen if not is_whole(ablation, run, reported)]
     if left:
-        _carry_out(ablation, left, jobs)
+        _carry_out(ablation, left, reported, jobs)
     report = {
         "title": f"Ablation {output.name}",
         "command": command,
@@ -51,7 +58,7 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
         "planned": [
             {"name": run.name, "rows": len(run.decode) * len(ablation.chosen)} for run in plan
         ],
-        "runs": [done for run in plan if (done := found(ablation, run)) is not None],
+        "runs": [done for run in plan if (done := found(ablation, run, reported)) is not None],
     }
     if not report["runs"]:
         raise InputError(f"{runs}: nothing of this ablation is measured yet")
@@ -59,13 +66,13 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
     write_beside(output / "report.md", render(report))
 
 
-def _carry_out(ablation: Ablation, chosen: Sequence[Run], jobs: int) -> None:
+def _carry_out(ablation: Ablation, chosen: Sequence[Run], reported: Reported, jobs: int) -> None:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
     context = multiprocessing.get_context("spawn")
     # A process a run: what a run leaves in accelerate or torch cannot reach the next.
     with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(carry_out, ablation, one) for one in chosen]
+        waiting = [pool.submit(carry_out, ablation, one, reported) for one in chosen]
         try:
             for one, future in zip(chosen, waiting, strict=True):
                 rows = future.result()["rows"]
@@ -104,10 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_least(options, jobs=1)
     if find_spec("scipy") is None:
         raise InputError("intervals need scipy: pip install 'd2f-toolkit[ablation]'")
-    ablation = read_ablation(options.config, overrides)
+    with quiet():
+        ablation = read_ablation(options.config, overrides)
     runs = options.runs or Path("runs") / options.output.name
     whole = [*usual.split(), "--config", options.config, "--output", str(options.output)]
-    with locked(options.output):
+    with quiet(), locked(options.output):
         command = shlex.join([*whole, *overrides])
         run(ablation, options.output, runs, options.jobs, options.only, command)
 

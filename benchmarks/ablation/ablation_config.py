@@ -16,7 +16,6 @@ from d2f.errors import InputError
 from d2f.quantities import Problems, Seed, Text
 from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks import Task, find_tasks
-from decode.commands.decoder_settings import DecoderSettings
 from decode.decoders import find_decoder
 from distill.config import TrainConfig, parse_config
 
@@ -128,6 +127,8 @@ class Ablation(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Ablation:
+        from decode.commands.decoder_settings import DecoderSettings  # loads torch
+
         names = [variant.name for variant in (*self.variants, *self.untrained)]
         _distinct("names of variants and untrained", names)
         _distinct("seeds", self.seeds)

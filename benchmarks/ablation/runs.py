@@ -1,7 +1,7 @@
 """One run of an ablation: train, decode held-out problems, keep both; and what is kept so far.
 
 What is trained already by the same configuration is not trained again, what is measured already of
-the same weights not measured again.
+the same weights not measured again, here or by a report that is there (`Reported`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ablation.ablation_config import Ablation, Decoding, Run
+from benchmarks.ablation.reported import Reported
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.locks import locked
+from d2f.quiet import quiet
+from d2f.tasks import Task
 from distill.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -24,13 +27,13 @@ if TYPE_CHECKING:
 MEASURED = "measured.json"
 
 
-def carry_out(ablation: Ablation, run: Run) -> dict[str, Any]:
+def carry_out(ablation: Ablation, run: Run, reported: Reported) -> dict[str, Any]:
     """Train and measure what is left of a run; what `found` says of it then. Raises InputError
     where its folder has a run of another configuration, or where it was stopped."""
     from distill.run.run_folder import RunFolder
     from distill.train import train
 
-    with locked(run.folder):
+    with quiet(), locked(run.folder):
         if run.config is not None and run.seed is not None:
             folder = RunFolder(run.config, extend=False)
             if _is_trained(run):
@@ -39,24 +42,27 @@ def carry_out(ablation: Ablation, run: Run) -> dict[str, Any]:
                 train(run.config)
             if not _is_trained(run):
                 raise InputError(f"{run.folder}: stopped before its end; the same command goes on")
-        measure(ablation, _model(run), run.decode, run.folder)
-        done = found(ablation, run)
+        measure(ablation, _model(run), run.decode, run.folder, reported.rows(run))
+        done = found(ablation, run, reported)
     assert done is not None
     return done
 
 
-def found(ablation: Ablation, run: Run) -> dict[str, Any] | None:
-    """What a run's folder has of this ablation, None where that is nothing: what was trained, and
-    a row for each decoding and task that was measured. Nothing is decoded. Raises InputError where
-    it has a run of another configuration."""
+def found(ablation: Ablation, run: Run, reported: Reported) -> dict[str, Any] | None:
+    """What a run's folder, or the report where no folder has it, has of this ablation, None where
+    that is nothing: what was trained, and a row for each decoding and task that was measured.
+    Nothing is decoded. Raises InputError where it is a run of another configuration."""
     from distill.model_cards import hours
     from distill.run.run_folder import RunFolder
 
+    about = {"variant": run.variant, "setting": run.setting, "seed": run.seed}
     trained: dict[str, Any] = {}
     if run.config is not None and run.seed is not None:
         folder = RunFolder(run.config, extend=False)
         if not _is_trained(run):
-            return None
+            entry = reported.trained(run, folder)
+            rows = _asked_rows(ablation, run, entry["rows"]) if entry is not None else []
+            return {**entry, "rows": rows} if entry is not None and rows else None
         folder.check_inputs()
         log = [json.loads(line) for line in folder.log.read_text().splitlines()]
         trained = {
@@ -64,17 +70,24 @@ def found(ablation: Ablation, run: Run) -> dict[str, Any] | None:
             "samples": log[-1]["samples"],
             "loss": log[-1]["loss"],
             "seconds": 3600 * hours(log),
+            "training": run.config.model_dump(mode="json", exclude={"output"}),
+            "inputs": folder.inputs,
         }
-    if not (run.folder / MEASURED).is_file():
+    known = reported.rows(run)
+    if not known and not is_kept(run):
         return None
-    rows = measure(ablation, _model(run), run.decode, run.folder, decode=False)
-    about = {"variant": run.variant, "setting": run.setting, "seed": run.seed}
+    rows = measure(ablation, _model(run), run.decode, run.folder, known, decode=False)
     return {**about, **trained, "rows": rows} if rows else None
 
 
-def is_whole(ablation: Ablation, run: Run) -> bool:
+def is_kept(run: Run) -> bool:
+    """Whether its folder has anything that was measured, of whatever problems and decodings."""
+    return (run.folder / MEASURED).is_file()
+
+
+def is_whole(ablation: Ablation, run: Run, reported: Reported) -> bool:
     """Whether nothing of it is left to do. Raises InputError as `found` does."""
-    done = found(ablation, run)
+    done = found(ablation, run, reported)
     return done is not None and len(done["rows"]) == len(run.decode) * len(ablation.chosen)
 
 
@@ -83,11 +96,13 @@ def measure(
     model: DiffusionModel,
     decodings: Sequence[Decoding],
     folder: Path,
+    reported: Sequence[dict[str, Any]] = (),
     *,
     decode: bool = True,
 ) -> list[dict[str, Any]]:
-    """What decode.evaluate says of each decoding and task, kept in `folder`. decode: False takes
-    what is there already and leaves out the rest. Raises InputError."""
+    """What decode.evaluate says of each decoding and task, kept in `folder`. reported: rows that
+    are known besides. decode: False takes what is there already and leaves out the rest. Raises
+    InputError."""
     from decode.commands.decoder_settings import DecoderSettings
     from decode.commands.load_model import weights_hash
     from decode.evaluation.evaluate_task import evaluate
@@ -101,18 +116,13 @@ def measure(
     for decoding in decodings:
         chosen = DecoderSettings(decoding.decoder, decoding.options)
         for task in ablation.chosen:
-            asked = {
-                "weights": weights,
-                "batch_size": ablation.batch_size,
-                "decoder": decoding.decoder,
-                "options": decoding.options,
-                "task": task.name,
-                "identity": task.identity,
-                "split": ablation.split,
-                "problems": ablation.problems,
-            }
+            asked = {"weights": weights, **_asked(ablation, decoding, task)}
             # Of before answers were kept by problem: to be measured again.
-            known = (k for k in kept if asked.items() <= k.items() and "right_by_problem" in k)
+            known = (
+                k
+                for k in (*kept, *reported)
+                if asked.items() <= k.items() and "right_by_problem" in k
+            )
             judged = next(known, None)
             if judged is None and decode:
                 decoder = chosen.for_task(model, task)
@@ -129,6 +139,32 @@ def measure(
     return measured
 
 
+def _asked(ablation: Ablation, decoding: Decoding, task: Task) -> dict[str, Any]:
+    """What a row is of, beside the weights."""
+    return {
+        "batch_size": ablation.batch_size,
+        "decoder": decoding.decoder,
+        "options": decoding.options,
+        "task": task.name,
+        "identity": task.identity,
+        "split": ablation.split,
+        "problems": ablation.problems,
+    }
+
+
+def _asked_rows(
+    ablation: Ablation, run: Run, rows: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Those of a report that are what the ablation asks of a run."""
+    found = []
+    for decoding in run.decode:
+        for task in ablation.chosen:
+            asked = _asked(ablation, decoding, task).items()
+            known = (row for row in rows if asked <= row.items())
+            found += [row | {"decoding": decoding.name} for row in [next(known, None)] if row]
+    return found
+
+
 def _is_trained(run: Run) -> bool:
     return (run.folder / "model" / "config.json").is_file()
 
@@ -136,11 +172,8 @@ def _is_trained(run: Run) -> bool:
 def _model(run: Run) -> DiffusionModel:
     """The model of a run in fp32: what its training made, what that would start from, or the one
     that it names."""
-    import transformers
-
     import d2f
 
-    transformers.logging.disable_progress_bar()
     if run.config is None:
         assert run.model is not None
         return d2f.load(run.model, dtype="float32")

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,16 +100,35 @@ class RunFolder:
 
     def check_inputs(self) -> None:
         """Raise InputError, with both digests, where something that the run reads has changed."""
-        changed = [
-            f"{key} had SHA-256 {there[:16]}..., has {self.inputs.get(key, 'none')[:16]}... now"
-            for key, there in self.record.get("inputs", {}).items()
-            if self.inputs.get(key) != there
-        ]
+        changed = self.changed_inputs(self.record.get("inputs", {}))
         if changed:
             raise InputError(
                 f"{self.place} holds a run that was trained on something else "
                 f"({'; '.join(changed)}): expected what it began with, or another output"
             )
+
+    def changed_inputs(self, inputs: Mapping[str, str]) -> list[str]:
+        """What a run with these digests read and this configuration would not: a phrase for each,
+        with both digests."""
+        return [
+            f"{key} had SHA-256 {there[:16]}..., has {self.inputs.get(key, 'none')[:16]}... now"
+            for key, there in inputs.items()
+            if self.inputs.get(key) != there
+        ]
+
+    def differences(self, config: dict[str, Any], inputs: Mapping[str, str]) -> dict[str, str]:
+        """In what another run's configuration, with the digests of what it read, is another than
+        this: a phrase for each key. Keys that may change under way do not count."""
+        theirs, ours = flat(self._up_to_date(config)), flat(self.config.model_dump(mode="json"))
+        same = _FREE | unread(self.config).keys()
+        same |= {key for key in ours if theirs.get(key) == ours[key]}
+        # Another spelling of a path is the same run if it leads to the same content.
+        same |= {key for key in identity.PATHS if self._is_same_input(key, theirs, ours, inputs)}
+        return {
+            key: f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
+            for key in dict.fromkeys([*ours, *theirs])
+            if key not in same
+        }
 
     def begin(self, done: int) -> str | None:
         """Write the configuration and the record; from the log drop what a killed run wrote after
@@ -165,46 +186,45 @@ class RunFolder:
                 f"{self.place} holds checkpoints or a result, but its {CONFIG}, which says of "
                 f"which run, is {why}: {_REMEDY}"
             ) from error
+        return there
+
+    def _up_to_date(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A configuration of an earlier version as it would be written now."""
+        there = deepcopy(config)
         for key in unread(self.config):  # an earlier version took them
             section, _, name = key.rpartition(".")
             inside = there.get(section) if section else there
             if isinstance(inside, dict):
                 inside.pop(name, None)
         with contextlib.suppress(InputError):  # a key that came since then has its default
-            there = parse_config(there, str(path)).model_dump(mode="json")
+            there = parse_config(there, str(self.place)).model_dump(mode="json")
         return there
 
     def _refuse_another(self, extend: bool) -> None:
-        theirs, ours = flat(self._read_config()), flat(self.config.model_dump(mode="json"))
-        same = _FREE | unread(self.config).keys()
-        same |= {key for key in ours if theirs.get(key) == ours[key]}
-        # Another spelling of a path is the same run if it leads to the same content.
-        same |= {key for key in identity.PATHS if self._is_same_input(key, theirs, ours)}
+        theirs = self._read_config()
+        differ = self.differences(theirs, self.record.get("inputs", {}))
         steps = theirs.get("steps")
         # A checkpoint of its last step says that the run has come to its end.
         ended = steps in checkpoint.steps(self.checkpoints)
         if extend and ended and isinstance(steps, int) and self.config.steps > steps:
             self.steps_there = steps
-            same.add("steps")
-        differ = [
-            f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
-            for key in dict.fromkeys([*ours, *theirs])
-            if key not in same
-        ]
+            differ.pop("steps", None)
         if differ:
-            more = "; more steps are for a run that has come to its end" * ("steps" not in same)
+            more = "; more steps are for a run that has come to its end" * ("steps" in differ)
             raise InputError(
-                f"{self.place} holds another run ({'; '.join(differ)}): "
+                f"{self.place} holds another run ({'; '.join(differ.values())}): "
                 f"expected the same configuration, or another output{more}"
             )
 
-    def _is_same_input(self, key: str, theirs: dict[str, Any], ours: dict[str, Any]) -> bool:
+    def _is_same_input(
+        self, key: str, theirs: dict[str, Any], ours: dict[str, Any], inputs: Mapping[str, str]
+    ) -> bool:
         """Whether a path, however it is spelled, leads to what the run began with."""
         there, here = theirs.get(key), ours.get(key)
         # `flat` has made text of None.
         if there == here or {there, here} & {None, "None"}:  # not given
             return there == here
-        known = self.record.get("inputs", {}).get(key)
+        known = inputs.get(key)
         same = known is not None and self.inputs.get(key) == known
         return same or identity.same_place(str(there), str(here))
 

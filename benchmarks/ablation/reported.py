@@ -1,0 +1,81 @@
+"""What the report of an ablation that is there already says of its runs, whose folders may be on
+another machine or gone: a part that was measured elsewhere is not done again, and not lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.ablation.ablation_config import Run
+from d2f.errors import InputError
+from d2f.json_file import read_object
+
+if TYPE_CHECKING:
+    from distill.run.run_folder import RunFolder
+
+Key = tuple[str, str, int | None]
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The entries under `runs` of a report.json."""
+
+    path: Path
+    entries: Mapping[Key, Entry] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Reported:
+        """None where there is no report. Raises InputError where it is not one of an ablation."""
+        if not path.is_file():
+            return cls(path)
+        report = read_object(path)
+        try:
+            runs = [(key_of(entry), entry) for entry in report["runs"]]
+            _ = [row["right_by_problem"] for _, entry in runs for row in entry["rows"]]
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"{path} is not a report of an ablation that this version writes (no {error}): "
+                "expected another output"
+            ) from error
+        return cls(path, dict(runs))
+
+    def rows(self, run: Run) -> list[Entry]:
+        """What was measured of a run."""
+        entry = self.entries.get(key_of(run))
+        return entry["rows"] if entry else []
+
+    def trained(self, run: Run, folder: RunFolder) -> Entry | None:
+        """What it says of a run's training, if it was this one: the same configuration, trained on
+        the same. None where it says nothing. Raises InputError where it was another."""
+        entry = self.entries.get(key_of(run))
+        if entry is None or "training" not in entry:  # which earlier versions did not say
+            return None
+        differ = folder.differences(entry["training"], entry["inputs"])
+        changed = [*differ.values(), *folder.changed_inputs(entry["inputs"])]
+        if changed:
+            raise InputError(
+                f"{self.path} has another {run.name} ({'; '.join(changed)}): expected the same "
+                "training, or another output"
+            )
+        return entry
+
+    def check_kept(self, keys: Iterable[Key]) -> None:
+        """Raise InputError where a report of these runs alone would lose one that is here."""
+        lost = [
+            " ".join(str(part) for part in key if part) for key in self.entries.keys() - set(keys)
+        ]
+        if lost:
+            raise InputError(
+                f"{self.path} has what is neither asked for now nor in a folder of runs "
+                f"({', '.join(sorted(lost))}) and would be lost: expected another output"
+            )
+
+
+def key_of(run: Run | Entry) -> Key:
+    """Variant, setting and seed of a run or of its entry in a report."""
+    if isinstance(run, Run):
+        return run.variant, run.setting, run.seed
+    return run["variant"], run["setting"], run["seed"]
