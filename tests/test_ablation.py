@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from math import erf
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -127,6 +133,36 @@ def test_a_report_goes_on_where_its_runs_are_gone(tmp_path, monkeypatch, capsys)
     path.write_text(json.dumps({"runs": [{"variant": "soft"}]}))
     assert call("elsewhere", "--report-only") == 2
     assert "not a report of an ablation" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_ablation_leaves_no_run_behind(tmp_path):
+    """What trained in a process of its own has saved its steps and is gone."""
+    folder = tmp_path / "runs" / "soft-1"
+    config = written(tmp_path, seeds=[1], untrained=[], set=SMALL["set"] | {"steps": 10**6})
+    words = ["--config", str(config), "--output", str(tmp_path / "out")]
+    words += ["--runs", str(folder.parent)]
+    line = [sys.executable, "-m", "benchmarks.ablation", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as started:
+        try:
+            wait_until(lambda: (folder / "log.jsonl").is_file() or started.poll() is not None)
+            children = psutil.Process(started.pid).children(recursive=True)
+        finally:
+            started.kill()
+    assert children
+    _, left = psutil.wait_procs(children, timeout=60)
+    for one in left:
+        one.kill()
+    assert not left
+    assert list((folder / "checkpoints").iterdir())
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.1)
 
 
 def test_means_and_intervals():

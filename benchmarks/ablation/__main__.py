@@ -13,21 +13,19 @@ configuration can be overridden: --problems 50 --set.steps 20.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import shlex
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
+from benchmarks.ablation.ablation_config import Ablation, read_ablation
 from benchmarks.ablation.ablation_report import render
 from benchmarks.ablation.reported import Reported, key_of
-from benchmarks.ablation.runs import carry_out, found, is_kept, is_whole
+from benchmarks.ablation.run_processes import carry_out_all
+from benchmarks.ablation.runs import found, is_kept, is_whole
 from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
 from d2f.files import write_beside
@@ -50,7 +48,7 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
     reported.check_kept(map(key_of, [*kept, *chosen]))
     left = [run for run in chosen if not is_whole(ablation, run, reported)]
     if left:
-        _carry_out(ablation, left, reported, jobs)
+        carry_out_all(ablation, left, reported, jobs)
     report = {
         "title": f"Ablation {output.name}",
         "command": command,
@@ -64,23 +62,6 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
         raise InputError(f"{runs}: nothing of this ablation is measured yet")
     write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
     write_beside(output / "report.md", render(report))
-
-
-def _carry_out(ablation: Ablation, chosen: Sequence[Run], reported: Reported, jobs: int) -> None:
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
-    context = multiprocessing.get_context("spawn")
-    # A process a run: what a run leaves in accelerate or torch cannot reach the next.
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        waiting = [pool.submit(carry_out, ablation, one, reported) for one in chosen]
-        try:
-            for one, future in zip(chosen, waiting, strict=True):
-                rows = future.result()["rows"]
-                parts = (f"{row['decoding']} {row['task']} {row['right']}" for row in rows)
-                print(f"{one.name}: {'; '.join(parts)} right", flush=True)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 @command(
