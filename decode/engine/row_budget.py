@@ -9,9 +9,10 @@ widths w_1 .. w_n, and what the others feed and decode in any case,
     rate = (other tokens + sum of tokens(w_i)) / seconds(other rows + sum of rows(w_i), requests)
 
 is made as large as it can be: from no speculation on, always the requests whose next width brings
-most tokens a row are widened, those that expect the same together, and the best of all these states
-is taken. One request alone gets wide where rows are nearly free; at high load each row costs what
-it costs, speculation brings less than a token a row, and all fall back to one token a forward.
+most tokens a row are widened, those that expect the same together; of all these states and those in
+which all have one width the best is taken. One request alone gets wide where rows are nearly free;
+at high load each row costs what it costs, speculation brings less than a token a row, and all fall
+back to one token a forward.
 
 Expected, say, of widths 1 and 4: 1 and 2.5 tokens; a forward of R rows takes 10 + R / 2 ms::
 
@@ -164,16 +165,21 @@ class RowBudget:
         order = np.argsort(-more_tokens / more_rows, kind="stable")
         base_rows = rows + sum(hull.rows for hull, _ in found)
         base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
-        all_rows = base_rows + np.append(0.0, np.cumsum(more_rows[order]))
-        all_tokens = base_tokens + np.append(0.0, np.cumsum(more_tokens[order]))
+        same_tokens, same_rows = np.array([_all_at(alike, at) for at in range(_most(alike))]).T
+        all_tokens = base_tokens + np.hstack([0.0, np.cumsum(more_tokens[order]), same_tokens])
+        all_rows = base_rows + np.hstack([0.0, np.cumsum(more_rows[order]), same_rows])
         requests = others + len(found)
         rates = all_tokens / self.learned.curve.seconds(all_rows, requests)
         best = int(np.argmax(rates))
-        taken = np.bincount(owner[order[:best]], minlength=len(alike))
+        if best <= len(order):
+            taken = np.bincount(owner[order[:best]], minlength=len(alike)).tolist()
+            ats = [int(hull.at[n]) for (hull, _, _), n in zip(alike, taken, strict=True)]
+        else:
+            ats = [min(best - len(order) - 1, hull.last) for hull, _, _ in alike]
         chosen = [0] * len(sessions)
-        for group, (hull, _, _), n in zip(members, alike, taken.tolist(), strict=True):
+        for group, at in zip(members, ats, strict=True):
             for i in group:
-                chosen[i] = int(hull.at[n])
+                chosen[i] = at
         stay = [at if was is None else was for at, was in zip(chosen, now, strict=True)]
         if stay == chosen:
             return chosen
@@ -226,10 +232,27 @@ class Hull:
         self.tokens, self.rows = float(tokens[0]), float(rows[0])
         self.more_tokens, self.more_rows = np.diff(tokens[kept]), np.diff(rows[kept])
 
+    @property
+    def last(self) -> int:
+        """Index of the widest, also where it is no corner."""
+        return len(self._all[0]) - 1
+
     def beyond(self, at: int) -> tuple[float, float]:
         """Tokens and rows of the width `at` above those of the first."""
         tokens, rows = self._all
         return float(tokens[at] - tokens[0]), float(rows[at] - rows[0])
+
+
+def _most(alike: Sequence[tuple[Hull, float, int]]) -> int:
+    """How many widths the one has that has most."""
+    return 1 + max(hull.last for hull, _, _ in alike)
+
+
+def _all_at(alike: Sequence[tuple[Hull, float, int]], at: int) -> tuple[float, float]:
+    """Tokens and rows above no speculation where all have the width of one index, or their last."""
+    beyond = [(factor, n, *hull.beyond(min(at, hull.last))) for hull, factor, n in alike]
+    tokens = sum(factor * n * more for factor, n, more, _ in beyond)
+    return tokens, sum(n * more for _, n, _, more in beyond)
 
 
 def _slope(tokens: Numbers, rows: Numbers, i: int, j: int) -> float:
