@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_verbose(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parser.parse_known_args(given)
-    from decode.comparison.comparison_config import read_config
-
-    config = read_config(options.config, overrides)
     with _interruptible(), quiet(options.verbose):
+        from decode.comparison.comparison_config import read_config
+
+        config = read_config(options.config, overrides)
         report = run(config, f"{program(usual)} {shlex.join(given)}", verbose=options.verbose)
     for found in report.failures:
         say(

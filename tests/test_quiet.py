@@ -83,3 +83,19 @@ def test_commands_are_quiet(command, tmp_path):
         path.rename(tmp_path.with_name(f"{tmp_path.name}-{path.name}"))
     loud = subprocess.run([*line, "-v"], capture_output=True, text=True)
     assert loud.returncode == 0 and BAR in loud.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "decode.compare --config compare-tiny --vllm-python {folder}/none --output {folder}/out",
+        "benchmarks.ablation --config d2f --output {folder}/out --runs {folder} --report-only",
+    ],
+)
+def test_a_configuration_is_read_quietly(line, tmp_path):
+    """Where that loads other libraries; what is wrong is said in one line."""
+    words = [sys.executable, "-m", *line.format(folder=tmp_path).split()]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: ")
