@@ -15,10 +15,8 @@ from decode.decoders.base import Card, Decoder
 from decode.decoders.checks import not_negative
 from decode.decoders.options import max_new_tokens_option, option
 from decode.decoders.visibility import mask_kind
-from decode.decoders.wedlm_session import WeDLMSession
+from decode.decoders.wedlm_session import Refill, WeDLMSession, WindowRules
 from decode.decoders.wedlm_verified import VerifiedSession
-
-Refill = Literal["paper", "repository", "block"]
 
 
 @dataclass(frozen=True)
@@ -136,4 +134,13 @@ class WeDLM(Decoder):
 
     def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
         kind = VerifiedSession if self.verify else WeDLMSession
-        return kind(self, prompt, contract)
+        rules = WindowRules(
+            length=self.length,
+            overhang=self.overhang,
+            window=None if isinstance(self.window, str) else self.window,
+            entropy_threshold=self.entropy_threshold,
+            distance_penalty=self.distance_penalty,
+            refill=self.refill,
+            bidirectional=self.window_attention == "bidirectional",
+        )
+        return kind(prompt, contract, rules)

@@ -25,7 +25,8 @@ counts every call of the model, the prompt's included, and is two less than the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -35,8 +36,22 @@ from decode.decoders.base import MaskedSession
 from decode.engine.result import BlockView
 from decode.engine.step import Floats, Ints, Predictions, Step
 
-if TYPE_CHECKING:
-    from decode.decoders.wedlm import WeDLM
+Refill = Literal["paper", "repository", "block"]
+
+
+@dataclass(frozen=True)
+class WindowRules:
+    """The options of `decode.decoders.wedlm.WeDLM` as its sessions read them, once the length is
+    known. length: new tokens, at most; overhang: positions beyond it that may be decoded. window:
+    slots, None where the engine chooses."""
+
+    length: int
+    overhang: int
+    window: int | None
+    entropy_threshold: float | None
+    distance_penalty: float
+    refill: Refill
+    bidirectional: bool
 
 
 class WeDLMSession(MaskedSession):
@@ -48,10 +63,10 @@ class WeDLMSession(MaskedSession):
     the masks of the window, ascending. counts: ``window_rows`` after the prompt's, in all forwards.
     """
 
-    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.length + decoder.overhang, contract)
-        self.decoder = decoder
-        self.limit = len(prompt) + decoder.length
+    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
+        super().__init__(prompt, rules.length + rules.overhang, contract)
+        self.rules = rules
+        self.limit = len(prompt) + rules.length
         self.committed = 0
         self.wanted: Ints = np.zeros(0, dtype=np.int64)
         self.counts["window_rows"] = 0
@@ -75,7 +90,7 @@ class WeDLMSession(MaskedSession):
         """Whether the response is known up to its first end id or its limit."""
         settled = self.settled
         ended = any(token in self.contract.end_ids for token in settled)
-        return ended or len(settled) == self.decoder.length
+        return ended or len(settled) == self.rules.length
 
     def step(self) -> Step | None:
         if self.done:
@@ -83,7 +98,7 @@ class WeDLMSession(MaskedSession):
         leading, begin = self.leading, self.begin_of_window
         step = self.feed_window(leading)
         # Its rows saw no mask: final with this forward. Block by block, only a whole window is.
-        part = self.decoder.refill == "block" and leading < begin + self.window
+        part = self.rules.refill == "block" and leading < begin + self.window
         self.committed = begin if part else leading
         return step
 
@@ -94,14 +109,14 @@ class WeDLMSession(MaskedSession):
     @property
     def window(self) -> int:
         """Its slots."""
-        assert not isinstance(self.decoder.window, str)
-        return self.decoder.window
+        assert self.rules.window is not None
+        return self.rules.window
 
     def end_of_window(self, leading: int) -> int:
         """Where what is fed ends, the first mask being at `leading`."""
         begin = self.begin_of_window
         end = begin + self.window
-        if self.decoder.refill == "repository" or leading >= end:
+        if self.rules.refill == "repository" or leading >= end:
             # The official code appends before it commits: up to 2 W rows, and more masks compete.
             end += leading - begin  # a mask for each slot that this forward commits
         return min(end, len(self.x))
@@ -117,7 +132,7 @@ class WeDLMSession(MaskedSession):
         # those to its right in the text.
         order = np.concatenate((filled, self.wanted))
         ends = fed + 1
-        if self.decoder.window_attention == "bidirectional":
+        if self.rules.bidirectional:
             # A window that is filled is committed causally, beside the next one's masks.
             ends[fed >= (leading if leading >= begin + self.window else begin)] = self.end
         self.counts["window_rows"] += int((fed >= self.prompt_length).sum())
@@ -148,8 +163,8 @@ class WeDLMSession(MaskedSession):
         the official code."""
         # Only what has no gap before it is committed, so earlier masks are filled more readily.
         distance = (masks - masks[0]).astype(np.float32)
-        penalised = entropy + distance * self.decoder.distance_penalty
-        threshold = self.decoder.entropy_threshold
+        penalised = entropy + distance * self.rules.distance_penalty
+        threshold = self.rules.entropy_threshold
         # Strictly below, as the official code has it.
         chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
         # None below the threshold: the lowest, so that every forward fills a mask.

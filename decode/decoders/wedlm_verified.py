@@ -22,18 +22,13 @@ row of position 1, the prompt's last, gives a::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.span_makers import prefix
-from decode.decoders.adaptive import AUTO, Adaptive
-from decode.decoders.wedlm_session import WeDLMSession
+from decode.decoders.adaptive import Adaptive
+from decode.decoders.wedlm_session import WeDLMSession, WindowRules
 from decode.engine.step import Predictions, Step
-
-if TYPE_CHECKING:
-    from decode.decoders.wedlm import WeDLM
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # among which a window of "auto" is chosen
 
@@ -46,20 +41,20 @@ class VerifiedSession(WeDLMSession, Adaptive):
     the drafts after them.
     """
 
-    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
-        super().__init__(decoder, prompt, contract)
+    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
+        super().__init__(prompt, contract, rules)
         self.known = len(prompt)
         self.counts |= {"accepted": 0, "rejected": 0}
-        if decoder.window == AUTO:
-            rule = (decoder.entropy_threshold, decoder.distance_penalty, decoder.refill)
-            self.widen_by(WIDTHS, (decoder.name, *rule))
+        if rules.window is None:
+            own = (rules.entropy_threshold, rules.distance_penalty, rules.refill)
+            self.widen_by(WIDTHS, ("wedlm", *own))
 
     @property
     def done(self) -> bool:
         # Nothing is verified behind an end id, so only the last token can be one.
         length = self.known - self.prompt_length
         ended = length > 0 and int(self.x[self.known - 1]) in self.contract.end_ids
-        return ended or length == self.decoder.length
+        return ended or length == self.rules.length
 
     @property
     def window(self) -> int:
