@@ -33,19 +33,16 @@ class Reported:
             return cls(path)
         report = read_object(path)
         try:
-            runs = [(key_of(entry), entry) for entry in report["runs"]]
-            _ = [row["right_by_problem"] for _, entry in runs for row in entry["rows"]]
+            runs = [(key_of(entry), entry) for entry in report["runs"] if entry["rows"]]
         except (KeyError, TypeError) as error:
             raise InputError(
-                f"{path} is not a report of an ablation that this version writes (no {error}): "
-                "expected another output"
+                f"{path} is not a report of an ablation (no {error}): expected another output"
             ) from error
         return cls(path, dict(runs))
 
     def rows(self, run: Run) -> list[Entry]:
         """What was measured of a run."""
-        entry = self.entries.get(key_of(run))
-        return entry["rows"] if entry else []
+        return self.entries.get(key_of(run), {}).get("rows", [])
 
     def trained(self, run: Run, folder: RunFolder) -> Entry | None:
         """What it says of a run's training, if it was this one: the same configuration, trained on

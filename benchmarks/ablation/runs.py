@@ -160,7 +160,7 @@ def _asked_rows(
     for decoding in run.decode:
         for task in ablation.chosen:
             asked = _asked(ablation, decoding, task).items()
-            known = (row for row in rows if asked <= row.items())
+            known = (r for r in rows if asked <= r.items() and "right_by_problem" in r)
             found += [row | {"decoding": decoding.name} for row in [next(known, None)] if row]
     return found
 

@@ -43,7 +43,7 @@ from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import Numbers
 from decode.engine.learned import Yields, learned_of
 from decode.engine.request import Request
-from decode.engine.step import Step
+from decode.engine.step import Ints, Step
 
 EVERY = 16  # forwards from one choice to the next, where about as many requests run
 ALIKE = 8  # about as many: by an eighth more or less
@@ -165,7 +165,7 @@ class RowBudget:
         order = np.argsort(-more_tokens / more_rows, kind="stable")
         base_rows = rows + sum(hull.rows for hull, _ in found)
         base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
-        same_tokens, same_rows = np.array([_all_at(alike, at) for at in range(_most(alike))]).T
+        same_tokens, same_rows = _with_one_width(found)
         all_tokens = base_tokens + np.hstack([0.0, np.cumsum(more_tokens[order]), same_tokens])
         all_rows = base_rows + np.hstack([0.0, np.cumsum(more_rows[order]), same_rows])
         requests = others + len(found)
@@ -242,17 +242,24 @@ class Hull:
         tokens, rows = self._all
         return float(tokens[at] - tokens[0]), float(rows[at] - rows[0])
 
+    def all_beyond(self, at: Ints) -> tuple[Numbers, Numbers]:
+        """The same of many."""
+        tokens, rows = self._all
+        return tokens[at] - tokens[0], rows[at] - rows[0]
 
-def _most(alike: Sequence[tuple[Hull, float, int]]) -> int:
-    """How many widths the one has that has most."""
-    return 1 + max(hull.last for hull, _, _ in alike)
 
-
-def _all_at(alike: Sequence[tuple[Hull, float, int]], at: int) -> tuple[float, float]:
-    """Tokens and rows above no speculation where all have the width of one index, or their last."""
-    beyond = [(factor, n, *hull.beyond(min(at, hull.last))) for hull, factor, n in alike]
-    tokens = sum(factor * n * more for factor, n, more, _ in beyond)
-    return tokens, sum(n * more for _, n, _, more in beyond)
+def _with_one_width(found: Sequence[tuple[Hull, float]]) -> tuple[Numbers, Numbers]:
+    """Tokens and rows above no speculation where all have the width of one index, or their last, by
+    that index. found: of each session what is expected, and its factor."""
+    factors: dict[Hull, list[float]] = {}
+    for hull, factor in found:
+        factors.setdefault(hull, []).append(factor)
+    index = np.arange(1 + max(hull.last for hull in factors))
+    tokens, rows = np.zeros(len(index)), np.zeros(len(index))
+    for hull, own in factors.items():
+        more_tokens, more_rows = hull.all_beyond(np.minimum(index, hull.last))
+        tokens, rows = tokens + sum(own) * more_tokens, rows + len(own) * more_rows
+    return tokens, rows
 
 
 def _slope(tokens: Numbers, rows: Numbers, i: int, j: int) -> float:

@@ -179,14 +179,13 @@ class RunFolder:
     def _read_config(self) -> dict[str, Any]:
         path = self.place / CONFIG
         try:
-            there = read_mapping(path)
+            return read_mapping(path)
         except InputError as error:
             why = "missing" if not path.exists() else "no mapping of keys"
             raise InputError(
                 f"{self.place} holds checkpoints or a result, but its {CONFIG}, which says of "
                 f"which run, is {why}: {_REMEDY}"
             ) from error
-        return there
 
     def _up_to_date(self, config: dict[str, Any]) -> dict[str, Any]:
         """A configuration of an earlier version as it would be written now."""
