@@ -86,24 +86,34 @@ def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
     return FittingAdapter(came, targets, weights, contract)
 
 
-def attach(model: ModelParts, place: str, *, trainable: bool = False) -> None:
+def attach(
+    model: ModelParts, place: str, *, trainable: bool = False, targets: Sequence[str] = ()
+) -> None:
     """Load an adapter onto `model`, whose contract becomes the adapter's where it has one.
-    trainable: its weights are to be trained on.
+    trainable: its weights are to be trained on. targets: the layers that it shall change, by the
+    last part of their names, its own among them; the others' B matrices are 0, so that it computes
+    what it did. Default: its own.
 
-    Raises CheckpointError for a missing or damaged file, other target modules, another shape, or
-    another base; warns with UnverifiedBaseWarning where the base cannot be told
-    (`d2f.adapter_base`).
+    Raises CheckpointError for a missing or damaged file, target modules that the base or `targets`
+    lacks, another shape, or another base; warns with UnverifiedBaseWarning where the base cannot be
+    told (`d2f.adapter_base`).
     """
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
     adapter = fitting_adapter(model, place)
+    # PEFT finds the modules by the last part of their names, in all layers.
+    own = {name.rsplit(".", 1)[-1] for name in adapter.targets}
+    if targets and not own <= set(targets):
+        raise CheckpointError(
+            f"{folder_of(place)}: expected an adapter of {', '.join(sorted(targets))}, or of some "
+            f"of them, got one of {', '.join(sorted(own))}"
+        )
     config = LoraConfig(
         r=adapter.config.r,
         lora_alpha=adapter.config.alpha,
         lora_dropout=adapter.config.dropout,
         use_rslora=adapter.config.use_rslora,
-        # PEFT finds the modules by the last part of their names, in all layers.
-        target_modules=sorted({name.rsplit(".", 1)[-1] for name in adapter.targets}),
+        target_modules=sorted(own.union(targets)),
         inference_mode=not trainable,
     )
     wrapped = PeftModel(model.backbone, config)

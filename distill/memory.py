@@ -91,10 +91,12 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
     if not config.trains_adapter:  # every linear layer keeps its input
         copies = 5 if autocast else 2  # q, k, v, gate and up cast their own
         return attention + norms + mlp + size * (copies * hidden + inner) + 2 * kept * hidden
-    targets = config.lora.targets
+    assert model.adapter is not None
+    lora_config = model.adapter.peft_config["default"]  # an init_adapter's own, where there is one
+    targets, rank = lora_config.target_modules, lora_config.r
     of_hidden = sum(name not in ("o_proj", "down_proj") for name in targets)
     own = of_hidden * hidden + inner * ("down_proj" in targets)  # inputs that nothing else keeps
-    if config.lora.dropout:  # each drops its own, and keeps the mask
+    if lora_config.lora_dropout:  # each drops its own, and keeps the mask
         own += queries * ("o_proj" in targets)
         lora = (size if autocast else 4) * own + own
     elif autocast:
@@ -103,7 +105,7 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
         groups = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
         inputs = sum(any(name in targets for name in group) for group in groups)
         lora = kept * (hidden * inputs + inner * ("down_proj" in targets))
-    return attention + norms + mlp + lora + len(targets) * size * config.lora.r
+    return attention + norms + mlp + lora + len(targets) * size * rank
 
 
 def is_linear(name: str) -> bool:

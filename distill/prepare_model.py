@@ -21,6 +21,7 @@ from d2f.save_official import check_official
 from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.config import TrainConfig
+from distill.config_sections import Lora
 from distill.objectives import OBJECTIVES
 
 
@@ -78,7 +79,9 @@ def prepare_model(
         if config.init_adapter is not None:
             with warnings.catch_warnings():  # on meta: for each tensor that it is not copied
                 warnings.filterwarnings("ignore", message=".*to a meta parameter")
-                attach(model, resolve(config.init_adapter), trainable=True)
+                # The default says nothing about an adapter that is there: it keeps its own layers.
+                targets = lora.targets if lora.targets != Lora().targets else ()
+                attach(model, resolve(config.init_adapter), trainable=True, targets=targets)
         else:
             with place:
                 new_lora(model, **lora.model_dump())

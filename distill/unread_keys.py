@@ -20,10 +20,12 @@ _OF_TAILS = ["data." + name for name in (
 _OF_DECODING = ["evaluation." + name for name in (
     "allow_code_execution", "problems", "split", "decoder", "options",
 )]  # fmt: skip
+_OF_FRESH_LORA = [key for key in section_keys("lora") if key != "lora.targets"]
 # Every key that some runs do not read, by what does read it.
 _READERS: list[tuple[str, list[str]]] = [
     ("a model from scratch, init has its own", ["tokenizer"]),
-    ("a run that trains a fresh adapter", section_keys("lora")),
+    ("a run that trains a fresh adapter", _OF_FRESH_LORA),
+    ("objectives that train an adapter", ["lora.targets"]),
     ("d2f, wedlm and wino_plus", ["block_size"]),
     (
         "objective d2f",
@@ -73,8 +75,8 @@ def unread(config: TrainKeys) -> dict[str, str]:
     read = kind.reads(config)
     if config.init is None:
         read.add("tokenizer")
-    if kind.trains_adapter(config) and config.init_adapter is None:
-        read |= set(section_keys("lora"))
+    if kind.trains_adapter(config):
+        read |= {"lora.targets", *(_OF_FRESH_LORA if config.init_adapter is None else ())}
     if kind.reads_text:
         read |= {*_OF_TEXT, *(_OF_TAILS if kind.tail else ())}
     # While the switch eval_every is off, what belongs to it may stay.
