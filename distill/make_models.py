@@ -65,8 +65,15 @@ MEASUREMENTS: dict[str, list[tuple[str, list[str]]]] = {
         )
     ],
     "tiny-d2f-long": [
-        (f"d2f, tau_conf {tau}", ["--tasks", "story,sudoku", "--tau-conf", tau])
-        for tau in ("0.9", "0.99")
+        (label, ["--tasks", "story,sudoku", *words.split()])
+        for label, words in (
+            ("d2f, tau_conf 0.9", "--tau-conf 0.9"),
+            ("d2f, tau_conf 0.99", "--tau-conf 0.99"),
+            (
+                "d2f, one block of 24 at a time, tau_conf 0.995",
+                "--block-size 24 --tau-add 1.0 --tau-act 1.0 --tau-conf 0.995",
+            ),
+        )
     ],
     "tiny-code-d2f": [
         (f"d2f, tau_conf {tau}", ["--tasks", "coding", "--tau-conf", tau])
