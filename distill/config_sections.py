@@ -126,8 +126,8 @@ class Lora(Section):
     targets: Annotated[tuple[Module, ...], Field(min_length=1)] = (
         "q_proj", "k_proj", "v_proj", "o_proj",
     )  # fmt: skip
-    """Linear layers that are adapted, by transformers' names. With init_adapter: its own by
-    default; further ones may be named with these, and begin at no change."""
+    """Linear layers that are adapted, by transformers' names. With init_adapter the
+    default stands for its own; others are its own and further ones, which begin at no change."""
 
     @model_validator(mode="after")
     def _distinct(self) -> Lora:

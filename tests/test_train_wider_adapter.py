@@ -55,9 +55,8 @@ def test_what_was_learned_is_where_a_wider_adapter_begins(tmp_path, trained):
     assert {len(value) for key, value in weights.items() if "lora_A" in key} == {3}
     assert first.keys() < weights.keys()
     moved = [key for key in weights.keys() - first.keys() if "lora_B" in key and weights[key].any()]
-    assert (
-        len(moved) == 5 * before.backbone.config.num_hidden_layers
-    )  # the five new layers have learned
+    # The five new layers have learned.
+    assert len(moved) == 5 * before.backbone.config.num_hidden_layers
     assert d2f.load(trained["init"], adapter=result).contract == before.contract
 
 
