@@ -17,6 +17,7 @@ from tiny import fresh_model, random_model
 import decode
 from decode.server import streaming
 from decode.server.app import create_app
+from decode.server.served_model import ServedModel
 from decode.server.settings import Settings
 from decode.server.unsent import Unsent
 
@@ -44,38 +45,47 @@ async def ask(app, body: dict, send) -> None:
     await app(scope("/v1/completions"), receive, send)
 
 
-def test_text_that_waits_for_a_slow_client_is_joined():
+async def ask_slowly(monkeypatch, served: ServedModel, body: dict, gate: Gate) -> str:
+    """What a client is sent that takes the first chunk once its answer has ended: until it has been
+    offered that chunk two forwards are computed and no more, so that all the others' text waits."""
+    reads, sent = asyncio.Event(), []
+
+    class Noted(Unsent):
+        def end(self, error) -> None:
+            super().end(error)
+            reads.set()
+
+    monkeypatch.setattr(streaming, "Unsent", Noted)
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+        if sent[-1]:
+            gate.open()
+            await reads.wait()
+
+    gate.let(2)  # a piece of text is given once the token after it is known
+    await ask(create_app([served]), body, send)
+    await served.engine.close()
+    return b"".join(sent).decode()
+
+
+def test_text_that_waits_for_a_slow_client_is_joined(monkeypatch):
     """He who takes the first chunk once all is decoded is sent the rest at once, and all of it."""
-    model, sent = random_model("llada"), []
-    served = stock("m", model)
-
-    async def main() -> None:
-        reads = asyncio.Event()
-
-        async def send(message: dict) -> None:
-            sent.append(message.get("body", b""))
-            if sent[-1]:
-                await reads.wait()
-
-        asking = asyncio.create_task(ask(create_app([served]), {**LONG, "stream": True}, send))
-        while served.engine.stats.finished == 0:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.01)  # and the last event has arrived
-        reads.set()
-        await asking
-        await served.engine.close()
-
-    asyncio.run(main())
-    (alone,) = decode.generate(model, LONG["prompt"], decode.Static(max_new_tokens=40))
-    *chunks, done = sse(b"".join(sent).decode())
+    model = fresh_model("llada")
+    (alone,) = decode.generate(
+        model, LONG["prompt"], decode.Static(max_new_tokens=40, block_size=1)
+    )
+    gate = Gate(model)
+    body = {**LONG, "block_size": 1, "stream": True}
+    *chunks, done = sse(asyncio.run(ask_slowly(monkeypatch, stock("m", model), body, gate)))
     assert done == "[DONE]"
     assert pieces([json.loads(chunk) for chunk in chunks]) == alone.text
-    assert alone.forwards == 40 and len(chunks) <= 3
+    assert alone.forwards == 40 and len(chunks) == 2
 
 
-def test_text_that_waits_where_its_answer_fails_has_no_end_of_an_answer():
+def test_text_that_waits_where_its_answer_fails_has_no_end_of_an_answer(monkeypatch):
     """A slow client is told what a fast one is: the text, then the error, and nothing finished."""
-    model, sent, forwards = fresh_model("llada"), [], []
+    model, forwards = fresh_model("llada"), []
     rows = model.decode_rows
 
     def broken(*arguments):
@@ -85,28 +95,11 @@ def test_text_that_waits_where_its_answer_fails_has_no_end_of_an_answer():
         return rows(*arguments)
 
     model.decode_rows = broken
-    served = stock("m", model)
+    gate = Gate(model)
     body = {**LONG, "block_size": 1, "stream": True, "stream_options": {"include_usage": True}}
     body["stream_options"]["continuous_usage_stats"] = True
-
-    async def main() -> None:
-        reads = asyncio.Event()
-
-        async def send(message: dict) -> None:
-            sent.append(message.get("body", b""))
-            if sent[-1]:
-                await reads.wait()
-
-        asking = asyncio.create_task(ask(create_app([served]), body, send))
-        while served.engine.stats.failed == 0:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.01)  # and the last event has arrived
-        reads.set()
-        await asking
-        await served.engine.close()
-
-    asyncio.run(main())
-    *chunks, error = map(json.loads, sse(b"".join(sent).decode()))
+    answer = asyncio.run(ask_slowly(monkeypatch, stock("m", model), body, gate))
+    *chunks, error = map(json.loads, sse(answer))
     assert "no such row" in error["error"]["message"]
     assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
     assert len(chunks) == 2 and len(pieces(chunks)) > 1
