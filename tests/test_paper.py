@@ -4,6 +4,8 @@ count, and what is refused before any work."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from benchmarks.paper.paper_table import read_table, tables
 from benchmarks.paper.paper_tasks import WholeResponse, make_task, runs_code
 from decode.reporting.record import Record
 
-ADAPTER = Path(__file__).parent.parent / "d2f" / "models" / "tiny-d2f" / "adapter"
+ROOT = Path(__file__).parent.parent
+ADAPTER = ROOT / "d2f" / "models" / "tiny-d2f" / "adapter"
 TINY = ["--model", "tiny-teacher", "--adapter", str(ADAPTER), "--device", "cpu"]
 GSM8K = [
     {"question": f"Ann has {i} pens. She buys 1 more.", "answer": f"#### {i + 1}"} for i in range(9)
@@ -260,3 +263,12 @@ def test_ending_early_changes_what_is_waited_for_and_nothing_that_is_seen(tmp_pa
         assert early["figures"]["forwards"] <= whole["figures"]["forwards"]
     (fast, _), (ended, _) = found
     assert ended["figures"]["forwards"] < fast["figures"]["forwards"]
+
+
+def test_a_process_that_judges_a_table_loads_no_torch():
+    """Each imports what the task that it is sent is made of, for one response or many."""
+    code = "import sys, benchmarks.paper.paper_tasks; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.paper.paper_table import PaperTask
 from d2f.configuration import check
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, find_config
@@ -14,6 +13,9 @@ from d2f.tasks.data_task import DataTask
 from d2f.tasks.judges import make_judge
 from d2f.tasks.like import read_task_file
 from d2f.tasks.task_file import TaskFile
+
+if TYPE_CHECKING:  # each process that judges imports this: without torch in a tenth of the time
+    from benchmarks.paper.paper_table import PaperTask
 
 
 class WholeResponse(Task):
