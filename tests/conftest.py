@@ -1,6 +1,7 @@
 """What every test file shares: repeatable draws, one thread, no network, the golden models."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
@@ -22,6 +23,9 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 torch.set_num_threads(1)  # xdist runs one worker a core
+# A shell script that starts the tests in the background has Ctrl-C ignored by all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 
