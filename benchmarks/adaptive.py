@@ -8,7 +8,8 @@ cores, made by
     d2f compare --config adaptive-code --output benchmarks/results/adaptive/4-cores-code
     taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
 
-and from made-up-costs.json there, made by benchmarks.made_up_costs.
+from width-choice-2-cores.json there and its like, made by benchmarks.width_choice, and from
+made-up-costs.json, made by benchmarks.made_up_costs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from statistics import geometric_mean, mean
 from typing import Any
 
 from benchmarks.decoder_table import between, measured
+from benchmarks.width_choice import best_window, compared
 from d2f.files import write_beside
 from decode.comparison.comparison_report import ComparisonReport
 from decode.comparison.statistics import Speed
@@ -29,6 +31,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "adaptive"
 ADAPTIVE = "WeDLM verified"
 BEGIN = "<!-- adaptive: written by python -m benchmarks.adaptive -->\n"
 STANDINGS = "<!-- standings: written by python -m benchmarks.adaptive -->\n"
+CHOICES = "<!-- choices: written by python -m benchmarks.adaptive -->\n"
 MADE_UP = "<!-- made up: written by python -m benchmarks.adaptive -->\n"
 NEAR = 0.97
 
@@ -112,6 +115,27 @@ def standings(found: dict[str, list[ComparisonReport]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def choices(files: list[dict[str, Any]]) -> str:
+    """The engine's choice over the best fixed window (which), in the same process and round, with
+    the interval of the median, by cores and task."""
+    levels = sorted({row["in_flight"] for file in files for row in file["measured"]})
+    head = ["cores", "task", *(f"{level} in flight" for level in levels)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for file in files:
+        found = {(row["task"], row["in_flight"]): row["speeds"] for row in file["measured"]}
+        for task in dict.fromkeys(task for task, _ in found):
+            cells = []
+            for level in levels:
+                if (task, level) not in found:
+                    cells.append("-")
+                    continue
+                window = best_window(found[task, level])
+                share, low, high = compared(found[task, level], window)
+                cells.append(f"{share:.2f} ({window}) {low:.2f} to {high:.2f}")
+            lines.append(f"| {file['cores']} | {task} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def made_up(rows: list[dict[str, Any]]) -> str:
     """The engine's choice over the best fixed window, after the first round, by made-up machine."""
     speeds = {(r["machine"], r["task"], r["in_flight"]): r for r in rows}
@@ -132,11 +156,14 @@ def blocks() -> list[tuple[Path, str, str]]:
     """Each page, the line that the block in it follows, and the block."""
     found = reports()
     simulated = json.loads((RESULTS / "made-up-costs.json").read_text(encoding="utf-8"))
+    files = sorted(RESULTS.glob("width-choice-*.json"), reverse=True)
+    chosen = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     readme, page = ROOT / "README.md", ROOT / "docs" / "decoders.md"
     return [
         (readme, BEGIN, speeds(next(iter(found.values())))),
         (page, BEGIN, ratios(found)),
         (page, STANDINGS, standings(found)),
+        (page, CHOICES, choices(chosen)),
         (page, MADE_UP, made_up(simulated["measured"])),
     ]
 

@@ -168,7 +168,7 @@ def test_the_readmes_ratios_are_those_of_the_report():
 
 def test_the_tables_of_adaptive_widths_are_those_of_the_reports():
     blocks = adaptive.blocks()
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for page, begin, block in blocks:
         assert f"{begin}{block}<!-- end -->" in page.read_text(encoding="utf-8")
 
