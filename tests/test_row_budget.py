@@ -237,6 +237,19 @@ def test_rows_of_a_width_never_seen_lie_between_those_beside_it():
     assert of[4] == pytest.approx(8.0, rel=0.01) and of[16] == pytest.approx(24.0, rel=0.02)
 
 
+def test_rows_without_speculation_are_known_where_the_session_says_them():
+    """Else no speculation, never tried, looks as if it fed what a draft costs."""
+    yields = Yields(WIDTHS, alone=1)
+    yields.note(2, 1000, 1500, 4000)
+    yields.note(8, 1000, 3000, 16000)
+    _, rows = yields.expected()
+    assert rows[0] == 1.0 and rows[WIDTHS.index(4)] == pytest.approx(8.0, rel=0.01)
+    yields.note(1, 1000, 1000, 3000)  # what was seen counts all the same
+    assert yields.expected()[1][0] == pytest.approx(3.0, rel=0.05)
+    session = PAIRS["wedlm"][1][0].begin([5], exact_model("wedlm").contract)
+    assert session.rows_alone == 1
+
+
 def test_the_forward_with_the_prompt_is_one_of_a_response():
     """Responses of 20 tokens, the first of them with a prompt of 30 rows. At a width of 8, which
     feeds 8 rows beside the prompt and then decides 4 tokens a forward, 19 / 4 forwards follow."""

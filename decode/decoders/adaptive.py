@@ -20,8 +20,9 @@ class Adaptive(Session):
 
     widths: how wide it may speculate, ascending, the first without speculation; empty where the
     width is fixed. width: the one of the next step. learns_with: sessions with the same, on the
-    same model, are expected to gain the same from a width. A step is made in two parts, so that
-    the width may be chosen between them. To be named last among a session's bases.
+    same model, are expected to gain the same from a width. rows_alone: what a step of the first
+    width feeds behind the first step, where that is known without trying. A step is made in two
+    parts, so that the width may be chosen between them. To be named last among a session's bases.
     """
 
     def __init__(self, *given: object) -> None:
@@ -29,6 +30,7 @@ class Adaptive(Session):
         self.widths: tuple[int, ...] = ()
         self.width = 1
         self.learns_with: Hashable = None
+        self.rows_alone: int | None = None
 
     def widen_by(self, widths: Sequence[int], learns_with: Hashable) -> None:
         """Let the width be chosen among these."""

@@ -48,6 +48,7 @@ class VerifiedSession(WeDLMSession, Adaptive):
         if rules.window is None:
             own = (rules.entropy_threshold, rules.distance_penalty, rules.refill)
             self.widen_by(WIDTHS, ("wedlm", *own))
+            self.rows_alone = 1
 
     @property
     def done(self) -> bool:

@@ -54,7 +54,7 @@ class Learned:
         """Those of all sessions that learn with this one."""
         key = (session.learns_with, session.widths)
         if key not in self._yields:
-            self._yields[key] = Yields(session.widths)
+            self._yields[key] = Yields(session.widths, session.rows_alone)
         return self._yields[key]
 
 
@@ -67,10 +67,12 @@ def learned_of(model: DiffusionModel) -> Learned:
 
 
 class Yields:
-    """What each width brings a forward: tokens and rows, of the sessions that learn together."""
+    """What each width brings a forward: tokens and rows, of the sessions that learn together.
+    alone: rows of a step of the first, where they are known without it."""
 
-    def __init__(self, widths: Sequence[int]):
+    def __init__(self, widths: Sequence[int], alone: int | None = None):
         self.widths: Numbers = np.array(widths, dtype=np.float64)
+        self._alone = alone
         self.tokens: Numbers = np.zeros(len(widths))
         self.rows: Numbers = np.zeros(len(widths))
         self.seen: Numbers = np.zeros(len(widths))
@@ -114,7 +116,10 @@ class Yields:
         among them; where a width was seldom seen, in part a guess."""
         weight = self.seen / (self.seen + GUESS)
         tokens = weight * self.tokens + (1 - weight) * self._guess()
-        rows = weight * self.rows + (1 - weight) * self.widths * self._a_width(self.rows, self.seen)
+        supposed = self.widths * self._a_width(self.rows, self.seen)
+        if self._alone is not None:
+            supposed[0] = self._alone
+        rows = weight * self.rows + (1 - weight) * supposed
         if self._ended:
             # Without speculation it may be none, which says nothing of the widths beside.
             wide = np.append(0.0, self.starts[1:])
