@@ -156,8 +156,9 @@ def blocks() -> list[tuple[Path, str, str]]:
     """Each page, the line that the block in it follows, and the block."""
     found = reports()
     simulated = json.loads((RESULTS / "made-up-costs.json").read_text(encoding="utf-8"))
-    files = sorted(RESULTS.glob("width-choice-*.json"), reverse=True)
+    files = RESULTS.glob("width-choice-*.json")
     chosen = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    chosen.sort(key=lambda file: -file["cores"])
     readme, page = ROOT / "README.md", ROOT / "docs" / "decoders.md"
     return [
         (readme, BEGIN, speeds(next(iter(found.values())))),

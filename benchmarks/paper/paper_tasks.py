@@ -14,7 +14,7 @@ from d2f.tasks.judges import make_judge
 from d2f.tasks.like import read_task_file
 from d2f.tasks.task_file import TaskFile
 
-if TYPE_CHECKING:  # each process that judges imports this: without torch in a tenth of the time
+if TYPE_CHECKING:  # it loads torch, which takes seconds, and each process that judges imports this
     from benchmarks.paper.paper_table import PaperTask
 
 

@@ -63,7 +63,7 @@ async def ask_slowly(monkeypatch, served: ServedModel, body: dict, gate: Gate) -
             gate.open()
             await reads.wait()
 
-    gate.let(2)  # a piece of text is given once the token after it is known
+    gate.let(2)  # the first token may be part of a character: its text comes with the second
     await ask(create_app([served]), body, send)
     await served.engine.close()
     return b"".join(sent).decode()
