@@ -97,6 +97,11 @@ class VerifiedSession(WeDLMSession, Adaptive):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
+        if not len(self.wanted) and self.masked[self.known]:  # the last known token alone was read
+            token, confidence = int(predictions.token[0]), float(predictions.confidence[0])
+            self.reveal(self.known, token, confidence)
+            self.committed, self.known = self.known, self.known + 1
+            return
         # Rows known - 1, known, ...: each predicts the next position, as in any causal model.
         filled = len(predictions.token) - len(self.wanted)
         ahead = slice(self.known, self.known + filled)

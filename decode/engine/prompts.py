@@ -131,11 +131,10 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
     """Raise InputError if `ids` cannot be decoded by `decoder` on `model`."""
     if not ids:
         raise InputError(f"{where} is empty: expected at least one token")
-    wrong = [token for token in ids if not 0 <= token < model.vocab_size]
+    vocab_size = model.vocab_size  # transformers takes some microseconds to look it up
+    wrong = [token for token in ids if not 0 <= token < vocab_size]
     if wrong:
-        raise InputError(
-            f"{where}: ids must lie in [0, {model.vocab_size}), got {repr_of(wrong[0])}"
-        )
+        raise InputError(f"{where}: ids must lie in [0, {vocab_size}), got {repr_of(wrong[0])}")
     if model.mask_id is not None and model.mask_id in ids:
         raise InputError(
             f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "

@@ -16,7 +16,8 @@ from decode.engine.step import Predictions, Step
 
 class Request:
     """A prompt with its decoder; index says which prompt of the caller's it is. views: whether its
-    events have blocks, which nobody who only waits for the result need pay for."""
+    events have blocks, which nobody who only waits for the result need pay for. adaptive: its
+    session, where the engine chooses how wide it speculates, else None."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class Request:
         self.decoder = decoder
         self.contract = contract
         self.tokenizer = tokenizer
-        self.session = decoder.begin(prompt, contract)
+        self.session = session = decoder.begin(prompt, contract)
+        self.adaptive = session if isinstance(session, Adaptive) and session.widths else None
         self.sampler = Sampler(decoder.sampling, contract.mask_id)
         # Always one step ahead: that a request is done is known with the predictions that end it,
         # and it leaves the batch before the next forward.
@@ -100,10 +102,9 @@ class Request:
             self.result = self._finish(now)
 
     def _next_feed(self, *, first: bool = False) -> Feed | None:
-        session = self.session
-        if isinstance(session, Adaptive) and session.widths:
+        if (session := self.adaptive) is not None:
             return Feed(session.feed_step, first=first) if session.proceed() else None
-        step = session.step()
+        step = self.session.step()
         return None if step is None else Feed(step, first=first)
 
     def event(self) -> Event:

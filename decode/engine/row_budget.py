@@ -125,7 +125,7 @@ class RowBudget:
             self._set([(session, self._usual[_kind(session)]) for session in new])
             return
         self._age, self._count = 0, len(requests)
-        others = [r for r in requests if not (isinstance(r.session, Adaptive) and r.session.widths)]
+        others = [request for request in requests if request.adaptive is None]
         rows = sum(len(r.feed.step.tokens) for r in others if r.feed and not r.feed.first)
         chosen = list(zip(sessions, self._choose(sessions, rows, len(others)), strict=True))
         self._usual |= {_kind(session): at for session, at in chosen}
@@ -193,8 +193,8 @@ class RowBudget:
     def note_request(self, request: Request, step: Step, *, first: bool) -> None:
         """What the forward of a step, or of its last piece, brought a request. first: it had the
         prompt."""
-        session, tokens = request.session, len(request.session.revealed)
-        if not (isinstance(session, Adaptive) and session in self._gains):
+        session, tokens = request.adaptive, len(request.session.revealed)
+        if session is None or session not in self._gains:
             self.learned.others += (tokens - self.learned.others) / 64
             return
         gain = self._gains[session]
@@ -209,7 +209,8 @@ class RowBudget:
 
     def forget(self, request: Request) -> None:
         """The request has left."""
-        self._gains.pop(request.session, None)  # type: ignore[call-overload]
+        if request.adaptive is not None:
+            self._gains.pop(request.adaptive, None)
 
 
 class Hull:
@@ -273,7 +274,5 @@ def _kind(session: Adaptive) -> Hashable:
 
 def _choosing(request: Request) -> Adaptive | None:
     """The session of a request whose next step may still be made in any width."""
-    session, feed = request.session, request.feed
-    if isinstance(session, Adaptive) and session.widths and feed is not None and not feed.is_made:
-        return session
-    return None
+    feed = request.feed
+    return None if feed is None or feed.is_made else request.adaptive
