@@ -45,11 +45,14 @@ class Machine:
     flat: int
     seconds: float = 0.0
 
-    def note(self, learned: Learned, rows: int, requests: int, draws: np.random.Generator) -> None:
+    def note(
+        self, learned: Learned, rows: int, reads: int, requests: int, draws: np.random.Generator
+    ) -> None:
         """A forward ran: count its time, and tell it to what learns."""
         took = (self.a + self.b * requests + self.c * max(rows, self.flat)) / 1000
         self.seconds += took
-        learned.curve.note(rows, requests, took * float(draws.lognormal(sigma=SCATTER)))
+        scatter = float(draws.lognormal(sigma=SCATTER))
+        learned.curve.note(rows, reads, requests, took * scatter)
 
 
 # About what the tiny models take on a CPU's four and two cores, and one that feeds 512 rows for
@@ -72,8 +75,8 @@ def measured(task: str, machine: str, in_flight: int, waves: int, rounds: int) -
     def speed(model: DiffusionModel, decoder: decode.Decoder) -> float:
         made_up = Machine(*MACHINES[machine])
 
-        def note(self: Learned, rows: int, requests: int, seconds: float, after: float) -> None:
-            made_up.note(self, rows, requests, draws)
+        def note(self: Learned, rows: int, reads: int, requests: int, *_: float) -> None:
+            made_up.note(self, rows, reads, requests, draws)
 
         with patch.object(Learned, "note_forward", note):
             results = decode.generate(model, prompts, decoder, batch_size=in_flight)

@@ -13,11 +13,11 @@ from decode.engine.learned import Learned
 def test_a_machine_counts_what_forwards_take_and_tells_it_with_a_scatter():
     machine, learned, draws = Machine(2.0, 0.5, 0.1, 16), Learned(), np.random.default_rng(3)
     for _ in range(60):
-        machine.note(learned, 4, 2, draws)
+        machine.note(learned, 4, 4, 2, draws)
     assert machine.seconds == pytest.approx(60 * (2.0 + 1.0 + 1.6) / 1000)
-    machine.note(learned, 100, 1, draws)
+    machine.note(learned, 100, 100, 1, draws)
     assert machine.seconds == pytest.approx(60 * 0.0046 + 0.0125)
-    assert learned.curve.seconds(np.array([4.0]), 2)[0] == pytest.approx(0.0046, rel=0.2)
+    assert learned.curve.seconds(np.array([[4.0], [4.0]]), 2)[0] == pytest.approx(0.0046, rel=0.2)
 
 
 @pytest.mark.parametrize("machine", ["4 cores", "flat"])

@@ -84,8 +84,8 @@ class AnyCosts(RowBudget):
         self.learned = Learned()
         self.draws = draws
 
-        self.learned.note_forward = lambda rows, requests, *_: self.learned.curve.note(
-            rows, requests, self._time(rows)
+        self.learned.note_forward = lambda rows, reads, requests, *_: self.learned.curve.note(
+            rows, reads, requests, self._time(rows)
         )
 
     def _time(self, rows):
@@ -160,9 +160,9 @@ def test_what_one_request_alone_and_what_many_are_given():
         assert chosen(count, tokens, rows, lambda r: (10 + r / 2) / 1000) == [expected] * count
 
 
-def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0, ran=0):
-    """What a budget with these figures gives `count` equal sessions. ran: the width that they had,
-    0 for new ones."""
+def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0, ran=0, reads=None):
+    """What a budget with these figures gives `count` equal sessions. seconds: of rows, and where
+    `reads` are given, by width, of these too. ran: the width that they had, 0 for new ones."""
     model = exact_model("wedlm")
     sessions = [
         decode.WeDLM("auto", max_new_tokens=N, verify="ar").begin([5], model.contract)
@@ -170,14 +170,15 @@ def chosen(count, tokens, rows, seconds, *, other_rows=0, others=0, ran=0):
     ]
     budget = RowBudget(model)
     budget.learned = Learned()
-    budget.learned.curve.seconds = lambda rows, requests: seconds(rows)
-    with patch.object(Yields, "expected", lambda self: (tokens, rows)):
+    budget.learned.curve.seconds = lambda r, requests: seconds(*r[: 1 if reads is None else 2])
+    both = np.stack([rows, rows if reads is None else reads])
+    with patch.object(Yields, "expected", lambda self: (tokens, both)):
         for session in sessions:
             session.widths = tuple(range(1, len(rows) + 1))
             budget._gains[session] = type(
                 "Fixed", (), {"yields": budget.learned.yields(session), "factor": 1.0, "width": ran}
             )()
-        return budget._choose(sessions, other_rows, others)
+        return budget._choose(sessions, np.array([other_rows, other_rows]), others)
 
 
 @settings(max_examples=80)
@@ -208,10 +209,23 @@ def test_no_uniform_width_is_better_than_the_choice(count, further, flat, slope,
     assert found <= best * (1 + 1e-9)
 
 
+def test_rows_that_are_not_read_are_not_taken_to_cost_what_read_ones_do():
+    """In responses of width 1 most rows are prompts'; of width 4 most are read."""
+    tokens, rows = np.array([1.0, 2.4]), np.array([3.0, 7.0])
+
+    def seconds(fed, read):
+        return (fed + 9 * read) / 1000
+
+    assert chosen(8, tokens, rows, lambda fed: fed / 1000) == [1] * 8
+    assert chosen(8, tokens, rows, seconds, reads=np.array([1.0, 4.0])) == [0] * 8
+
+
 def test_a_hull_leaves_out_what_no_load_would_choose():
-    hull = Hull(np.array([1.0, 1.2, 3.0, 2.9, 3.5]), np.array([1.0, 2.0, 3.0, 4.0, 8.0]))
+    rows = np.array([[1.0, 2.0, 3.0, 4.0, 8.0], [1.0, 1.0, 2.0, 2.0, 4.0]])
+    hull = Hull(np.array([1.0, 1.2, 3.0, 2.9, 3.5]), rows)
     assert hull.at.tolist() == [0, 2, 4]
-    assert hull.more_tokens.tolist() == [2.0, 0.5] and hull.more_rows.tolist() == [2.0, 5.0]
+    assert hull.more_tokens.tolist() == [2.0, 0.5]
+    assert hull.more_rows.tolist() == [[2.0, 5.0], [1.0, 2.0]]
 
 
 def test_the_engine_notes_first_steps_and_lengths():
@@ -225,7 +239,7 @@ def test_the_engine_notes_first_steps_and_lengths():
     yields = engine.budget.learned.yields(session)
     at = WIDTHS.index(session.width)
     assert yields.starts.sum() == yields.starts[at] == 1
-    assert yields.begun[at] == min(session.width, N)
+    assert yields.begun[:, at].tolist() == [min(session.width, N), min(session.width, N) + 1]
     assert (yields.prompt, yields.first) == (3, len(session.revealed))
     while not request.done:
         engine.advance()
@@ -249,7 +263,7 @@ def test_what_only_the_first_forward_of_a_size_does_is_not_counted_as_its_time(m
     monkeypatch.setattr("decode.engine.engine.time", engine)
     monkeypatch.setattr(model, "prepare_rows", make)
     monkeypatch.setattr(model, "decode_rows", decode_rows)
-    monkeypatch.setattr(Learned, "note_forward", lambda _, rows, n, took, after: noted.append(took))
+    monkeypatch.setattr(Learned, "note_forward", lambda *given: noted.append(given[4]))
     decode.generate(model, [[5, 6, 7], [8]], PAIRS["wedlm"][0][0])
     assert len(made) > 1 and clock[0] == 9.0 * len(made) + len(noted)
     assert set(noted) == {1.0}
@@ -259,13 +273,13 @@ def seen_of(widths, *, ended):
     """By width the forwards that are counted of a session that ran in these."""
     gain = Gain(Yields(WIDTHS))
     for width in widths:
-        gain.note(width, tokens=2, rows=width)
+        gain.note(width, tokens=2, rows=width, reads=width)
     if ended:
         gain.end()
     yields = gain.yields
     assert set(yields.tokens[yields.seen > 0]) <= {2.0}
-    seen = zip(yields.widths, yields.seen, yields.rows, strict=True)
-    return {int(w): n for w, n, rows in seen if n and rows == w}
+    seen = zip(yields.widths, yields.seen, yields.rows.T, strict=True)
+    return {int(w): n for w, n, rows in seen if n and rows.tolist() == [w, w]}
 
 
 def test_a_width_is_judged_by_whole_responses_or_long_stretches():
@@ -279,12 +293,12 @@ def test_a_width_is_judged_by_whole_responses_or_long_stretches():
 
 def test_a_request_that_gains_less_than_others_expects_less():
     yields = Yields(WIDTHS)
-    yields.note(1, 1000, 1000, 1000)
-    yields.note(8, 900, 3600, 9000)
+    yields.note(1, 1000, 1000, 1000, 1000)
+    yields.note(8, 900, 3600, 9000, 9000)
     usual, poor = Gain(yields), Gain(yields)
     for _ in range(STRETCH):
-        usual.note(8, 4, 10)
-        poor.note(8, 1, 10)
+        usual.note(8, 4, 10, 10)
+        poor.note(8, 1, 10, 10)
     assert usual.factor == pytest.approx(1.0, abs=0.05) and poor.factor < 0.4
 
 

@@ -154,7 +154,7 @@ def test_the_process_keeps_its_own_number():
         with learned.best_threads(8):
             seen.add(torch.get_num_threads())
         assert torch.get_num_threads() == before
-        learned.note_forward(8, 1, 1.0, 0.0)
+        learned.note_forward(8, 8, 1, 1.0, 0.0)
     assert seen == {1, 2}
 
 

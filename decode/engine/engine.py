@@ -282,7 +282,7 @@ class Engine:
                 predictions = self._alone(request, request.feed.anew(), group)
             events.append(self._accept(request, step, predictions))
         took, after = ended - forward.began, time.perf_counter() - ended
-        self.budget.learned.note_forward(forward.rows, len(forward.fed), took, after)
+        self.budget.learned.note_forward(forward.rows, forward.reads, len(forward.fed), took, after)
         return events
 
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
@@ -330,6 +330,11 @@ class StartedForward:
     def rows(self) -> int:
         """How many it feeds."""
         return sum(len(step.tokens) for _, step in self.fed)
+
+    @property
+    def reads(self) -> int:
+        """Of how many predictions are wanted."""
+        return sum(group.count for group in self.groups)
 
     def wait(self) -> NDArray[np.float64]:
         """Its table, as `decode.engine.sampling.table_of` has it."""

@@ -1,5 +1,6 @@
 """What the engines of a model learn from its forwards, kept while it is loaded: what a forward
-costs by its rows and requests, with how many threads it is fastest, and what speculation brings.
+costs by its rows, reads and requests, with how many threads it is fastest, and what speculation
+brings.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ class Learned:
             with self.threads.using(rows) as self._used:
                 yield
 
-    def note_forward(self, rows: int, requests: int, seconds: float, after: float) -> None:
-        """It took so long, and to hand out what it found so long after it."""
+    def note_forward(
+        self, rows: int, reads: int, requests: int, seconds: float, after: float
+    ) -> None:
+        """One of so many rows, of which so many were read, took so long, and to hand out what it
+        found so long after it."""
         if self.threads is None or self.threads.note(rows, self._used, seconds):
-            self.curve.note(rows, requests, seconds + after)
+            self.curve.note(rows, reads, requests, seconds + after)
 
     def yields(self, session: Adaptive) -> Yields:
         """Those of all sessions that learn with this one."""
@@ -68,15 +72,16 @@ def learned_of(model: DiffusionModel) -> Learned:
 
 class Yields:
     """What each width brings a forward: tokens and rows, of the sessions that learn together.
-    alone: rows of a step of the first, where they are known without it."""
+    alone: rows of a step of the first, all read, where they are known without it. Rows are counted
+    twice: those that are fed and, after them, those that are read."""
 
     def __init__(self, widths: Sequence[int], alone: int | None = None):
         self.widths: Numbers = np.array(widths, dtype=np.float64)
         self._alone = alone
         self.tokens: Numbers = np.zeros(len(widths))
-        self.rows: Numbers = np.zeros(len(widths))
+        self.rows: Numbers = np.zeros((2, len(widths)))
         self.seen: Numbers = np.zeros(len(widths))
-        self.begun: Numbers = np.zeros(len(widths))  # rows of first steps behind the prompt's
+        self.begun: Numbers = np.zeros((2, len(widths)))  # of first steps, behind the prompt's
         self.starts: Numbers = np.zeros(len(widths))
         self.prompt = self.first = 0.0  # rows of a prompt; tokens that a first step decided
         self.length = 0.0  # of a response, in tokens
@@ -89,22 +94,23 @@ class Yields:
         )
         self._occasions = 0
 
-    def note(self, width: int, forwards: int, tokens: int, rows: int) -> None:
-        """So many forwards of a session of that width fed `rows` and decided `tokens`."""
+    def note(self, width: int, forwards: int, tokens: int, rows: int, reads: int) -> None:
+        """So many forwards of a session of that width fed `rows`, read `reads` of them and decided
+        `tokens`."""
         at = self.at[width]
         self.seen[at] = seen = min(self.seen[at] + forwards, RECENT)
         self.tokens[at] += (tokens - self.tokens[at] * forwards) / seen
-        self.rows[at] += (rows - self.rows[at] * forwards) / seen
+        self.rows[:, at] += (np.array([rows, reads]) - self.rows[:, at] * forwards) / seen
 
-    def begin(self, width: int, prompt: int, rows: int, tokens: int) -> None:
-        """The first step of a session of that width fed a prompt and `rows` besides, and decided
-        `tokens`."""
+    def begin(self, width: int, prompt: int, rows: int, reads: int, tokens: int) -> None:
+        """The first step of a session of that width fed a prompt and `rows` besides, read `reads`
+        of all and decided `tokens`."""
         at = self.at[width]
         self._started = min(self._started + 1, RECENT)
         self.prompt += (prompt - self.prompt) / self._started
         self.first += (tokens - self.first) / self._started
         self.starts[at] = starts = min(self.starts[at] + 1, RECENT)
-        self.begun[at] += (rows - self.begun[at]) / starts
+        self.begun[:, at] += (np.array([rows, reads]) - self.begun[:, at]) / starts
 
     def end(self, tokens: int) -> None:
         """A session is done, after so many tokens."""
@@ -112,21 +118,23 @@ class Yields:
         self.length += (tokens - self.length) / self._ended
 
     def expected(self) -> tuple[Numbers, Numbers]:
-        """Tokens and rows a forward by width, the mean over a response's, its first with the prompt
-        among them; where a width was seldom seen, in part a guess."""
+        """Tokens, ``[width]``, and rows, ``[2, width]``, a forward, the mean over a response's, its
+        first with the prompt among them; where a width was seldom seen, in part a guess."""
         weight = self.seen / (self.seen + GUESS)
         tokens = weight * self.tokens + (1 - weight) * self._guess()
         supposed = self.widths * self._a_width(self.rows, self.seen)
         if self._alone is not None:
-            supposed[0] = self._alone
+            supposed[:, 0] = self._alone
         rows = weight * self.rows + (1 - weight) * supposed
         if self._ended:
             # Without speculation it may be none, which says nothing of the widths beside.
             wide = np.append(0.0, self.starts[1:])
             begun = self.widths * self._a_width(self.begun, wide)
-            begun[0] = self.begun[0] if self.starts[0] else begun[0]
+            if self.starts[0]:
+                begun[:, 0] = self.begun[:, 0]
             later = max(self.length - self.first, 0.0) / np.maximum(tokens, 1e-9)
-            rows = (self.prompt + np.maximum(begun, begun[0]) + later * rows) / (1 + later)
+            prompt = np.array([[self.prompt], [0.0]])
+            rows = (prompt + np.maximum(begun, begun[:, :1]) + later * rows) / (1 + later)
             tokens = max(self.length, self.first) / (1 + later)
         return tokens, rows
 
@@ -149,10 +157,11 @@ class Yields:
         return base * self._terms[int(np.argmin(misfit))]
 
     def _a_width(self, rows: Numbers, seen: Numbers) -> Numbers:
-        """Rows over width: of a width that was not seen, between those of the ones beside it that
-        were."""
+        """Rows, ``[2, width]``, over width: of a width that was not seen, between those of the ones
+        beside it that were."""
         known = np.flatnonzero(seen)
         if not len(known):
-            return np.ones(len(self.widths))
+            return np.ones_like(rows)
         places = np.log(self.widths)
-        return np.interp(places, places[known], rows[known] / self.widths[known])
+        shares = rows[:, known] / self.widths[known]
+        return np.stack([np.interp(places, places[known], share) for share in shares])

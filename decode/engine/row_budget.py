@@ -1,9 +1,10 @@
 """How wide lossless sessions speculate: before each forward its rows are handed out where they are
 expected to bring the most tokens a second.
 
-Two things are learned (`decode.engine.learned`): what a forward costs by its rows and requests, and
-what a width brings, tokens and rows a forward, the mean over all requests of the same rules; each
-request has a factor of its own from what it gained so far. With n requests that speculate, at
+Two things are learned (`decode.engine.learned`): what a forward costs by its rows, those that are
+read and those that are not, and its requests; and what a width brings, tokens and rows a forward,
+the mean over all requests of the same rules; each request has a factor of its own from what it
+gained so far. With n requests that speculate, at
 widths w_1 .. w_n, and what the others feed and decode in any case,
 
     rate = (other tokens + sum of tokens(w_i)) / seconds(other rows + sum of rows(w_i), requests)
@@ -63,21 +64,25 @@ class Gain:
         self.trial = 0  # forwards that it is still held at its width
         self.since = STRETCH  # forwards since the last occasion for that
         self._changed = False
-        self._forwards = self._tokens = self._rows = 0  # since the width changed, or was judged
+        self._begin()
 
     @property
     def factor(self) -> float:
         """How much more or less than others it gains."""
         return (self.gained + OWN) / (self.expected + OWN)
 
-    def note(self, width: int, tokens: int, rows: int) -> None:
+    def _begin(self) -> None:
+        """Count from here on: the width changed, or was judged."""
+        self._forwards = self._tokens = self._rows = self._reads = 0
+
+    def note(self, width: int, tokens: int, rows: int, reads: int) -> None:
         """After a forward of that width."""
         if width != (self.width or width):
             self._changed = True
-            self._forwards = self._tokens = self._rows = 0
+            self._begin()
         self.width, self.trial, self.since = width, max(0, self.trial - 1), self.since + 1
         self._forwards, self._tokens = self._forwards + 1, self._tokens + tokens
-        self._rows += rows
+        self._rows, self._reads = self._rows + rows, self._reads + reads
         if self._forwards == STRETCH:
             self._judge()
 
@@ -89,12 +94,12 @@ class Gain:
     def _judge(self) -> None:
         """Count the forwards since the last time."""
         forwards, tokens = self._forwards, self._tokens
-        self.yields.note(self.width, forwards, tokens, self._rows)
+        self.yields.note(self.width, forwards, tokens, self._rows, self._reads)
         base = self.yields.tokens[0] or 1.0
         at = self.yields.at[self.width]
         self.gained += max(tokens - base * forwards, 0.0)
         self.expected += max(float(self.yields.tokens[at]) - base, 0.0) * forwards
-        self._forwards = self._tokens = self._rows = 0
+        self._begin()
 
 
 class RowBudget:
@@ -126,7 +131,8 @@ class RowBudget:
             return
         self._age, self._count = 0, len(requests)
         others = [request for request in requests if request.adaptive is None]
-        rows = sum(len(r.feed.step.tokens) for r in others if r.feed and not r.feed.first)
+        steps = [r.feed.step for r in others if r.feed and not r.feed.first]
+        rows = np.array([sum(len(s.tokens) for s in steps), sum(len(s.read) for s in steps)])
         chosen = list(zip(sessions, self._choose(sessions, rows, len(others)), strict=True))
         self._usual |= {_kind(session): at for session, at in chosen}
         self._set(chosen)
@@ -143,8 +149,8 @@ class RowBudget:
                     gain.trial, at = STRETCH, other
             session.width = session.widths[at]
 
-    def _choose(self, sessions: Sequence[Adaptive], rows: int, others: int) -> list[int]:
-        """Of each session the index of its width. rows: what `others` requests feed."""
+    def _choose(self, sessions: Sequence[Adaptive], rows: Numbers, others: int) -> list[int]:
+        """Of each session the index of its width. rows: what `others` requests feed and read."""
         hulls: dict[int, Hull] = {}
         groups: dict[tuple[int, float], list[int]] = {}
         found, now = [], []
@@ -160,14 +166,15 @@ class RowBudget:
         alike = [(*found[group[0]], len(group)) for group in members]
         owner = np.repeat(np.arange(len(alike)), [len(hull.at) - 1 for hull, _, _ in alike])
         more_tokens = np.concatenate([hull.more_tokens * factor * n for hull, factor, n in alike])
-        more_rows = np.concatenate([hull.more_rows * n for hull, _, n in alike])
+        more_rows = np.hstack([hull.more_rows * n for hull, _, n in alike])
         # Within a hull the tokens a row fall from step to step, so a group's steps stay in order.
-        order = np.argsort(-more_tokens / more_rows, kind="stable")
+        order = np.argsort(-more_tokens / more_rows[0], kind="stable")
         base_rows = rows + sum(hull.rows for hull, _ in found)
         base_tokens = others * self.learned.others + sum(hull.tokens for hull, _ in found)
         same_tokens, same_rows = _with_one_width(found)
         all_tokens = base_tokens + np.hstack([0.0, np.cumsum(more_tokens[order]), same_tokens])
-        all_rows = base_rows + np.hstack([0.0, np.cumsum(more_rows[order]), same_rows])
+        widened = np.cumsum(more_rows[:, order], axis=1)
+        all_rows = base_rows[:, None] + np.hstack([np.zeros((2, 1)), widened, same_rows])
         requests = others + len(found)
         rates = all_tokens / self.learned.curve.seconds(all_rows, requests)
         best = int(np.argmax(rates))
@@ -185,8 +192,8 @@ class RowBudget:
             return chosen
         gains = [hull.beyond(at) for (hull, _), at in zip(found, stay, strict=True)]
         tokens = base_tokens + sum(m * f for (m, _), (_, f) in zip(gains, found, strict=True))
-        now_rows = np.array([base_rows + sum(n for _, n in gains)])
-        seconds = self.learned.curve.seconds(now_rows, requests)
+        now_rows = base_rows + sum(n for _, n in gains)
+        seconds = self.learned.curve.seconds(now_rows[:, None], requests)
         rate = tokens / float(seconds[0])
         return chosen if rates[best] > BETTER * rate else stay
 
@@ -198,11 +205,12 @@ class RowBudget:
             self.learned.others += (tokens - self.learned.others) / 64
             return
         gain = self._gains[session]
+        fed, reads = len(step.tokens), len(step.read)
         if first:
             behind = int((step.slots >= session.prompt_length).sum())
-            gain.yields.begin(session.width, len(step.tokens) - behind, behind, tokens)
+            gain.yields.begin(session.width, fed - behind, behind, reads, tokens)
         else:
-            gain.note(session.width, tokens, len(step.tokens))
+            gain.note(session.width, tokens, fed, reads)
         if request.done:
             gain.end()
             gain.yields.end(len(session.settled))
@@ -215,38 +223,38 @@ class RowBudget:
 
 class Hull:
     """The widths that may be the best at some load: the corners of the upper hull of tokens over
-    rows. at: their indices. rows, tokens: of the first. more_rows, more_tokens: from each to the
-    next."""
+    rows that are fed. at: their indices. rows, fed and read, and tokens: of the first. more_rows,
+    more_tokens: from each to the next."""
 
     def __init__(self, tokens: Numbers, rows: Numbers):
-        kept = [0]
-        for i in range(1, len(rows)):
-            if rows[i] <= rows[kept[-1]] or tokens[i] <= tokens[kept[-1]]:
+        kept, fed = [0], rows[0]
+        for i in range(1, len(fed)):
+            if fed[i] <= fed[kept[-1]] or tokens[i] <= tokens[kept[-1]]:
                 continue
-            while len(kept) > 1 and _slope(tokens, rows, kept[-1], i) >= _slope(
-                tokens, rows, kept[-2], kept[-1]
+            while len(kept) > 1 and _slope(tokens, fed, kept[-1], i) >= _slope(
+                tokens, fed, kept[-2], kept[-1]
             ):
                 kept.pop()
             kept.append(i)
         self.at = np.array(kept)
         self._all = tokens, rows
-        self.tokens, self.rows = float(tokens[0]), float(rows[0])
-        self.more_tokens, self.more_rows = np.diff(tokens[kept]), np.diff(rows[kept])
+        self.tokens, self.rows = float(tokens[0]), rows[:, 0]
+        self.more_tokens, self.more_rows = np.diff(tokens[kept]), np.diff(rows[:, kept])
 
     @property
     def last(self) -> int:
         """Index of the widest, also where it is no corner."""
         return len(self._all[0]) - 1
 
-    def beyond(self, at: int) -> tuple[float, float]:
+    def beyond(self, at: int) -> tuple[float, Numbers]:
         """Tokens and rows of the width `at` above those of the first."""
         tokens, rows = self._all
-        return float(tokens[at] - tokens[0]), float(rows[at] - rows[0])
+        return float(tokens[at] - tokens[0]), rows[:, at] - rows[:, 0]
 
     def all_beyond(self, at: Ints) -> tuple[Numbers, Numbers]:
-        """The same of many."""
+        """The same of many: ``[N]`` and ``[2, N]``."""
         tokens, rows = self._all
-        return tokens[at] - tokens[0], rows[at] - rows[0]
+        return tokens[at] - tokens[0], rows[:, at] - rows[:, :1]
 
 
 def _with_one_width(found: Sequence[tuple[Hull, float]]) -> tuple[Numbers, Numbers]:
@@ -256,7 +264,7 @@ def _with_one_width(found: Sequence[tuple[Hull, float]]) -> tuple[Numbers, Numbe
     for hull, factor in found:
         factors.setdefault(hull, []).append(factor)
     index = np.arange(1 + max(hull.last for hull in factors))
-    tokens, rows = np.zeros(len(index)), np.zeros(len(index))
+    tokens, rows = np.zeros(len(index)), np.zeros((2, len(index)))
     for hull, own in factors.items():
         more_tokens, more_rows = hull.all_beyond(np.minimum(index, hull.last))
         tokens, rows = tokens + sum(own) * more_tokens, rows + len(own) * more_rows
