@@ -18,8 +18,8 @@ machine that others use too:
       seconds = a + b * requests + e * reads + c * rows
                 + sum of d_k * max(0, rows - k), k = 32, 128, 512, 2048
 
-Where little was measured, a forward is taken to cost as ``rows + FLAT`` does: an unknown number of
-rows looks neither free nor hopeless, and is tried.
+Where little was measured, a forward is taken to cost as ``rows + FLAT`` does, whatever is read: an
+unknown number of rows looks neither free nor hopeless, and is tried.
 """
 
 from __future__ import annotations
@@ -99,11 +99,14 @@ class CostCurve:
         )
         shares = terms / np.append(seconds, supposed)[:, None]
         weight = np.append(weight, np.full(len(SUPPOSED), TRUST))
+        gram = shares.T @ (weight[:, None] * shares)
+        # Rows and those that are read mostly rise together: what could be of either is of rows.
+        gram[2, 2] += TRUST * float(np.sum((SUPPOSED / supposed) ** 2))
         start = self._terms
         if start is None:
             start = np.zeros(terms.shape[1])
             start[[0, 3]] = scale * FLAT, scale
-        found = non_negative(shares.T @ (weight[:, None] * shares), shares.T @ weight, start)
+        found = non_negative(gram, shares.T @ weight, start)
         found[0] = max(found[0], FREE * seconds.min())
         return found
 
