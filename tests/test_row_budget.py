@@ -336,6 +336,23 @@ def test_widths_are_chosen_anew_where_more_than_an_eighth_have_left(left, anew):
     assert bool(choose.call_count) == anew
 
 
+def test_widths_are_chosen_the_more_seldom_the_longer_they_stay():
+    """A choice takes time, not little of it beside a small model's forward."""
+    model, made = exact_model("wedlm"), []
+    requests = [Request(i, [5, 6], PAIRS["wedlm"][1][0], model.contract, None) for i in range(4)]
+    budget = RowBudget(model)
+    budget.learned = Learned()
+
+    def choose(sessions, rows, others):
+        made.append(forward)
+        return [0 if forward < 200 else 2] * len(sessions)
+
+    budget._choose = choose
+    for forward in range(300):  # noqa: B007 (read in `choose`)
+        budget.assign(requests)
+    assert made == [0, 16, 48, 112, 176, 240, 256, 288]  # another at 240
+
+
 def test_auto_speculates_alone_and_learns_from_it():
     """A model whose masks are always right, and one row costs as much as many."""
     model = exact_model("wedlm")

@@ -100,7 +100,8 @@ class Yields:
         at = self.at[width]
         self.seen[at] = seen = min(self.seen[at] + forwards, RECENT)
         self.tokens[at] += (tokens - self.tokens[at] * forwards) / seen
-        self.rows[:, at] += (np.array([rows, reads]) - self.rows[:, at] * forwards) / seen
+        for of, count in zip(self.rows, (rows, reads), strict=True):
+            of[at] += (count - of[at] * forwards) / seen
 
     def begin(self, width: int, prompt: int, rows: int, reads: int, tokens: int) -> None:
         """The first step of a session of that width fed a prompt and `rows` besides, read `reads`
@@ -110,7 +111,8 @@ class Yields:
         self.prompt += (prompt - self.prompt) / self._started
         self.first += (tokens - self.first) / self._started
         self.starts[at] = starts = min(self.starts[at] + 1, RECENT)
-        self.begun[:, at] += (np.array([rows, reads]) - self.begun[:, at]) / starts
+        for of, count in zip(self.begun, (rows, reads), strict=True):
+            of[at] += (count - of[at]) / starts
 
     def end(self, tokens: int) -> None:
         """A session is done, after so many tokens."""

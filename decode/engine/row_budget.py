@@ -4,8 +4,8 @@ expected to bring the most tokens a second.
 Two things are learned (`decode.engine.learned`): what a forward costs by its rows, those that are
 read and those that are not, and its requests; and what a width brings, tokens and rows a forward,
 the mean over all requests of the same rules; each request has a factor of its own from what it
-gained so far. With n requests that speculate, at
-widths w_1 .. w_n, and what the others feed and decode in any case,
+gained so far. With n requests that speculate, at widths w_1 .. w_n, and what the others feed and
+decode in any case,
 
     rate = (other tokens + sum of tokens(w_i)) / seconds(other rows + sum of rows(w_i), requests)
 
@@ -47,6 +47,7 @@ from decode.engine.request import Request
 from decode.engine.step import Ints, Step
 
 EVERY = 16  # forwards from one choice to the next, where about as many requests run
+SELDOM = 64  # at most, where it goes on as it was: twice as many each time
 ALIKE = 8  # about as many: by an eighth more or less
 OWN = 64.0  # tokens that the expectation counts for beside what a request gained itself
 BETTER = 1.02  # times the rate that other widths must promise before they are taken
@@ -110,31 +111,36 @@ class RowBudget:
         self._gains: dict[Adaptive, Gain] = {}
         self._usual: dict[Hashable, int] = {}  # index of a width that was chosen last
         self._count = 0  # requests at the last choice
-        self._age = 0
+        self._age = 0  # in forwards
+        self._lasts = EVERY
 
-    def assign(self, running: Iterable[Request]) -> None:
+    def assign(self, running: Sequence[Request]) -> None:
         """Choose the widths of the steps that are not made yet, mostly as they were."""
-        requests = list(running)
-        sessions = [session for r in requests if (session := _choosing(r)) is not None]
+        # Where but a few came or went, what was chosen is about right until it is time anyway.
+        alike = abs(self._count - len(running)) * ALIKE <= self._count
+        stays = alike and self._age + 1 < self._lasts
+        if stays and len(self._gains) == len(running):  # nobody is new
+            self._age += 1
+            return
+        sessions = [session for r in running if (session := _choosing(r)) is not None]
         if not sessions:
             return
         new = [session for session in sessions if session not in self._gains]
         for session in new:
             self._gains[session] = Gain(self.learned.yields(session))
         self._age += 1
-        known = all(_kind(session) in self._usual for session in new)
-        # Where but a few came or went, what was chosen is about right until it is time anyway.
-        alike = abs(self._count - len(requests)) * ALIKE <= self._count
-        if known and self._age < EVERY and alike:
+        if stays and all(_kind(session) in self._usual for session in new):
             # One that took another's place is given what was chosen for its like.
             self._set([(session, self._usual[_kind(session)]) for session in new])
             return
-        self._age, self._count = 0, len(requests)
-        others = [request for request in requests if request.adaptive is None]
+        self._age, self._count = 0, len(running)
+        others = [request for request in running if request.adaptive is None]
         steps = [r.feed.step for r in others if r.feed and not r.feed.first]
         rows = np.array([sum(len(s.tokens) for s in steps), sum(len(s.read) for s in steps)])
         chosen = list(zip(sessions, self._choose(sessions, rows, len(others)), strict=True))
-        self._usual |= {_kind(session): at for session, at in chosen}
+        usual = self._usual | {_kind(session): at for session, at in chosen}
+        self._lasts = min(2 * self._lasts, SELDOM) if usual == self._usual else EVERY
+        self._usual = usual
         self._set(chosen)
 
     def _set(self, chosen: Iterable[tuple[Adaptive, int]]) -> None:
