@@ -6,6 +6,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # of the commands that tests start: xdist runs one a core
 
 import pytest
 import torch
