@@ -14,19 +14,24 @@ import pytest
 import yaml
 from small_ablation import ROOT, SMALL, written
 
+from benchmarks.ablation import __main__ as ablation_command
 from benchmarks.ablation.__main__ import main
 
 
 @pytest.mark.slow
 def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeypatch, capsys):
-    """A second call trains and measures nothing again, but a setting that is new; other settings of
-    the training are refused."""
+    """It is reported after each run. A second call trains and measures nothing again, but a setting
+    that is new; other settings of the training are refused."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    reports = []
+    write = ablation_command.write
+    monkeypatch.setattr(ablation_command, "write", lambda *r: reports.append(r[0]) or write(*r))
     words = ["--config", str(written(tmp_path, seeds=[1])), "--output", str(tmp_path / "out")]
     words += ["--runs", str(tmp_path / "runs")]
     assert main(words) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     runs = report["runs"]
+    assert [len(r["runs"]) for r in reports] == [1, 2, 3, 3] and reports[-1] == report
     assert [(r["variant"], r["seed"]) for r in runs] == [
         ("teacher", None), ("soft", 1), ("hard", 1)
     ]  # fmt: skip
@@ -47,7 +52,9 @@ def test_every_variant_is_trained_with_every_seed_and_measured(tmp_path, monkeyp
     assert [entry["rows"] for entry in again["runs"]] == rows
     assert before == {p: p.stat().st_mtime_ns for p in before}
 
+    del reports[:]
     assert main([*words, "--problems", "2", "--only", "soft-1"]) == 0
+    assert len(reports) == 1  # what it has of three problems stays until the call's part is done
     fewer = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {row["problems"] for run in fewer["runs"] for row in run["rows"]} == {2}
     assert before == {p: p.stat().st_mtime_ns for p in before}

@@ -3,10 +3,10 @@
 Trains every variant of a configuration with every seed, decodes the same held-out problems with
 each, and writes report.json and report.md: accuracies and paired differences with intervals. Runs
 are kept in `--runs` (default runs/ and the output's name); the same command again goes on where it
-was. `--only "* 300 of 8-11"` does a part, `--report-only` none; the report is of all that is there,
-and says which seeds each figure has. What the output's report.json has of the same trainings is not
-done again where its folder is gone, so a report goes on on another machine. Keys of the
-configuration can be overridden: --problems 50 --set.steps 20.
+was. `--only "* 300 of 8-11"` does a part, `--report-only` none; the report, written after each run,
+is of all that is there, and says which seeds each figure has. What the output's report.json has of
+the same trainings is not done again where its folder is gone, so a report goes on on another
+machine. Keys of the configuration can be overridden: --problems 50 --set.steps 20.
 `python -m benchmarks.ablation.figures FOLDER` draws it.
 """
 
@@ -20,8 +20,9 @@ from concurrent.futures.process import BrokenProcessPool
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from benchmarks.ablation.ablation_config import Ablation, read_ablation
+from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
 from benchmarks.ablation.ablation_report import render
 from benchmarks.ablation.reported import Reported, key_of
 from benchmarks.ablation.run_processes import carry_out_all
@@ -47,10 +48,29 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
     kept = [run for run in plan if is_kept(run) or found(ablation, run, reported)]
     reported.check_kept(map(key_of, [*kept, *chosen]))
     left = [run for run in chosen if not is_whole(ablation, run, reported)]
+
+    def report_so_far() -> dict[str, Any]:
+        return report_of(ablation, plan, reported, output.name, command)
+
+    def keep_so_far() -> None:  # the folders may be on a disk that does not last
+        report = report_so_far()
+        if not reported.lost(map(key_of, report["runs"])):  # else once those are done again
+            write(report, output)
+
     if left:
-        carry_out_all(ablation, left, reported, jobs)
-    report = {
-        "title": f"Ablation {output.name}",
+        carry_out_all(ablation, left, reported, jobs, keep_so_far)
+    report = report_so_far()
+    if not report["runs"]:
+        raise InputError(f"{runs}: nothing of this ablation is measured yet")
+    write(report, output)
+
+
+def report_of(
+    ablation: Ablation, plan: Sequence[Run], reported: Reported, name: str, command: str
+) -> dict[str, Any]:
+    """What is measured of a plan so far."""
+    return {
+        "title": f"Ablation {name}",
         "command": command,
         "config": ablation.model_dump(mode="json"),
         "planned": [
@@ -58,8 +78,9 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
         ],
         "runs": [done for run in plan if (done := found(ablation, run, reported)) is not None],
     }
-    if not report["runs"]:
-        raise InputError(f"{runs}: nothing of this ablation is measured yet")
+
+
+def write(report: dict[str, Any], output: Path) -> None:
     write_beside(output / "report.json", json.dumps(report, indent=1) + "\n")
     write_beside(output / "report.md", render(report))
 

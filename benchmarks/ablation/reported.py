@@ -59,11 +59,13 @@ class Reported:
             )
         return entry
 
+    def lost(self, keys: Iterable[Key]) -> set[Key]:
+        """Of which runs that are here a report of these alone would have nothing."""
+        return self.entries.keys() - set(keys)
+
     def check_kept(self, keys: Iterable[Key]) -> None:
         """Raise InputError where a report of these runs alone would lose one that is here."""
-        lost = [
-            " ".join(str(part) for part in key if part) for key in self.entries.keys() - set(keys)
-        ]
+        lost = [" ".join(str(part) for part in key if part) for key in self.lost(keys)]
         if lost:
             raise InputError(
                 f"{self.path} has what is neither asked for now nor in a folder of runs "

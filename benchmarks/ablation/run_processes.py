@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks.ablation.ablation_config import Ablation, Run
@@ -14,8 +14,15 @@ from benchmarks.ablation.reported import Reported
 from benchmarks.ablation.runs import carry_out
 
 
-def carry_out_all(ablation: Ablation, chosen: Sequence[Run], reported: Reported, jobs: int) -> None:
-    """Do what is left of runs, so many at a time, and print what each has. Raises InputError."""
+def carry_out_all(
+    ablation: Ablation,
+    chosen: Sequence[Run],
+    reported: Reported,
+    jobs: int,
+    after_each: Callable[[], None],
+) -> None:
+    """Do what is left of runs, so many at a time, and print what each has. Raises InputError, and
+    what `after_each` raises."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
     context = multiprocessing.get_context("spawn")
@@ -29,6 +36,7 @@ def carry_out_all(ablation: Ablation, chosen: Sequence[Run], reported: Reported,
                 rows = future.result()["rows"]
                 parts = (f"{row['decoding']} {row['task']} {row['right']}" for row in rows)
                 print(f"{one.name}: {'; '.join(parts)} right", flush=True)
+                after_each()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
