@@ -156,6 +156,8 @@ class DiffusionModel(ModelParts):
         if self.compiled_rows is None:
             with as_current(self.device):
                 self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
+        if self.compiled_rows.code is not None:
+            self.compiled_rows.code.make_usual()
         if self.device.type == "cpu" and self.dtype == torch.float32:
             from d2f.native_confidence import can_score
 

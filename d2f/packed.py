@@ -8,7 +8,8 @@ For each number of rows and of threads that oneDNN has not met it makes code for
 which takes a small model as long as some forwards, and it keeps that of the last 1,024 (its
 environment variable ONEDNN_PRIMITIVE_CACHE_CAPACITY). Forwards of a decoder have any number of
 rows; so above 32 not every number is multiplied, but the next one of 16 an octave, up to a
-sixteenth more. And `MadeCode` makes it before the forward: no forward's measured time has it.
+sixteenth more. And `MadeCode` makes it before the forward: no forward's measured time has it. Where
+it takes longer to make than to run, of a small model, it is made before there is any forward.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+USUAL = 512  # rows up to which code is made beforehand
+SMALL = 2 << 20  # weights of the different shapes together, up to which it is
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # read one input
 
 
@@ -155,6 +158,14 @@ class MadeCode:
         self._products = list(by_shape.values())
         self._made: set[tuple[int, int]] = set()  # numbers of rows and of threads
 
+    def make_usual(self) -> None:
+        """That of all usual numbers of rows, of a small model: its first requests would wait longer
+        for code than for their tokens."""
+        if sum(product.inputs * sum(product.outputs) for product in self._products) <= SMALL:
+            for rows in sorted({multiplied_rows(rows) for rows in range(1, USUAL + 1)}):
+                self.make(rows)
+
+    @torch.inference_mode()
     def make(self, rows: int) -> None:
         """That of forwards of so many rows with torch's present number of threads."""
         place = multiplied_rows(rows), torch.get_num_threads()

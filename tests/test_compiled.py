@@ -139,6 +139,25 @@ def test_packed_weights_go_with_the_model(way, monkeypatch):
     assert not new & set(d2f.packed._weights)
 
 
+@pytest.mark.skipif("native" not in WAYS, reason="no packed layers here")
+def test_a_small_model_has_its_code_before_its_first_forward(monkeypatch):
+    """oneDNN's, of each number of rows: a large one computes longer than it would wait for that."""
+
+    def made_later(*rows: int) -> list[int]:
+        made: list[int] = []
+        model = fresh_model("llada", seed=3)
+        model.compile()
+        with monkeypatch.context() as patch:
+            patch.setattr(d2f.packed.Product, "__call__", lambda _, x: made.append(len(x)))
+            for number in rows:
+                model.prepare_rows(number)
+        return sorted(set(made))
+
+    assert made_later(1, 17, 33, 100, 512, 513) == [513]
+    monkeypatch.setattr(d2f.packed, "SMALL", 0)
+    assert made_later(1, 17) == [1, 17]
+
+
 def test_a_compiled_model_has_its_adapter_merged(tmp_path, capsys):
     assert main(["--adapter", "x", "--no-merge", "--compile"]) == 2
     assert "--compile needs a merged adapter" in capsys.readouterr().err
