@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from d2f.errors import InputError
+from decode.comparison.calm import wait_for_calm
 from decode.comparison.comparison_config import CompareConfig
 from decode.comparison.contestants import Contestant
 from decode.comparison.records import Key, Record, judge
@@ -69,10 +70,15 @@ def measure(
     ledger: RunsLedger,
     show: Callable[[Planned, Record | None], None],
 ) -> None:
-    """Do the runs; show is called before each with None and after each with its record. Raises
+    """Do the runs, those of an entry once what the one before it left running is over; show is
+    called before each with None and after each with its record. Raises
     InputError where an entry has failed: as it says itself, or because it answers nothing."""
+    last = None
     for planned in runs:
         show(planned, None)
+        if planned.contestant is not last:
+            wait_for_calm()
+        last = planned.contestant
         entry = planned.contestant.entry.name
         run = planned.contestant.run(planned.workload, planned.count, planned.concurrency)
         errors = [answer.error for answer in run.answers if answer.error is not None]
