@@ -159,8 +159,8 @@ class MadeCode:
         self._made: set[tuple[int, int]] = set()  # numbers of rows and of threads
 
     def make_usual(self) -> None:
-        """That of all usual numbers of rows, of a small model: its first requests would wait longer
-        for code than for their tokens."""
+        """That of all usual numbers of rows, of a small model: its first requests would wait for
+        code at nearly every forward."""
         if sum(product.inputs * sum(product.outputs) for product in self._products) <= SMALL:
             for rows in sorted({multiplied_rows(rows) for rows in range(1, USUAL + 1)}):
                 self.make(rows)

@@ -11,9 +11,9 @@ IDLE = 0.02  # seconds of computing in so many that a server may take which wait
 
 
 def wait_for_calm(most: float = 5.0) -> None:
-    """Wait, `most` seconds, until the processes that this one started compute no more. The threads
-    of a server's OpenMP spin on for some tenths of a second after its last answer, about as long as
-    the next entry's timed run may take."""
+    """Wait, at most `most` seconds, until the processes that this one started compute no more: a
+    server may go on for a while after its last answer, and the next entry's timed run, of a small
+    model a quarter of a second, would be measured beside it."""
     end = time.monotonic() + most
     before = _computed()
     while time.monotonic() < end:
