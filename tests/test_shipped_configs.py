@@ -139,7 +139,7 @@ def test_the_list_and_the_path_of_one(capsys):
     assert shipped.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = "adaptive-code adaptive-tiny compare-tiny decoders-tiny frontier-code frontier-tiny"
-    assert f"comparison:  {', '.join([*names.split(), 'wedlm-tiny'])}" in lines
+    assert f"comparison:  {', '.join([*names.split(), 'vllm-ways', 'wedlm-tiny'])}" in lines
     assert shipped.main(["ddp"]) == 0
     assert capsys.readouterr().out.strip() == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
     assert shipped.main(["dpp"]) == 2
