@@ -8,7 +8,7 @@ cores, made by
     d2f compare --config adaptive-code --output benchmarks/results/adaptive/4-cores-code
     taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
 
-from width-choice-2-cores.json there and its like, made by benchmarks.width_choice, and from
+(of two cores, coding goes to 2-cores-code in the same way), from width-choice-2-cores.json there and its like, made by benchmarks.width_choice, and from
 made-up-costs.json, made by benchmarks.made_up_costs.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
 
-from benchmarks.decoder_table import between, measured
+from benchmarks.decoder_table import between, fastest_of_vllm, measured
 from benchmarks.width_choice import best_window, compared
 from d2f.files import write_beside
 from decode.comparison.comparison_report import ComparisonReport
@@ -46,15 +46,13 @@ def reports() -> dict[str, list[ComparisonReport]]:
 
 
 def at(report: ComparisonReport, task: str, level: int) -> tuple[Speed, Speed, Speed]:
-    """The adaptive entry, the fastest of the others, and of the ways to serve with vLLM (the
-    baseline and entries whose names begin like it) the fastest, of a task with so many requests in
-    flight."""
+    """The adaptive entry, the fastest of the others, and of vLLM's ways the fastest, of a task with
+    so many requests in flight."""
     here = [r for r in report.ranked if (r.workload, r.concurrency) == (task, level)]
     of = {speed.entry: speed for speed in here}
     others = [speed for speed in here if speed.entry != ADAPTIVE]
-    served = [speed for speed in others if speed.entry.startswith(report.baseline)]
-    fastest, vllm = (max(some, key=lambda r: r.throughput) for some in (others, served))
-    return of[ADAPTIVE], fastest, vllm
+    fastest = max(others, key=lambda r: r.throughput)
+    return of[ADAPTIVE], fastest, fastest_of_vllm(others, report.baseline)
 
 
 def levels(report: ComparisonReport) -> list[int]:

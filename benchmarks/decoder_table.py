@@ -11,6 +11,7 @@ from pathlib import Path
 
 from d2f.files import write_beside
 from decode.comparison.comparison_report import ComparisonReport
+from decode.comparison.statistics import Speed
 from decode.decoders import DECODERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "decoders.md"
@@ -37,6 +38,13 @@ def between(page: Path, begin: str, table: str) -> str:
     """A page's text with the table after its line `begin` replaced, up to `END`."""
     head, rest = page.read_text(encoding="utf-8").split(begin)
     return head + begin + table + rest[rest.index(END) :]
+
+
+def fastest_of_vllm(speeds: Sequence[Speed], baseline: str) -> Speed:
+    """Of the ways to serve with vLLM (the baseline and entries whose names begin like it) the one
+    of most tokens a second."""
+    served = [speed for speed in speeds if speed.entry.startswith(baseline)]
+    return max(served, key=lambda speed: speed.throughput)
 
 
 def measured(reports: Sequence[ComparisonReport]) -> str:
