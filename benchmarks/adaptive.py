@@ -8,8 +8,9 @@ cores, made by
     d2f compare --config adaptive-code --output benchmarks/results/adaptive/4-cores-code
     taskset -c 0,1 d2f compare --config adaptive-tiny --output benchmarks/results/adaptive/2-cores
 
-(of two cores, coding goes to 2-cores-code in the same way), from width-choice-2-cores.json there and its like, made by benchmarks.width_choice, and from
-made-up-costs.json, made by benchmarks.made_up_costs.
+(of two cores, coding goes to 2-cores-code in the same way), from width-choice-2-cores.json there
+and its like, made by benchmarks.width_choice, and from made-up-costs.json, made by
+benchmarks.made_up_costs.
 """
 
 from __future__ import annotations
