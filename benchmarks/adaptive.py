@@ -165,8 +165,9 @@ def blocks() -> list[tuple[Path, str, str]]:
     chosen = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     chosen.sort(key=lambda file: -file["cores"])
     readme, page = ROOT / "README.md", ROOT / "docs" / "decoders.md"
+    latest = max(found.values(), key=lambda own: own[0].about["date"])
     return [
-        (readme, BEGIN, speeds(next(iter(found.values())))),
+        (readme, BEGIN, speeds(latest)),
         (page, BEGIN, ratios(found)),
         (page, STANDINGS, standings(found)),
         (page, CHOICES, choices(chosen)),
