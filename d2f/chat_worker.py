@@ -11,10 +11,10 @@ environment is what transformers gives them (utils/chat_template_utils.py).
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -104,9 +104,9 @@ def _raise(message: str) -> None:
 def answer(line: str) -> dict[str, str]:
     """What to send back for a line."""
     request = json.loads(line)
-    # A thread in C ends the process; a signal's handler would wait for the interpreter, which one
-    # long operation of a template can keep busy.
-    faulthandler.dump_traceback_later(request["seconds"], exit=True)
+    # The signal has no handler, so the system ends the process; a handler would wait for the
+    # interpreter, which one long operation of a template can keep busy.
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
         text = compiled(request["template"]).render(**request["variables"])
     except MemoryError:
@@ -114,7 +114,7 @@ def answer(line: str) -> dict[str, str]:
     except Exception as error:  # a template may raise any
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
     if len(text) > LENGTH:
         return {"error": f"it gives {len(text)} characters, expected at most {LENGTH}"}
     return {"text": text}
@@ -127,6 +127,8 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent may have ignored it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     out = os.fdopen(os.dup(1), "w", encoding="ascii")
     for line in sys.stdin:
         out.write(json.dumps(answer(line)) + "\n")
