@@ -158,7 +158,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.axhline(100 * value, color="#444444", linewidth=1, linestyle=(0, (5, 3)), label=what)
     dress(axes, panel.title, panel.across)
     axes.set_ylabel("accuracy, % of problems right")
-    axes.margins(x=0.15, y=0.12)
+    axes.margins(x=0.15, y=0.2)
     axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
