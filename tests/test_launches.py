@@ -124,7 +124,9 @@ def test_a_count_says_bytes_and_operations_of_each_launch(tmp_path, capsys):
     assert found["floor_bytes"] == pytest.approx(2 * (of_layers + width * 126464) + slots, rel=1e-3)
     for way, most in (("eager", 41), ("compiled", 11)):
         every = found[way]["launches"]
-        assert sum(launch["flops"] for launch in every) == products, way
+        beyond = sum(launch["flops"] for launch in every) - products
+        # transformers 5.17 multiplies RoPE's positions and its 64 frequencies as matrices.
+        assert beyond in (0, 2 * rows * 64), way
         down = next(x for x in every if x["flops"] == 2 * rows * width * inner)
         assert down["bytes"] == 2 * (width * inner + rows * (width + inner))
         assert (most - 1) * layers < len(every) < most * layers + 25  # splits are joined or not
