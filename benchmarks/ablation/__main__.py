@@ -1,12 +1,13 @@
 """python -m benchmarks.ablation --config d2f --output FOLDER
 
 Trains every variant of a configuration with every seed, decodes the same held-out problems with
-each, and writes report.json and report.md: accuracies and paired differences with intervals. Runs
-are kept in `--runs` (default runs/ and the output's name); the same command again goes on where it
-was. `--only "* 300 of 8-11"` does a part, `--report-only` none; the report, written after each run,
-is of all that is there, and says which seeds each figure has. What the output's report.json has of
-the same trainings is not done again where its folder is gone, so a report goes on on another
-machine. Keys of the configuration can be overridden: --problems 50 --set.steps 20.
+each, and writes report.json and report.md: accuracies and paired differences with intervals. What
+they read (a teacher, rollouts) is made before, where the configuration says how (`first`). Runs are
+kept in `--runs` (default runs/ and the output's name); the same command again goes on where it was.
+`--only "* 300 of 8-11"` does a part, `--report-only` none; the report, written after each run, is
+of all that is there, and says which seeds each figure has. What the output's report.json has of the
+same trainings is not done again where its folder is gone, so a report goes on on another machine.
+Keys of the configuration can be overridden: --problems 50 --set.steps 20.
 `python -m benchmarks.ablation.figures FOLDER` draws it.
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 
 from benchmarks.ablation.ablation_config import Ablation, Run, read_ablation
 from benchmarks.ablation.ablation_report import render
+from benchmarks.ablation.first_steps import make, needed
 from benchmarks.ablation.reported import Reported, key_of
 from benchmarks.ablation.run_processes import carry_out_all
 from benchmarks.ablation.runs import found, is_kept, is_whole
@@ -45,6 +47,8 @@ def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, comm
         names = ", ".join(run.name for run in plan)
         raise InputError(f"--only {only}: expected a pattern that matches some of {names}")
     reported = Reported.read(output / "report.json")
+    if chosen:  # what the report has is compared with what it was trained on, too
+        make(needed(ablation.first, [run for run in plan if run in chosen or reported.has(run)]))
     kept = [run for run in plan if is_kept(run) or found(ablation, run, reported)]
     reported.check_kept(map(key_of, [*kept, *chosen]))
     left = [run for run in chosen if not is_whole(ablation, run, reported)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,23 @@ from decode.decoders import find_decoder
 from distill.config import TrainConfig, parse_config
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
+
+
+class First(Section):
+    """What is made before the runs that read it."""
+
+    makes: Text
+    """The file or folder, as the runs' configurations name it."""
+    run: Text
+    """A module and its arguments, as after `python -m`. Called whenever a run is asked for that
+    reads what it makes: the same call again must go on where it was, or find itself done."""
+
+    @model_validator(mode="after")
+    def _is_a_module(self) -> First:
+        words = shlex.split(self.run)
+        if not words or not _is_there(words[0]):
+            raise ValueError(f"run: expected a module and its arguments, got {self.run!r}")
+        return self
 
 
 class Decoding(Section):
@@ -100,6 +119,8 @@ class Ablation(Section):
 
     train: Text
     """The training configuration that they vary, by path or name."""
+    first: tuple[First, ...] = ()
+    """What has to be made before, in this order; of it what the runs that are asked for read."""
     set: dict[str, Any] = Field(default_factory=dict)
     """Keys of it that are set for all variants."""
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)]
@@ -235,6 +256,13 @@ def read_ablation(path: str | Path, overrides: Sequence[str] = ()) -> Ablation:
     found = check(Ablation, values, str(path))
     found.plan(Path("-"))
     return found
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _joined(name: str, setting: str) -> str:

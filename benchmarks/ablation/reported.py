@@ -40,6 +40,10 @@ class Reported:
             ) from error
         return cls(path, dict(runs))
 
+    def has(self, run: Run) -> bool:
+        """Whether it says anything of a run."""
+        return key_of(run) in self.entries
+
     def rows(self, run: Run) -> list[Entry]:
         """What was measured of a run."""
         return self.entries.get(key_of(run), {}).get("rows", [])

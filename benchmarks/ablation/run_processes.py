@@ -25,11 +25,7 @@ def carry_out_all(
     what `after_each` raises."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # read when a process loads torch
-    context = multiprocessing.get_context("spawn")
-    # A process a run: what a run leaves in accelerate or torch cannot reach the next.
-    with ProcessPoolExecutor(
-        jobs, mp_context=context, max_tasks_per_child=1, initializer=end_with_parent
-    ) as pool:
+    with processes(jobs) as pool:
         waiting = [pool.submit(carry_out, ablation, one, reported) for one in chosen]
         try:
             for one, future in zip(chosen, waiting, strict=True):
@@ -40,6 +36,15 @@ def carry_out_all(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def processes(jobs: int) -> ProcessPoolExecutor:
+    """A process a task, so many at a time: what one leaves in accelerate or torch cannot reach the
+    next."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(
+        jobs, mp_context=context, max_tasks_per_child=1, initializer=end_with_parent
+    )
 
 
 def end_with_parent() -> None:
