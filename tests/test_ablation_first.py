@@ -1,4 +1,4 @@
-"""What an ablation makes before its runs: only what they read, in order, and never half."""
+"""What an ablation makes before its runs: only what they read, and in order."""
 
 from __future__ import annotations
 

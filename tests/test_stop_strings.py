@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny import random_model, tokenizer
 
+import d2f
 import decode
 
 DECODERS = [
@@ -55,3 +56,19 @@ def test_the_earliest_of_several_stop_strings_counts():
     assert free.text.find(early) < free.text.find(late)
     result = decode.generate(model, [[5, 6, 7, 8]], replace(decoder, stop=(late, early)))[0]
     assert result.text == free.text[: free.text.find(early)]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"), [(("8", "18+"), "1"), (("+", "8+7="), "18"), (("7=", "+7=2"), "18+")]
+)
+def test_a_stop_string_within_another_cuts_the_same_at_any_width(stop, text):
+    """The inner one ends first: a forward that settles one token ends there, and one that settles
+    the outer one's end with it must not prefer the outer one, which begins first."""
+    model = d2f.load("tiny-wedlm", device="cpu")
+    question = "Raj has 18 stamps. He buys 7 more. How many stamps does Raj have now?"
+    plain = decode.Autoregressive(64, stop=stop)
+    wide = decode.WeDLM(window=16, verify="ar", max_new_tokens=64, stop=stop)
+    one, many = (decode.generate(model, question, way)[0] for way in (plain, wide))
+    assert len(many.raw_tokens) > len(one.raw_tokens)  # it settled what follows, too
+    assert one.text == many.text == text
+    assert one.tokens == many.tokens

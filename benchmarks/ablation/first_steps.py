@@ -41,9 +41,9 @@ def make(steps: Sequence[First]) -> None:
             )
 
 
-def _call(words: str) -> int | str | None:
-    """The exit status of a module: None or 0 where it is done; in what it says on the way out a
-    text."""
+def _call(words: str) -> int | None:
+    """Run a module with arguments; its exit status, None or 0 where it is done. What it ends with
+    instead of a number is printed, and is 1."""
     sys.argv = shlex.split(words)
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -155,14 +155,15 @@ class Request:
 
     def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
         """Cut tokens at the first stop string: the tokens whose text lies wholly before it, and the
-        text before it. None where no stop string is in the text."""
+        text before it. None where no stop string is in the text. First is the one that ends first,
+        of those the longest: what follows it, which a wide forward settles too, changes nothing."""
         if not self.decoder.stop:
             return None
         text = self._decode(tokens)
-        found = [place for place in map(text.find, self.decoder.stop) if place >= 0]
+        found = [(at + len(s), at) for s in self.decoder.stop if (at := text.find(s)) >= 0]
         if not found:
             return None
-        cut = min(found)
+        _, cut = min(found)
         # Tokens are dropped until their text ends at the cut; one that spans it goes as a whole.
         kept = tokens
         while kept and len(self._decode(kept)) > cut:
