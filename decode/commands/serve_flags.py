@@ -97,8 +97,12 @@ def of_model(options: argparse.Namespace, name: str) -> argparse.Namespace:
 
 def keys(given: Sequence[str] | None) -> tuple[str, ...]:
     """The keys of the command line, else those of the environment, where spaces stand between them.
-    Raises InputError, which does not show them."""
-    found = tuple(os.environ.get(KEY_VARIABLE, "").split() if given is None else given)
+    Raises InputError, which does not show them; also for a variable without a key, which was to
+    close the server and would leave it open."""
+    said = os.environ.get(KEY_VARIABLE)
+    if given is None and said is not None and not said.split():
+        raise InputError(f"{KEY_VARIABLE} is set and has no key: expected one, or no such variable")
+    found = tuple((said or "").split() if given is None else given)
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
         raise InputError("--api-key must be printable ASCII without spaces")
     return found

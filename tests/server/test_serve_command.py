@@ -52,6 +52,11 @@ def test_keys_come_from_the_environment_too(monkeypatch):
     monkeypatch.setenv("D2F_API_KEY", "one two")
     assert serve_flags.parse([]).api_key == ("one", "two")
     assert serve_flags.parse(["--api-key", "three"]).api_key == ("three",)
+    for empty in ("", " \n"):  # as of a file that is not there: no reason to let everyone in
+        monkeypatch.setenv("D2F_API_KEY", empty)
+        with pytest.raises(InputError, match="D2F_API_KEY is set and has no key"):
+            serve_flags.parse([])
+        assert serve_flags.parse(["--api-key", "three"]).api_key == ("three",)
 
 
 BAD = [

@@ -178,6 +178,17 @@ def test_a_function_of_ones_own(tmp_path, monkeypatch):
         found.right(problem("x"), "too long")
 
 
+@pytest.mark.parametrize("verdict", ["'wrong'", "0.7", "None", "[]"])
+def test_what_is_neither_true_nor_false_is_no_verdict(tmp_path, monkeypatch, verdict):
+    """A text or a share is true to Python, a forgotten return is false."""
+    (tmp_path / "my_judges.py").write_text(f"def said(problem, text):\n    return {verdict}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_judges", raising=False)
+    found = make_judge("my_judges:said", "t", allow_code_execution=False)
+    with pytest.raises(InputError, match=r"my_judges:said: expected True or False, got .* for the"):
+        found.right(problem("x"), "four")
+
+
 def test_where_a_judge_of_ones_own_comes_from_is_its_source(tmp_path, monkeypatch):
     """Also where its module took the function from another one."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -19,8 +19,8 @@ from d2f.tasks.problem import Problem
 class Own(Judge):
     """The function says so, which is called as ``function(problem, text, **options)`` with a
     `d2f.tasks.Problem` (its `answer` is the reference, its `row` the row of data) and the
-    response. The files of the module and of the function are part of a run's identity, what they
-    import is not."""
+    response, and returns True or False. The files of the module and of the function are part of a
+    run's identity, what they import is not."""
 
     name: ClassVar[str] = "module:function"
     _place: str = PrivateAttr()
@@ -53,12 +53,19 @@ class Own(Judge):
 
     def right(self, problem: Problem, text: str) -> bool:
         try:
-            return bool(self._function(problem, text, **self._options))
+            verdict = self._function(problem, text, **self._options)
+            is_one = verdict in (True, False)
         except Exception as error:  # of the user's own: theirs to repair, so it ends the command
             raise InputError(
                 f"judge {self._place}: raised {type(error).__name__}: {error} for the response "
                 f"{text[:60]!r}"
             ) from error
+        if not is_one:  # a text or a share would count as right, a forgotten return as wrong
+            raise InputError(
+                f"judge {self._place}: expected True or False, got {repr_of(verdict)} for the "
+                f"response {text[:60]!r}"
+            )
+        return bool(verdict)
 
 
 def _digest(module: str, function: object) -> str:
