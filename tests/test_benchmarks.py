@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
     for path in (ROOT / "benchmarks").rglob("*.py")
-    if "__main__" in path.read_text(encoding="utf-8")
+    if path.name == "__main__.py" or '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
