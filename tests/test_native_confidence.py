@@ -14,7 +14,14 @@ from tiny import fresh_model
 import decode
 from d2f import native_confidence
 from d2f.native_confidence import scored
-from decode.engine.sampling import prediction_table
+from decode.engine.sampling import (
+    PredictionRequest,
+    Sampler,
+    prediction_table,
+    table_of,
+    wanted_of,
+)
+from decode.engine.sampling_options import Sampling
 from triton_kernels.confidence import confidence_reference
 
 if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -68,6 +75,23 @@ def test_a_row_has_the_same_figures_alone(asked):
         )
 
 
+@settings(max_examples=50)
+@given(asked(), st.integers(0, 999))
+def test_drawn_rows_and_the_greedy_ones_beside_them_are_those_alone(asked, seed):
+    logits, mask_id, _ = asked
+    ways = [{}, {"temperature": 0.8, "seed": seed}, {"temperature": 1.0, "top_k": 3, "top_p": 0.7}]
+    groups = [
+        PredictionRequest(Sampler(Sampling(**ways[row % 3]), mask_id), 1)
+        for row in range(len(logits))
+    ]
+    native, plain = (table_of(logits, wanted_of(groups), native=way) for way in (True, False))
+    assert native[0].tolist() == plain[0].tolist()
+    torch.testing.assert_close(native[1], plain[1], rtol=1e-5, atol=1e-6)
+    for row, group in enumerate(groups):
+        alone = table_of(logits[row : row + 1], wanted_of([group]), native=True)
+        assert alone[:, 0].tolist() == native[:, row].tolist()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 3, 8, 20])
 def test_what_is_not_finite_is_seen(bad, place):
@@ -86,15 +110,13 @@ def test_a_compiled_model_decodes_with_it_what_the_plain_one_does(monkeypatch):
 
     monkeypatch.setattr("decode.engine.sampling.scored", count)
     model, prompts = fresh_model("llada"), [[5, 6, 7], [9]]
-    decoders = [decode.D2F(4, max_new_tokens=8, forced_pick=by) for by in ("confidence", "entropy")]
+    options = [{}, {"forced_pick": "entropy"}, {"temperature": 1.0, "seed": 3}]
+    decoders = [decode.D2F(4, max_new_tokens=8, **own) for own in options]
     want = [[r.tokens for r in decode.generate(model, prompts, d)] for d in decoders]
     assert not calls
     model.compile()
     assert [[r.tokens for r in decode.generate(model, prompts, d)] for d in decoders] == want
     assert calls
-    calls.clear()
-    decode.generate(model, prompts, decode.D2F(4, max_new_tokens=8, temperature=1.0))
-    assert not calls  # what is drawn is not found here
 
 
 def test_where_it_cannot_be_built_the_plain_one_is_used(monkeypatch):

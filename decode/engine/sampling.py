@@ -121,15 +121,31 @@ def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
 def table_of(logits: Tensor, wanted: Wanted, *, native: bool = False) -> Tensor:
     """What is wanted of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what `Predictions`
     has, in its order: so that it crosses from the device in one transfer. native: by
-    `d2f.native_confidence`, where nothing is drawn."""
+    `d2f.native_confidence`, drawn rows, too, so that no row's values depend on its neighbours."""
     queried, lines = (
         None if given is None else torch.from_numpy(given).to(logits.device)
         for given in (wanted.queried, wanted.draws)
     )
-    if native and lines is None and logits.dtype == torch.float32:
-        return scored(logits, wanted.mask_id, queried)
+    if native and logits.dtype == torch.float32:
+        table = scored(logits, wanted.mask_id, queried)
+        if wanted.draws is not None:
+            _draw(table, logits, wanted)
+        return table
     draws = None if lines is None else draws_of(lines, filtered=wanted.filtered)
     return prediction_table(logits, wanted.mask_id, queried, draws)
+
+
+def _draw(table: Tensor, logits: Tensor, wanted: Wanted) -> None:
+    """Put drawn tokens and their probabilities in the place of the most likely ones, where rows are
+    drawn."""
+    assert wanted.draws is not None
+    drawn = wanted.draws[_TEMPERATURE].nonzero()[0]
+    rows, lines = torch.from_numpy(drawn), torch.from_numpy(wanted.draws[:, drawn])
+    part = logits[rows]
+    allowed = without(part, wanted.mask_id)
+    token = draws_of(lines, filtered=wanted.filtered).choose(allowed)
+    table[0, rows] = token.double()
+    table[1, rows] = scored(part, wanted.mask_id, token)[2]
 
 
 def prediction_table(
