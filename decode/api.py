@@ -87,7 +87,8 @@ def _begin(
     one_of("on_error", on_error, get_args(OnError))
     many = as_many(prompts)
     shared = isinstance(decoder, str) or not isinstance(decoder, Sequence)
-    decoders = [as_decoder(one) for one in ([decoder] if shared else decoder)]  # type: ignore[union-attr]
+    given: Sequence[Decoder | str] = [decoder] if shared else decoder  # type: ignore
+    decoders = [as_decoder(one, model.contract) for one in given]
     if shared:
         decoders *= len(many)
     if len(decoders) != len(many):

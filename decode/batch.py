@@ -50,8 +50,9 @@ def run(options: argparse.Namespace) -> None:
     check_names(source)
     columns = asked_columns(source, options.column)
     shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
-    length: Any = settings.given.get("max_new_tokens")  # None: what the context leaves
-    decoder = settings.decoder(shape, length)
+    decoder = settings.decoder(
+        shape
+    )  # with no length where none was given: what the context leaves
     decoder.check(shape.contract)
     facts = {"input": source.digest, "rows": len(source)}
     known = describe(options, shape, "", decoder, facts)

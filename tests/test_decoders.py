@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import decode
 from d2f.contract import OBJECTIVES, PROMPT_RULES, Contract
 from d2f.errors import InputError
-from decode.decoders import DECODERS, default_decoder
+from decode.decoders import DECODERS, as_decoder, default_decoder
 from decode.decoders.checks import MOST
 from decode.decoders.static import reveal_count
 from decode.engine.step import Predictions, Step
@@ -287,3 +287,17 @@ def test_every_model_has_one_default_decoder(mask_id, objective, prompt_rule, bl
     )
     claiming = [kind for kind in DECODERS.values() if kind.is_default_for(contract)]
     assert [default_decoder(contract)] == claiming
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "expected"),
+    [
+        ("wedlm", "wedlm", decode.WeDLM(window=6)),
+        ("wedlm", None, decode.WeDLM()),
+        ("threshold", "wino_plus", decode.Threshold(6)),
+        ("threshold", "d2f", decode.Threshold()),
+        ("d2f", "d2f", decode.D2F(6)),
+    ],
+)
+def test_a_decoder_by_name_has_what_follows_from_the_model(name, objective, expected):
+    assert as_decoder(name, replace(CONTRACT, objective=objective, block_size=6)) == expected

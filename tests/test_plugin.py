@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from tiny import random_model
 
 import decode
 from d2f.errors import InputError
@@ -133,7 +134,7 @@ def test_an_option_that_cannot_be_a_flag_is_named(working, capsys, line, message
 def test_python_takes_the_name_and_the_class(working):
     kind = find_decoder(NAME)
     assert spelled(kind) == NAME and spelled(decode.Static) == "static"
-    assert as_decoder(NAME) == kind()
+    assert as_decoder(NAME, random_model("llada").contract) == kind()
     with pytest.raises(InputError, match="k must be a whole number of at least 1, got 0"):
         kind(k=0)
 

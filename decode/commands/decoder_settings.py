@@ -71,9 +71,10 @@ class DecoderSettings:
             f"them, {' or '.join(having)}"
         )
 
-    def decoder(self, model: DiffusionModel, length: int) -> Decoder:
-        """The decoder of a prompt whose response has at most `length` tokens, every option
-        resolved: the named one, else the one that suits the model. Raises InputError."""
+    def decoder(self, model: DiffusionModel, length: int | None = None) -> Decoder:
+        """The decoder of a prompt whose response has at most `length` tokens, by default as many
+        as were given or as the decoder itself takes; every option resolved: the named one, else
+        the one that suits the model. Raises InputError."""
         contract = model.contract
         kind = default_decoder(contract) if self.name is None else find_decoder(self.name)
         return self._build(kind, length, contract)
@@ -85,7 +86,9 @@ class DecoderSettings:
         decoder = self.decoder(model, length)
         return replace(decoder, stop=(*task.stop, *decoder.stop))
 
-    def _build(self, kind: type[Decoder], length: int, contract: Contract | None = None) -> Decoder:
+    def _build(
+        self, kind: type[Decoder], length: int | None, contract: Contract | None = None
+    ) -> Decoder:
         known = option_names(kind)
         unknown = [name for name in self.given if name not in known]
         if unknown:
@@ -97,7 +100,7 @@ class DecoderSettings:
         # Without a model what it was trained with is not known; the options are checked as they
         # are.
         values = self.given if contract is None else kind.completed(self.given, contract)
-        return kind(**values | {"max_new_tokens": length})
+        return kind(**values if length is None else values | {"max_new_tokens": length})
 
 
 def _defaults() -> list[type[Decoder]]:

@@ -21,7 +21,7 @@ from decode.commands.pipeline_flags import DEFAULT_PROBLEMS
 from decode.commands.task_problems import draw_problems
 from decode.decoders import Decoder
 from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
-from decode.engine.prompts import check, default_length, encode
+from decode.engine.prompts import check, encode, fitted
 
 _KINDS = ("prompt", "messages", "ids")
 
@@ -193,10 +193,7 @@ def make_jobs(
         if source.task is not None:
             decoder = settings.for_task(model, source.task)
         else:
-            length = settings.given.get("max_new_tokens") or default_length(
-                model, ids, source.where
-            )
-            decoder = settings.decoder(model, length)
+            decoder = fitted(model, ids, settings.decoder(model), source.where)
         decoder.check(model.contract)
         check(model, ids, decoder, source.where)
         for sample in range(n):

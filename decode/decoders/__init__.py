@@ -77,12 +77,14 @@ def find_decoder(name: object) -> type[Decoder]:
     return kind
 
 
-def as_decoder(decoder: object) -> Decoder:
-    """A decoder, or the one of that name with its defaults. Raises InputError."""
+def as_decoder(decoder: object, contract: Contract) -> Decoder:
+    """A decoder, or the one of that name with its defaults for a model of that contract. Raises
+    InputError."""
     if isinstance(decoder, Decoder):
         return decoder
     if isinstance(decoder, str) and (decoder in DECODERS or ":" in decoder):
-        return find_decoder(decoder)()
+        kind = find_decoder(decoder)
+        return kind(**kind.completed({}, contract))
     raise InputError(
         f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
         f"{', '.join(DECODERS)}; got {repr_of(decoder)}"

@@ -183,7 +183,7 @@ class AsyncEngine:
         """A request that the engine can take. Raises InputError. A chat template may take long."""
         boolean("raw", raw)
         boolean("ignore_eos", ignore_eos)
-        chosen = as_decoder(decoder)
+        chosen = as_decoder(decoder, self.model.contract)
         ids, chosen = checked(self.model, prompt, chosen, "the prompt", raw=raw)
         notice = doubt_of(self.model, chosen)
         if notice is not None:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from block_tiny import wedlm
 from files import CONTEXT, TAU, lines_of, prompts_file, untimed
 from rich.console import Console
 
 import d2f
 import decode
+from d2f.save_transformers import save_model
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from d2f.tasks.registry import RESPONSE_LENGTH
 from decode.commands.live_display import LiveDisplay
@@ -156,6 +159,19 @@ def test_default_length_is_what_the_context_leaves(student, tmp_path):
     out = tmp_path / "out"
     assert main(["--model", student, "--prompts-file", path, "--output", str(out), *TAU]) == 0
     assert lines_of(out)[1]["max_new_tokens"] == 3
+
+
+def test_default_length_leaves_room_for_what_is_fed_behind_it(tmp_path):
+    """Where `decode.generate` answers, so does the command: the official window goes beyond."""
+    model = wedlm(True, 0)
+    save_model(model, tmp_path / "model", dtype=torch.float32)
+    path = prompts_file(tmp_path / "p", {"ids": [7] * (CONTEXT - 8)})
+    options = ["--decoder", "wedlm", "--refill", "repository", "--window", "5"]
+    options += ["--model", str(tmp_path / "model"), "--prompts-file", path]
+    assert main([*options, "--output", str(tmp_path / "out")]) == 0
+    row = lines_of(tmp_path / "out")[1]
+    by_call = decode.generate(model, [[7] * (CONTEXT - 8)], decode.WeDLM(5, refill="repository"))[0]
+    assert row["max_new_tokens"] == 4 and row["tokens"] == by_call.tokens
 
 
 def test_config_and_command_line(student, tmp_path):
