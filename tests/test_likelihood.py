@@ -157,6 +157,18 @@ def test_they_come_through_async_engine_and_one_that_fails_fails_alone():
     assert fine.likelihoods == found(poisoned, good).likelihoods != []
 
 
+def test_what_nothing_was_read_of_awaits_no_later_request():
+    """A sequence of one token has no prediction in which its NaN would show."""
+    model = student_of(poisoned_model())
+    model = DiffusionModel(model.backbone, replace(model.contract, logit_shift=1))
+    engine = Engine(model, batch_size=2, slots=40)
+    request = Request(0, [POISON], Likelihood.of(model.contract), model.contract, None)
+    engine.submit(request)
+    list(engine.run())
+    assert request.result.error is None and request.result.likelihoods == []
+    assert all(torch.isfinite(part).all() for layer in engine.cache.layers for part in layer)
+
+
 def student_of(model):
     contract = replace(model.contract, objective="d2f", block_size=4)
     return DiffusionModel(model.backbone, contract, tokenizer=model.tokenizer)

@@ -68,7 +68,8 @@ class Blockwise(Decoder):
         "none",
         "none feeds every row that may still change (exact); prefix feeds from the current block's "
         "start on, dual only the block, after one whole forward at its start (approximate on a "
-        "bidirectional model, exact on a block-causal one whose own block size divides block_size)",
+        "bidirectional model, exact on a block-causal one whose own block size divides block_size, "
+        "and the prompt's length, too, where it counts blocks from the prompt's start, as SDAR)",
     )
     early_exit: bool = early_exit_option()
 

@@ -307,8 +307,9 @@ class Engine:
         except Exception as error:
             self._release(request)
             return request.fail(error, now)
-        if request.done:  # what it wrote is finite, and adds nothing at a weight of 0
-            self._release(request, clear=False)
+        if request.done:
+            # What it wrote is finite, as what was read of it is, and adds nothing at a weight of 0.
+            self._release(request, clear=not len(step.read))
         return event
 
 
