@@ -3,9 +3,9 @@
 Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
 student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
 autoregressive model. A killed run goes on where its newest checkpoint is, to the same weights to
-the bit; a finished one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the
-step. The result (adapter, merged model, contract, card, configuration, log) lies in the
-configuration's `output`.
+the bit; a finished one says so, and goes on with higher steps. Ctrl-C, SIGTERM and the end of its
+terminal save after the step. The result (adapter, merged model, contract, card, configuration, log)
+lies in the configuration's `output`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
 from d2f.quiet import quiet
+from d2f.unread_output import unread_output
 from decode.commands.parser import add_verbose
 
 if TYPE_CHECKING:
@@ -78,8 +79,8 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, argparse.Nam
 def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     """Run the training and export its result; the folder of the result.
 
-    stop_after: end after that many steps of this call, as a killed run would. SIGTERM saves a
-    checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
+    stop_after: end after that many steps of this call, as a killed run would. SIGTERM or SIGHUP
+    saves a checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
     from distill.doubts import doubts
@@ -114,25 +115,31 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def main() -> None:
-    try:
-        config, options = parse()
-        with quiet(options.verbose):
-            if options.check:
-                from distill.check import check
+def _run() -> None:
+    """What the command line asks for. Raises InputError, FloatingPointError, KeyboardInterrupt."""
+    config, options = parse()
+    with quiet(options.verbose):
+        if options.check:
+            from distill.check import check
 
-                print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
-                return
-            # Two runs in one folder would overwrite each other's checkpoints; one process holds the
-            # lock for all.
-            with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
-                train(config)
-    except (InputError, FloatingPointError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if _is_first():
-            print("interrupted: the same command goes on", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+            return
+        # Two runs in one folder would overwrite each other's checkpoints; one process holds the
+        # lock for all.
+        with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
+            train(config)
+
+
+def main() -> None:
+    with unread_output():  # a run outlives who reads what it prints: its log is a file
+        try:
+            _run()
+        except (InputError, FloatingPointError) as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            if _is_first():
+                print("interrupted: the same command goes on", file=sys.stderr)
+            sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

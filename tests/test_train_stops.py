@@ -3,6 +3,8 @@ first is none."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 
 import pytest
@@ -13,18 +15,18 @@ from test_train_processes import begin, wait_for
 from distill.objectives import OBJECTIVES
 from distill.run import checkpoint
 from distill.run.stop import StopRequest
-from distill.train import train
+from distill.train import main, train
 
 
-def interrupt(monkeypatch, call: int, times: int = 1) -> None:
-    """Ctrl-C during one forward of masked_diffusion."""
+def interrupt(monkeypatch, call: int, times: int = 1, number: int = signal.SIGINT) -> None:
+    """Ctrl-C, or another signal, during one forward of masked_diffusion."""
     kind = OBJECTIVES["masked_diffusion"]
     plain, calls = kind.forward, iter(range(1, 100))
 
     def forward(self, batch):
         if next(calls) == call:
             for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return plain(self, batch)
 
     monkeypatch.setattr(kind, "forward", forward)
@@ -45,6 +47,31 @@ def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, monkeypatc
     train(settings(tmp_path / "run", save_every=6))
     ours, whole = weights(tmp_path / "run"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_lost_terminal_saves_the_step_and_nohup_goes_on(tmp_path, monkeypatch, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        interrupt(monkeypatch, 3, number=signal.SIGHUP)
+        train(settings(tmp_path / "run", save_every=6))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints")["step"] == (6 if ignored else 3)
+
+
+def test_it_goes_on_where_nobody_reads_what_it_says(tmp_path, monkeypatch):
+    """As `| head -1` has it."""
+    config = settings(tmp_path / "run", steps=6, log_every=1)
+    (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        monkeypatch.setattr("sys.argv", ["train", "--config", str(tmp_path / "config.yaml")])
+        main()
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 6
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path, monkeypatch):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT (Ctrl-C) has reached any of the processes; all of them give the
-    same answer. A second SIGINT is a KeyboardInterrupt at once.
+    """Whether SIGTERM, SIGHUP (the terminal is gone) or SIGINT (Ctrl-C) has reached any of the
+    processes; all of them give the same answer. A second SIGINT is a KeyboardInterrupt at once.
 
     says: whether this process tells of it. A launcher passes on the SIGINT that the terminal has
     sent to all processes already: what comes within `PASSED_ON` seconds is the same one.
@@ -50,8 +50,7 @@ class StopRequest:
         """
         # Python lets only the main thread set handlers; in another one none is set.
         is_main = threading.current_thread() is threading.main_thread()
-        asking = (signal.SIGTERM, signal.SIGINT) if is_main else ()
-        before = {number: signal.signal(number, self._receive) for number in asking}
+        before = {number: signal.signal(number, self._receive) for number in _asking() if is_main}
         try:
             yield
             # No process may give the group back while another still asks it.
@@ -73,3 +72,12 @@ class StopRequest:
         elif number == signal.SIGINT and now - self._first > self.PASSED_ON:
             raise KeyboardInterrupt
         self._received = max(self._received, number)
+
+
+def _asking() -> list[signal.Signals]:
+    """The signals that ask to stop. One that `nohup` has set to be ignored stays so."""
+    asking = [signal.SIGTERM, signal.SIGINT]
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
+        asking.append(hangup)
+    return asking

@@ -1,0 +1,66 @@
+"""Standard output and error that nobody reads any more: a pipe whose reader left, a lost terminal,
+a full disk, a closed stream. What has files for its results goes on without them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+
+class _Lenient:
+    """A stream that drops what cannot be written. name: for the notice that something was lost."""
+
+    def __init__(self, stream: TextIO, name: str):
+        self._stream, self._name = stream, name
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        """Drop what waits and what comes. Python's own flush at the end would fail, too."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        if not isinstance(error, BrokenPipeError) and self is sys.stdout:
+            print(
+                f"notice: {self._name}: {error.strerror}: the rest of it is lost", file=sys.stderr
+            )
+
+
+@contextlib.contextmanager
+def unread_output() -> Iterator[None]:
+    """Within it standard output and error may fail or be closed: what is written there is dropped.
+    Of a standard output that fails for another reason than its reader standard error has a
+    notice."""
+    before = sys.stdout, sys.stderr
+    with contextlib.ExitStack() as opened:
+        out, err = (
+            # Also so that no file which is opened later gets the number of a closed stream, into
+            # which a library may write.
+            stream or opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            for stream in before
+        )
+        sys.stdout = _Lenient(out, "standard output")  # type: ignore[assignment]
+        sys.stderr = _Lenient(err, "standard error")  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
