@@ -14,6 +14,7 @@ from pathlib import Path
 
 from d2f.command import CommandParser
 from d2f.errors import InputError
+from d2f.unread_output import unread_output
 
 HERE = Path(__file__).resolve().parent
 # What a command's --config takes by name: folders of the configurations.
@@ -68,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser("d2f configs", description=__doc__)
     parser.add_argument("name", nargs="?", help="print the path of this one")
     name = parser.parse_args(arguments).name
+    with unread_output():
+        return _show(name)
+
+
+def _show(name: str | None) -> int:
     if name is None:
         for folder in dict.fromkeys(path.parent.name for path in shipped().values()):
             print(f"{folder + ':':<12} {', '.join(shipped(folder))}")

@@ -38,29 +38,30 @@ class _Lenient:
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         if not isinstance(error, BrokenPipeError) and self is sys.stdout:
-            print(
-                f"notice: {self._name}: {error.strerror}: the rest of it is lost", file=sys.stderr
-            )
+            lost = f"{self._name}: {error.strerror}: the rest of it is lost"
+            print(f"notice: {lost}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def unread_output() -> Iterator[None]:
-    """Within it standard output and error may fail or be closed: what is written there is dropped.
-    Of a standard output that fails for another reason than its reader standard error has a
-    notice."""
+def unread_output(*, goes_on: bool = True) -> Iterator[None]:
+    """Within it standard output and error may be closed. goes_on: they may fail, too, and what is
+    written there is dropped; of a standard output that fails for another reason than its reader
+    standard error has a notice."""
     before = sys.stdout, sys.stderr
     with contextlib.ExitStack() as opened:
-        out, err = (
-            # Also so that no file which is opened later gets the number of a closed stream, into
-            # which a library may write.
+        # Also so that no file which is opened later gets the number of a closed stream, into which
+        # a library may write.
+        sys.stdout, sys.stderr = (
             stream or opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
             for stream in before
         )
-        sys.stdout = _Lenient(out, "standard output")  # type: ignore[assignment]
-        sys.stderr = _Lenient(err, "standard error")  # type: ignore[assignment]
+        if goes_on:
+            sys.stdout = _Lenient(sys.stdout, "standard output")
+            sys.stderr = _Lenient(sys.stderr, "standard error")
         try:
             yield
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            if goes_on:
+                sys.stdout.flush()
+                sys.stderr.flush()
             sys.stdout, sys.stderr = before

@@ -134,7 +134,9 @@ def _say_what_is_there(ledger: BatchLedger, source: Source, folder: Path) -> Non
         raise InputError(f"none of the {len(bad)} rows could be answered")
 
 
-@command(interrupted="interrupted; what is answered stays, the same command goes on")
+@command(
+    interrupted="interrupted; what is answered stays, the same command goes on", goes_on_unread=True
+)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

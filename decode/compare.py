@@ -43,6 +43,7 @@ report, and the same command goes on.
 
 @command(
     interrupted="interrupted; what was measured is in the report, the same command goes on",
+    goes_on_unread=True,
 )
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""

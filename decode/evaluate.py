@@ -196,7 +196,10 @@ def _keep(report: dict[str, Any], path: Path) -> None:
         raise OutputError(f"{error}; the numbers are above instead") from error
 
 
-@command(interrupted="interrupted; the answers in an --output stay, the same command goes on")
+@command(
+    interrupted="interrupted; the answers in an --output stay, the same command goes on",
+    goes_on_unread=True,
+)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

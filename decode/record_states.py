@@ -127,7 +127,7 @@ def _sizes(text: str | None) -> list[int]:
     return sizes
 
 
-@command(interrupted="interrupted; nothing was written")
+@command(interrupted="interrupted; nothing was written", goes_on_unread=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

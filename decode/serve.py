@@ -19,7 +19,7 @@ from decode.commands.several_ranks import followed
 from decode.reporting.extras import require_ray, require_serve
 
 
-@command(interrupted="interrupted before it served")
+@command(interrupted="interrupted before it served", goes_on_unread=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; its exit status."""
     options = parse(arguments)

@@ -169,7 +169,7 @@ def _adapter(options: argparse.Namespace, model: DiffusionModel, weights: str) -
     return None if adapter == options.model else adapter
 
 
-@command(interrupted="interrupted; the same command goes on where it stopped")
+@command(interrupted="interrupted; the same command goes on where it stopped", goes_on_unread=True)
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command; its exit status. console: where to show it, by default standard output."""
     options = parse(arguments)

@@ -188,7 +188,7 @@ def _stored_dtype(place: str) -> torch.dtype:
     return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))
 
 
-@command(OSError, interrupted="interrupted: nothing was written")
+@command(OSError, interrupted="interrupted: nothing was written", goes_on_unread=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)

@@ -80,7 +80,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     """Run the training and export its result; the folder of the result.
 
     stop_after: end after that many steps of this call, as a killed run would. SIGTERM or SIGHUP
-    saves a checkpoint at the end of the step and returns; SIGINT does, and raises KeyboardInterrupt.
+    saves a checkpoint at the end of the step and returns; SIGINT does, and raises
+    KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
     from distill.doubts import doubts

@@ -40,20 +40,27 @@ def test_a_status_of_its_own_stays_and_a_bug_is_seen():
         command(interrupted="")(lambda: 1 / 0)()
 
 
-@pytest.mark.parametrize("module", ["decode.evaluate", "decode.tune"])
-def test_a_reader_that_left_is_no_traceback(module, tmp_path):
-    """As with `| head`: standard output is a pipe that nobody reads."""
+@pytest.mark.parametrize("module", ["decode.pipeline", "decode.tune"])
+@pytest.mark.parametrize("output", ["unread", "full"])
+def test_an_output_that_cannot_be_written_is_no_traceback(module, output, tmp_path):
+    """As with `| head`: standard output is a pipe that nobody reads; or it lies on a full disk. A
+    command that writes files goes on."""
     code = (
         f"import sys, {module} as m\n"
-        "m.run = lambda *_, **__: (print('a line'), sys.stdout.flush())\n"
+        "m.run = lambda *_, **__: print('a line')\n"
         "sys.exit(m.main(sys.argv[1:]))"
     )
-    given = ["--output", str(tmp_path / "o")] if module == "decode.tune" else []
+    files = module == "decode.tune"
+    given = ["--output", str(tmp_path / "o")] if files else []
     reader, writer = os.pipe()
     os.close(reader)
-    with os.fdopen(writer, "wb") as pipe:
+    with os.fdopen(writer, "wb") as unread, open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", code, *given],
-            stdout=pipe, stderr=subprocess.PIPE, cwd=ROOT, check=False,
+            stdout=unread if output == "unread" else full,
+            stderr=subprocess.PIPE, cwd=ROOT, check=False, text=True,
         )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert done.returncode == (0 if files else 1)
+    said = "standard output: No space left on device"
+    lost = f"notice: {said}: the rest of it is lost\n" if files else f"error: {said}\n"
+    assert done.stderr == ("" if output == "unread" else lost)

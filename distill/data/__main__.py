@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 
 from d2f.command import CommandParser
 from d2f.errors import InputError
+from d2f.quiet import quiet
+from decode.commands.parser import add_verbose
+from decode.commands.run_command import command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         "--config", required=True, help="YAML file, or a name of training in `d2f configs`"
     )
     parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
+    add_verbose(parser)
     return parser.parse_known_args(arguments)
 
 
@@ -55,12 +59,13 @@ def inspect(
     show(console or Console(), objective.stream(), objective, options.samples)
 
 
+@command(interrupted="interrupted")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
-    try:
-        inspect(*parse(arguments), console)
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    """Run the command; its exit status."""
+    options, overrides = parse(arguments)
+    with quiet(options.verbose):
+        inspect(options, overrides, console)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -202,7 +202,7 @@ def _temperatures(text: str) -> list[float]:
     return ladder
 
 
-@command(interrupted="interrupted: the same command goes on")
+@command(interrupted="interrupted: the same command goes on", goes_on_unread=True)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)
