@@ -9,6 +9,7 @@ rows {"id": "a", "prompt": "2 + 3"}     ->  answers.jsonl  {"id": "a", "prompt":
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -65,7 +66,17 @@ def write_files(ledger: BatchLedger, source: Source, folder: Path) -> None:
 
 def _line(answer: Answer, source: Source) -> str:
     row = source.record(answer.row)
-    return json_line(dict(zip(renamed(list(row)), row.values(), strict=True)) | _fields(answer))
+    own = dict(zip(renamed(list(row)), row.values(), strict=True))
+    return json_line(_of_json(own) | _fields(answer))
+
+
+def _of_json(value: Any) -> Any:
+    """The same, with None for the numbers that JSON has not: NaN, and what is read as infinite."""
+    if isinstance(value, dict):
+        return {key: _of_json(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_of_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fields(answer: Answer) -> dict[str, Any]:
@@ -77,7 +88,9 @@ def _bad_line(answer: Answer, source: Source) -> str:
     row = source.attempt(answer.row)
     values = {"row": answer.row, "where": source.where(answer.row), "error": answer.error}
     return (
-        json.dumps(values | ({} if isinstance(row, BadRecord) else {"input": row}), default=str)
+        json.dumps(
+            values | ({} if isinstance(row, BadRecord) else {"input": _of_json(row)}), default=str
+        )
         + "\n"
     )
 

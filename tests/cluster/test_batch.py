@@ -119,6 +119,15 @@ def test_a_row_whose_answer_has_no_place_beside_its_fields_is_a_bad_row(saved, t
     assert [answer["row"] for answer in lines_of(found["answers.jsonl"])] == [0]
 
 
+def test_what_is_written_is_json_where_a_row_is_not_quite(saved, tmp_path):
+    """Python reads NaN and 1e999, and would write NaN and Infinity."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 + 3", "x": NaN, "y": [1e999, 2]}\n{"n": {"z": -1e999}}\n')
+    found = answered(saved, rows, tmp_path / "out")
+    (answer,), (bad,) = lines_of(found["answers.jsonl"]), lines_of(found["bad.jsonl"])
+    assert (answer["x"], answer["y"], bad["input"]) == (None, [None, 2], {"n": {"z": None}})
+
+
 def test_a_row_that_asks_nothing_says_so_of_a_null():
     class Rows:
         def attempt(self, number):
