@@ -23,6 +23,7 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
 from d2f.command import CommandParser
 from d2f.errors import InputError
 from d2f.locks import locked
+from d2f.out_of_memory import out_of_memory
 from d2f.quiet import quiet
 from d2f.unread_output import unread_output
 from decode.commands.parser import add_verbose
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from distill.config import TrainConfig
 
 INTERRUPTED = 130  # exit status, as of a command that SIGINT ended
+NEEDS_LESS = "a higher gradient_accumulation, and gradient_checkpointing: true, need less"
 
 
 LAUNCH = "accelerate launch -m distill.train"
@@ -141,6 +143,11 @@ def main() -> None:
             if _is_first():
                 print("interrupted: the same command goes on", file=sys.stderr)
             sys.exit(INTERRUPTED)
+        except Exception as error:
+            said = out_of_memory(error)
+            if said is None:
+                raise
+            sys.exit(f"error: {said}; {NEEDS_LESS}")
 
 
 if __name__ == "__main__":

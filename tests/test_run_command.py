@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 from decode.commands.run_command import command
@@ -32,6 +34,24 @@ def test_what_is_raised_is_a_line_and_a_status(capsys, error, status, said):
 
     assert main() == status
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (lambda: torch.zeros(10**15), "can't allocate memory: you tried to allocate 4000000000000"),
+        (lambda: np.zeros(10**15), "Unable to allocate"),
+        (lambda: raised(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")), "CUDA out of"),
+    ],
+)
+def test_too_little_memory_is_a_line(capsys, fails, said):
+    assert command(interrupted="")(fails)() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory: ") and said in line
+
+
+def raised(error):
+    raise error
 
 
 def test_a_status_of_its_own_stays_and_a_bug_is_seen():

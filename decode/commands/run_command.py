@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeGuard
 
 from d2f.errors import InputError, NonFiniteLogitsError, RankError
+from d2f.out_of_memory import out_of_memory
 from d2f.rank_number import rank
 from d2f.unread_output import unread_output
 
@@ -26,10 +27,11 @@ def command(
 ) -> Callable[[Callable[Arguments, int | None]], Callable[Arguments, int]]:
     """Makes a command's main of what does its work, which may return an exit status of its own.
 
-    InputError, OutputError with it, and the errors of `bad_input` are 2, logits that are not finite
-    and a rank that has ended are 1, Ctrl-C is 130 and says `interrupted`. A reader of standard
-    output who left is 1 without a word, a full disk there 1 with one; goes_on_unread: they end
-    nothing, since what the command makes is files. Of several ranks the first speaks for all.
+    InputError, OutputError with it, and the errors of `bad_input` are 2, logits that are not
+    finite, a rank that has ended and too little memory are 1, Ctrl-C is 130 and says
+    `interrupted`. A reader of standard output who left is 1 without a word, a full disk there 1
+    with one; goes_on_unread: they end nothing, since what the command makes is files. Of several
+    ranks the first speaks for all.
     """
 
     bad: tuple[type[Exception], ...] = (InputError, *bad_input)
@@ -55,6 +57,11 @@ def command(
                 return say(f"error: {error}", FAILED)
             except KeyboardInterrupt:
                 return say(interrupted, INTERRUPTED)
+            except Exception as error:
+                said = out_of_memory(error)
+                if said is None:
+                    raise
+                return say(f"error: {said}", FAILED)
 
         return main
 

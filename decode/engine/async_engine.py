@@ -15,7 +15,7 @@ from d2f.model import DiffusionModel
 from decode.api import DEFAULT_BATCH_SIZE
 from decode.decoders import Decoder, as_decoder
 from decode.decoders.checks import boolean, whole_number
-from decode.engine.cache_size import default_slots
+from decode.engine.cache_size import check_slots, default_slots
 from decode.engine.engine import Engine
 from decode.engine.engine_thread import EngineStats, EngineThread
 from decode.engine.outbox import Outbox
@@ -64,6 +64,7 @@ class AsyncEngine:
         if slots is None:
             slots = default_slots(model, batch_size)
         whole_number("slots", slots, most=sys.maxsize)
+        check_slots(model, slots)
         self.model = model
         self._engine = Engine(
             model,

@@ -1,10 +1,11 @@
-"""How many slots a cache gets where nobody says."""
+"""How many slots a cache gets where nobody says, and how many at most."""
 
 from __future__ import annotations
 
 import psutil
 import torch
 
+from d2f.errors import InputError
 from d2f.model import DiffusionModel
 
 LONG = 4096  # positions of a request that is long, but not rare
@@ -16,10 +17,25 @@ def default_slots(model: DiffusionModel, batch_size: int) -> int:
     that is free on the model's device holds."""
     context = model.context_length
     wanted = max(context, batch_size * min(context, LONG))
+    return max(1, min(wanted, free_bytes(model.device) // 2 // _slot_bytes(model)))
+
+
+def check_slots(model: DiffusionModel, slots: int) -> None:
+    """Raise InputError for more slots than the memory that is free holds: a system that lends more
+    than it has would end the process later, or another one."""
+    slot, free = _slot_bytes(model), free_bytes(model.device)
+    if slots > free // slot:
+        raise InputError(
+            f"slots: {slots} take {slots * slot / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
+            f"free on {model.device}: expected {free // slot} at most"
+        )
+
+
+def _slot_bytes(model: DiffusionModel) -> int:
+    """Of the memory that `free_bytes` counts."""
     slot = sum(k.nbytes + v.nbytes for k, v in model.new_cache(1).layers)
-    if model.device.type == "cpu":  # processes that share the model share the memory, too
-        slot *= model.tensor_parallel
-    return max(1, min(wanted, free_bytes(model.device) // 2 // slot))
+    # Processes that share the model share a CPU's memory, too.
+    return slot * model.tensor_parallel if model.device.type == "cpu" else slot
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -223,6 +223,9 @@ def test_default_slots_hold_a_batch_and_no_more_than_half_of_the_memory(monkeypa
     assert default_slots(model, 2) == 256  # of the context
     monkeypatch.setattr(cache_size, "free_bytes", lambda device: 2 * 90 * slot)
     assert default_slots(model, 3) == 90
+    decode.AsyncEngine(model, slots=180)
+    with pytest.raises(InputError, match=r"^slots: 181 take 0.0 GiB.* expected 180 at most"):
+        decode.AsyncEngine(model, slots=181)
 
 
 def test_the_example_of_the_docstring_runs(capsys):
