@@ -32,6 +32,7 @@ _EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_unicode": "Unicode text",
     "tuple_type": "a list",
     "list_type": "a list",
     "dict_type": "a mapping",
@@ -64,8 +65,8 @@ def refuse_another_kind(
             )
 
 
-def explain(error: ValidationError, values: Any) -> str:
-    """The faults of values in one line."""
+def explain(error: ValidationError, values: Any, whole: str = "configuration") -> str:
+    """The faults of values in one line. whole: what all of them together are."""
     found: dict[str, dict[str, Any]] = {}
     for fault in error.errors(include_url=False):
         path = _path(fault, values)
@@ -92,7 +93,7 @@ def explain(error: ValidationError, values: Any) -> str:
             came = "nothing" if entry["input"] is Missing else shown(entry["input"])
             either = " or ".join(dict.fromkeys(entry["expected"]))
             said.append(f"expected {either}, got {came}")
-        lines.append(f"{path or 'configuration'}: {', '.join(said)}")
+        lines.append(f"{path or whole}: {', '.join(said)}")
     more = len(deeper) - len(lines)
     return one_line("; ".join(lines) + (f"; and {more} more" if more else ""))
 

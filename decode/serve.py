@@ -39,12 +39,12 @@ def serve(options: argparse.Namespace) -> None:
         from decode.commands.decoder_settings import read_settings
         from decode.server.load_models import check_models, load_models
         from decode.server.logs import set_up_logs
-        from decode.server.settings import LOOPBACK, settings_of
+        from decode.server.settings import own_names, settings_of
 
         decoding = read_settings(options)
         check_models(options, decoding)
-        here = listener.getsockname()[0] in ("127.0.0.1", "::1")
-        settings = settings_of(options, allowed_hosts=LOOPBACK if here else ("*",))
+        names = own_names(listener.getsockname()[0])
+        settings = settings_of(options, allowed_hosts=names)
         if options.max_replicas is not None:
             from decode.server.serve_replicas import serve_replicas
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Sequence
 
 from d2f.errors import InputError
@@ -23,6 +24,10 @@ from decode.decoders import find_decoder
 
 KEY_VARIABLE = "D2F_API_KEY"
 PUBLIC = ("/health", "/ready", "/metrics")
+MOST_SECONDS = 1_000_000  # the system counts milliseconds in 32 bits
+MOST_REQUESTS = 1_000_000
+_HOST = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 
 _DESCRIPTION = """\
 python -m decode.serve --model tiny-d2f --tau-conf 0.95 --port 8000
@@ -55,14 +60,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     for flag in ("body_timeout", "request_timeout", "send_timeout", "drain_seconds"):
         value = getattr(options, flag)
+        name = flag.replace("_", "-")
         if not math.isfinite(value) or (value <= 0 and flag != "drain_seconds"):
-            name = flag.replace("_", "-")
             raise InputError(f"--{name} must be a number of seconds above 0, got {value:g}")
+        if value > MOST_SECONDS:
+            raise InputError(f"--{name} must be at most {MOST_SECONDS} seconds, got {value:g}")
+    for flag in ("max_batch", "max_waiting"):
+        if getattr(options, flag) > MOST_REQUESTS:
+            name, value = flag.replace("_", "-"), getattr(options, flag)
+            raise InputError(f"--{name} must be at most {MOST_REQUESTS}, got {value}")
     if options.port > 65535:
         raise InputError(f"--port must be at most 65535, got {options.port}")
     check_replicas(options)
     options.api_key = keys(options.api_key)
     options.public = _public(options.public)
+    options.allowed_host = [_host(name) for name in options.allowed_host]
+    for origin in options.cors_origin:
+        if not _ORIGIN.fullmatch(origin):
+            raise InputError(
+                f"--cors-origin must be like https://a.example:8443 or *, got {origin!r}"
+            )
     if options.decoder is not None:
         find_decoder(options.decoder)
     if options.allow_decoders is not None:
@@ -106,6 +123,17 @@ def keys(given: Sequence[str] | None) -> tuple[str, ...]:
     if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
         raise InputError("--api-key must be printable ASCII without spaces")
     return found
+
+
+def _host(given: str) -> str:
+    """A name of the server as requests give it, without case."""
+    name = given.lower().removesuffix(".")
+    if not _HOST.fullmatch(name):
+        raise InputError(
+            f"--allowed-host must be a name or address without port, as a.example or [::1], or *, "
+            f"got {given!r}"
+        )
+    return name
 
 
 def _public(text: str) -> tuple[str, ...]:

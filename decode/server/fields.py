@@ -65,6 +65,7 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ class Asked(Fields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    user: str | None = None
+    user: str | None = None  # this and the next two change nothing in an answer
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     decoder: str | None = None
     events: bool = False
 
@@ -157,6 +160,9 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    # An answer of OpenAI's that is sent back has them empty.
+    annotations: Annotated[list[Any], Field(max_length=0)] = []
+    tool_calls: Annotated[list[Any], Field(max_length=0)] = []
 
     def plain(self) -> dict[str, str]:
         """As a chat template takes it."""
@@ -200,7 +206,7 @@ def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None
-        raise ApiError(400, explain(error, given), param=field) from error
+        raise ApiError(400, explain(error, given, "request"), param=field) from error
 
 
 def _without_null(value: Any) -> Any:

@@ -159,8 +159,9 @@ def _has_key(headers: Headers, settings: Settings) -> bool:
 
 
 def _host(value: str) -> str:
-    """A Host header without its port."""
-    return value[: value.find("]") + 1] if value.startswith("[") else value.partition(":")[0]
+    """The name in a Host header, of which case and a last dot say nothing, without its port."""
+    name = value[: value.find("]") + 1] if value.startswith("[") else value.partition(":")[0]
+    return name.lower().removesuffix(".")
 
 
 def _id(given: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from dataclasses import dataclass
 
 MEGABYTE = 1_000_000
@@ -34,6 +35,14 @@ class Settings:
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
+
+
+def own_names(address: str) -> tuple[str, ...]:
+    """The names that a server may be called by which listens at an address: of one that only this
+    machine reaches its own, else any."""
+    if not ipaddress.ip_address(address).is_loopback:
+        return ("*",)
+    return tuple(dict.fromkeys((*LOOPBACK, f"[{address}]" if ":" in address else address)))
 
 
 def settings_of(options: argparse.Namespace, *, allowed_hosts: tuple[str, ...]) -> Settings:

@@ -68,7 +68,7 @@ def test_a_body_is_not_read_without_a_key(locked):
 
 def test_a_server_is_asked_by_its_own_names(locked):
     """Another site's name may be made to lead here."""
-    own = ("localhost", "localhost:8000", "[::1]:80")
+    own = ("localhost", "localhost:8000", "[::1]:80", "LocalHost", "localhost.:80")
     for host in (*own, "evil.example", "localhost.evil.example:80", ""):
         response = locked.client.get("/health", headers={"host": host})
         assert response.status_code == (200 if host in own else 400), host

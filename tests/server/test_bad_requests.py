@@ -129,7 +129,8 @@ CHATS = [
     ("messages", None, "messages: expected a value"),
     ("messages", [{"role": "user"}], "content"),
     ("messages", [{"role": "tool", "content": "a"}], "role"),
-    ("messages", [{"role": "user", "content": "a", "tool_calls": []}], "tool_calls"),
+    ("messages", [{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls"),
+    ("stream_options", {"include_obfuscation": True}, "expected False, got true"),
     ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "type"),
     ("messages", [{"role": "system", "content": "a"}], "role must be user or assistant"),
     ("messages", [{"role": "user", "content": "a " * 600}], "the context of tiny-d2f is 512"),
@@ -204,9 +205,21 @@ def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
         "frequency_penalty": 0, "presence_penalty": 0.0, "best_of": 1, "logit_bias": {},
         "suffix": None, "store": False, "tools": [], "response_format": {"type": "text"},
         "logprobs": None, "prompt_logprobs": None, "echo": False, "top_k": -1, "n": 1,
-        "user": "me", "seed": 3,
+        "user": "me", "seed": 3, "safety_identifier": "me", "prompt_cache_key": "mine",
     }  # fmt: skip
     assert served.ask({**TEXT, **neutral})["choices"] == served.ask(TEXT)["choices"]
+
+
+def test_an_answer_of_another_server_may_be_sent_back(served):
+    """OpenAI's has lists that are empty and fields that are null."""
+    before = {"role": "assistant", "content": "12", "refusal": None, "audio": None}
+    told = [{"role": "user", "content": "a"}, before, {"role": "user", "content": "b"}]
+    plain = served.ask({**CHAT, "messages": told}, "/v1/chat/completions")
+    told[1] |= {"annotations": [], "tool_calls": [], "function_call": None}
+    assert (
+        served.ask({**CHAT, "messages": told}, "/v1/chat/completions")["choices"]
+        == (plain["choices"])
+    )
 
 
 def test_paths_and_methods_that_are_none(served):

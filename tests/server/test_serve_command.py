@@ -28,6 +28,7 @@ from decode.decoders.d2f import D2F
 from decode.decoders.freedave import FreeDave
 from decode.server import load_models
 from decode.server.served_model import check_settings, fitting
+from decode.server.settings import own_names
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = {"model": "tiny-ar", "prompt": [9], "max_tokens": 500, "ignore_eos": True}
@@ -46,6 +47,14 @@ def test_models_have_names():
         "a": "tiny-d2f", "tiny-ar": "tiny-ar",
     }  # fmt: skip
     assert parse(["--model", "/x/a=b"]).model == {"/x/a=b": "/x/a=b"}
+
+
+def test_a_server_for_this_machine_alone_has_its_own_names():
+    own = ("localhost", "127.0.0.1", "[::1]")
+    assert own_names("127.0.0.1") == own_names("::1") == own
+    assert own_names("127.0.0.2") == (*own, "127.0.0.2")  # as much a loopback address as the first
+    assert own_names("0.0.0.0") == own_names("10.0.0.3") == own_names("::") == ("*",)
+    assert serve_flags.parse(["--allowed-host", "A.Example."]).allowed_host == ["a.example"]
 
 
 def test_keys_come_from_the_environment_too(monkeypatch):
@@ -68,6 +77,12 @@ BAD = [
     (["--port", "70000"], "--port must be at most 65535"),
     (["--body-timeout", "0"], "--body-timeout must be a number of seconds above 0"),
     (["--request-timeout", "nan"], "--request-timeout must be"),
+    (["--send-timeout", "2000000"], "--send-timeout must be at most 1000000 seconds, got 2e+06"),
+    (["--max-batch", "9999999"], "--max-batch must be at most 1000000"),
+    (["--allowed-host", "http://x"], "--allowed-host must be a name or address without port"),
+    (["--allowed-host", "x:80"], "--allowed-host must be a name or address without port"),
+    (["--cors-origin", "x.example"], "--cors-origin must be like https://a.example:8443 or *"),
+    (["--cors-origin", "https://x.example/"], "--cors-origin must be like"),
     (["--public", "/v1/models"], "--public must be some of /health,/ready,/metrics"),
     (["--allow-decoders", "d2f,none"], "decoder must be one of"),
     (["--tau-conf", "2", "--decoder", "d2f"], "tau_conf must lie in [0, 1]"),
