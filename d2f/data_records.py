@@ -15,6 +15,7 @@ import numpy as np
 from d2f.errors import InputError
 
 _CHUNK = 1000
+_LFS = b"version https://git-lfs."
 _LONGEST = 400  # characters of why a record is bad
 
 
@@ -67,8 +68,6 @@ class JsonLines(Source):
         self.name = str(path)
         starts, numbers, position = [], [], 0
         digest = hashlib.sha256()
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path}: expected a file of rows, got a folder or a device")
         try:
             with path.open("rb") as file:
                 # One pass over the file: where each record begins, its line number for errors, the
@@ -168,13 +167,18 @@ def open_records(
     """The records of a file (JSONL; parquet by its ending), or of a data set: a folder of
     save_to_disk, or what load_dataset finds. config, split: of a data set; the split is by default
     train. Raises InputError that says what there is."""
+    path = Path(place)
+    if path.exists() and not path.is_file() and (is_file or not path.is_dir()):
+        raise InputError(f"{path}: expected a file of rows, got a folder, a pipe or a device")
     if not is_file:
         return Table(_load(place, config, split), f"{place} ({split or 'train'})")
-    path = Path(place)
-    if path.suffix != ".parquet":
-        return JsonLines(path)
     try:
         with path.open("rb") as file:
+            if file.read(len(_LFS)) == _LFS:
+                raise InputError(f"{path}: is a pointer of Git LFS: `git lfs pull` gets the file")
+            if path.suffix != ".parquet":
+                return JsonLines(path)
+            file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 TASKS = str(Path(__file__).parent / "harness" / "tasks")
 BATCH_SIZE = 16
+# How the harness's errors of its own arguments begin, which it raises as any other ValueError.
+_MISNAMED = ("Tasks not found", "Attempted to load model")
 
 
 def __getattr__(name: str) -> Any:
@@ -61,6 +63,9 @@ def with_ours(given: Namespace) -> Namespace:
     # Of two tasks of a name lm-eval takes the later: the user's.
     given.include_path = [TASKS, *([theirs] if isinstance(theirs, str) else theirs or [])]
     if given.command == "run":
+        limit = getattr(given, "limit", None)
+        if limit is not None and limit < 0:
+            raise InputError(f"--limit must be 0 or more, got {limit:g}")
         given.batch_size = getattr(given, "batch_size", None) or values.get(
             "batch_size", BATCH_SIZE
         )
@@ -92,7 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from decode.harness.harness_model import D2FLM as D2FLM  # registers itself as d2f
         from decode.harness.processes import Processes
 
-        cli.execute(asked)
+        try:
+            cli.execute(asked)
+        except ValueError as error:
+            if not str(error).startswith(_MISNAMED):
+                raise
+            raise InputError(f"{error}; `ls tasks` has the tasks") from error
         Processes().end()
     else:
         cli.execute(asked)

@@ -8,7 +8,7 @@ import datasets
 import pytest
 from data_rows import pairs, settings, stream, texts, write
 
-from d2f.data_records import BadRecord
+from d2f.data_records import BadRecord, open_records
 from d2f.errors import InputError
 from distill.data.columns import read_pair
 from distill.data.data_config import COLUMNS, MOST_PLACES
@@ -192,7 +192,9 @@ def test_a_parquet_column_of_another_kind_is_named(tmp_path, column, message):
 
 def test_files_that_cannot_be_data(tmp_path):
     for place in (tmp_path, "/dev/zero"):  # a device has no end
-        with pytest.raises(InputError, match="expected a file of rows, got a folder or a device"):
+        with pytest.raises(
+            InputError, match="expected a file of rows, got a folder, a pipe or a device"
+        ):
             stream(file=str(place))
     empty = write(tmp_path / "empty.jsonl", [""])
     with pytest.raises(InputError, match=r"empty\.jsonl: expected at least one line, got none"):
@@ -295,3 +297,11 @@ def test_rows_keep_their_numbers_over_chunks(tmp_path):
     for measured in (0, 10_000):
         with pytest.raises(InputError, match="line 1501: not JSON"):
             stream(file=str(path), measure_rows=measured)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
+    """A clone without git-lfs has them in place of the files."""
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n")
+    with pytest.raises(InputError, match=r"is a pointer of Git LFS: `git lfs pull` gets the file"):
+        open_records(str(tmp_path / name), is_file=True)

@@ -239,3 +239,19 @@ def test_every_argument_of_the_documentation_is_taken():
     taken = set(inspect.signature(D2FLM.__init__).parameters)
     outside = {"self", "options", "device", "batch_size", "max_batch_size", "trust_remote_code"}
     assert names == taken - outside
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nope"], "error: Tasks not found: nope; `ls tasks` has the tasks"),
+        (["--model", "nope", "--tasks", "d2f_story"], "error: Attempted to load model 'nope'"),
+        (["--tasks", "d2f_story", "--limit", "-1"], "error: --limit must be 0 or more, got -1"),
+    ],
+)
+def test_a_bad_argument_is_a_line(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("sys.argv", ["lm_eval"])
+    given = ["--model", "d2f", "--model_args", "pretrained=tiny-d2f,device=cpu", *arguments]
+    assert ours.main(given) == 2
+    (line,) = [li for li in capsys.readouterr().err.splitlines() if li.startswith("error")]
+    assert line.startswith(message)
