@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from d2f.errors import InputError
+from d2f.lfs_pointer import refuse_pointer
 
 _CHUNK = 1000
-_LFS = b"version https://git-lfs."
 _LONGEST = 400  # characters of why a record is bad
 
 
@@ -173,12 +173,10 @@ def open_records(
     if not is_file:
         return Table(_load(place, config, split), f"{place} ({split or 'train'})")
     try:
+        refuse_pointer(path)
+        if path.suffix != ".parquet":
+            return JsonLines(path)
         with path.open("rb") as file:
-            if file.read(len(_LFS)) == _LFS:
-                raise InputError(f"{path}: is a pointer of Git LFS: `git lfs pull` gets the file")
-            if path.suffix != ".parquet":
-                return JsonLines(path)
-            file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES
 from d2f.json_file import read_object
+from d2f.lfs_pointer import refuse_pointer
 
 # Classes that are nothing but tokenizer.json.
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -27,6 +28,8 @@ def load_tokenizer(place: str) -> PreTrainedTokenizerBase | None:
         tokenizer = _read_tokenizer(folder)
         return tokenizer if tokenizer.get_vocab().keys() - tokenizer.get_added_vocab() else None
     except Exception as error:  # tokenizers raises Exception itself, transformers whatever comes
+        for path in sorted(folder.glob("*.json")):
+            refuse_pointer(path, CheckpointError)
         raise CheckpointError(f"{place}: its tokenizer cannot be read: {error}") from error
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from d2f.errors import CheckpointError
 from d2f.json_file import read_object
+from d2f.lfs_pointer import refuse_pointer
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -114,6 +115,7 @@ def stored(files: Sequence[Path]) -> dict[str, Stored]:
                         raise CheckpointError(f"{path}: {name} is in another weight file as well")
                     found[name] = Stored(tuple(part.get_shape()), str(part.get_dtype()))
         except SafetensorError as error:
+            refuse_pointer(path, CheckpointError)
             raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error

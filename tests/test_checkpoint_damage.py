@@ -37,6 +37,14 @@ def copy(golden, tmp_path):
     return make
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs(copy, name):
+    """As `git clone` of a hub's repository leaves them without git-lfs."""
+    folder = copy("llada")
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n")
+    refused(folder, f"{name}: is a pointer of Git LFS: `git lfs pull` gets the file")
+
+
 def edit_weights(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
