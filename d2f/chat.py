@@ -25,7 +25,8 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     Raises InputError, with the tokenizer's name, for messages that the template refuses, a template
     that is broken, and one that takes longer than SECONDS or more memory than it may.
     """
-    name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
+    # Of a folder the last part alone: a server's clients see it.
+    name = f"the chat template of {Path(tokenizer.name_or_path).name or 'the tokenizer'}"
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: expected one, the tokenizer has none")
     messages, prefix = _without_prefix(messages)

@@ -98,7 +98,7 @@ LARGE = {
 def test_a_template_that_does_not_end(tokenizer, kind, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.3)
     tokenizer.chat_template = ENDLESS[kind]
-    with pytest.raises(InputError, match=r"the chat template of .*tiny-d2f did not end: .* 0\.3 s"):
+    with pytest.raises(InputError, match=r"the chat template of tiny-d2f did not end: .* 0\.3 s"):
         chat.render(tokenizer, MESSAGES)
     tokenizer.chat_template = TEMPLATES["plain"]  # and the next one is not harmed
     monkeypatch.setattr(chat, "SECONDS", 10.0)
@@ -154,7 +154,7 @@ def test_a_prompt_says_which_it_was(monkeypatch):
     model = load("tiny-d2f", device="cpu")
     model.tokenizer.chat_template = ENDLESS["loops"]
     monkeypatch.setattr(chat, "SECONDS", 0.3)
-    with pytest.raises(InputError, match=r"prompt 3: the chat template of .*tiny-d2f did not end"):
+    with pytest.raises(InputError, match=r"prompt 3: the chat template of tiny-d2f did not end"):
         encode(model, MESSAGES, "prompt 3")
 
 

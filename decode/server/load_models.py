@@ -37,11 +37,14 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
     check_settings([*loaded.values()], settings)
     models = []
     for alias, model in loaded.items():
+        longest = options.max_model_len
+        if longest is not None and longest > model.context_length:
+            say(f"notice: {alias} has a context of {model.context_length}, which holds")
         engine = AsyncEngine(
             model,
             batch_size=options.max_batch,
             slots=options.slots,
-            request_slots=options.request_slots or most_slots(model, options.max_model_len),
+            request_slots=options.request_slots or most_slots(model, longest),
             max_waiting=options.max_waiting,
             prefill_rows=options.prefill_rows,
             reuse_prefixes=options.reuse_prefixes,
@@ -53,7 +56,7 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
                 engine,
                 settings,
                 allowed=options.allow_decoders,
-                max_model_len=options.max_model_len,
+                max_model_len=longest,
             )
         )
     return models

@@ -135,6 +135,15 @@ def test_an_option_that_fits_no_model_is_refused(tiny_ar, tiny_d2f):
     check_settings([tiny_ar, tiny_d2f], DecoderSettings("d2f", {"temperature": 1.0}))
 
 
+def test_a_length_beyond_the_context_is_noticed(tiny_ar, capsys):
+    options = serve_flags.parse(["--model", tiny_ar.path, "--max-model-len", "99999"])
+    (served,) = load_models.load_models(options, DecoderSettings(None, {}))
+    assert served.context_length == tiny_ar.context_length
+    holds = f"has a context of {tiny_ar.context_length}, which holds"
+    assert holds in capsys.readouterr().err
+    asyncio.run(served.engine.close())
+
+
 def test_one_request_may_not_hold_up_all_others(tiny_d2f, tiny_ar):
     for model in (tiny_d2f, tiny_ar):
         most = load_models.most_slots(model, 100)
