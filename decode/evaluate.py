@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.errors import InputError, OutputError
+from d2f.errors import OutputError
 from d2f.files import write_beside
 from d2f.locks import locked
 from d2f.quiet import quiet
@@ -126,7 +126,7 @@ def _jobs(
     check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
     from decode.commands.decoder_settings import read_settings
     from decode.commands.load_model import check_options, outline
-    from decode.commands.prompt_jobs import make_jobs, task_sources
+    from decode.commands.prompt_jobs import make_jobs, refuse_equal_samples, task_sources
     from decode.commands.task_problems import draw_problems
     from decode.reporting.record import Output
 
@@ -148,12 +148,7 @@ def _jobs(
     every = [job for some in jobs.values() for job in some]
     if folder is not None:
         Output.refuse_early(folder / ANSWERS, describe(options, shape, "", every))
-    greedy = any(job.decoder.sampling.greedy for job in every)
-    if options.samples > 1 and greedy:
-        raise InputError(
-            f"--samples {options.samples}: greedy answers of one problem are all the same: give a "
-            "--temperature"
-        )
+    refuse_equal_samples("--samples", options.samples, every)
     return settings.given, jobs
 
 

@@ -52,7 +52,12 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         from decode.cluster.workers import OneWorker
         from decode.commands.decoder_settings import read_settings
         from decode.commands.load_model import check_options, load, outline
-        from decode.commands.prompt_jobs import known_lengths, make_jobs, read_sources
+        from decode.commands.prompt_jobs import (
+            known_lengths,
+            make_jobs,
+            read_sources,
+            refuse_equal_samples,
+        )
         from decode.commands.run_header import header
         from decode.commands.task_problems import give_notices
         from decode.commands.timed_loop import decode
@@ -68,6 +73,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         trace = Trace(options.trace) if options.trace is not None else None
         shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
         jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
+        refuse_equal_samples("--n", options.n, jobs)
         model, weights = load(options)
         settled = header(options, model, weights, jobs)
         output = None

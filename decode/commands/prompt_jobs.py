@@ -209,6 +209,14 @@ def make_jobs(
     return jobs
 
 
+def refuse_equal_samples(flag: str, n: int, jobs: list[PromptJob]) -> None:
+    """Raise InputError where several samples of a prompt would be one and the same answer."""
+    if n > 1 and any(job.decoder.sampling.greedy for job in jobs):
+        raise InputError(
+            f"{flag} {n}: greedy answers of one problem are all the same: give a --temperature"
+        )
+
+
 def prompts_hash(jobs: list[PromptJob]) -> str:
     """Identity of the prompts, their order and their response lengths."""
     # Settings that all prompts share are in the run's header by name; lengths may differ by prompt.

@@ -257,3 +257,5 @@ def test_bad_numbers_of_samples_are_refused(student, tmp_path, capsys):
     path = prompts_file(tmp_path / "p", {"ids": [5], "id": 1}, {"ids": [5], "id": "1"})
     assert main(["--model", student, "--prompts-file", path, "--n", "2"]) == 2
     assert "two samples would have the id '1#1'" in capsys.readouterr().err
+    assert main(["--model", student, "--prompt", "a", "--n", "2"]) == 2
+    assert "--n 2: greedy answers of one problem are all the same" in capsys.readouterr().err
