@@ -99,14 +99,16 @@ def test_a_shipped_folder_is_what_a_save_writes(tmp_path, name):
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason="needs `make vllm`")
-@pytest.mark.parametrize("name", WHOLE)
-def test_vllm_reads_a_shipped_model_as_we_do(name):
+def test_vllm_reads_the_shipped_models_as_we_do():
     code = (
         "import sys, json\nfrom vllm.tokenizers import get_tokenizer\n"
-        "print(json.dumps(get_tokenizer(sys.argv[1])(sys.argv[2])['input_ids']))"
+        "print(json.dumps([get_tokenizer(f)(sys.argv[1])['input_ids'] for f in sys.argv[2:]]))"
     )
+    folders = [models.HERE / name for name in WHOLE]
     done = subprocess.run(
-        [VLLM, "-c", code, models.HERE / name, NUMBERS], capture_output=True, text=True, check=True
+        [VLLM, "-c", code, NUMBERS, *folders], capture_output=True, text=True, check=True
     )
-    ids = json.loads(done.stdout.splitlines()[-1])
-    assert ids == load_tokenizer(str(models.HERE / name))(NUMBERS)["input_ids"]
+    ours = [load_tokenizer(str(folder))(NUMBERS)["input_ids"] for folder in folders]
+    assert dict(zip(WHOLE, json.loads(done.stdout.splitlines()[-1]), strict=True)) == (
+        dict(zip(WHOLE, ours, strict=True))
+    )
