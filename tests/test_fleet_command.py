@@ -119,14 +119,14 @@ def test_a_check_sends_what_was_recorded_and_prints_both(folder, capsys):
         endpoint(answering(lambda body: f"w{body['prompt'][0]} end")) as a,
         endpoint(answering(lambda body: f"w{body['prompt'][0]} end")) as b,
     ):
-        few = ("--light", "3", "--loads", "0.02", "0.05", "--seconds", "0.5")
+        few = ("--light", "3", "--loads", "0.05", "0.1", "--seconds", "1.5")
         assert run(folder, "--ways", "D2F", "--check", a.url, b.url.removesuffix("/v1"), *few) == 0
         asked = a.bodies + b.bodies
         assert {tuple(body["prompt"]) for body in asked} == {trace.prompt for trace in TRACES}
         assert all((body["decoder"], body["max_tokens"]) == ("d2f", 8) for body in asked)
         assert len(b.bodies) > 4, "the second one had more than what warms it"
     found = json.loads((folder / "check-d2f.json").read_text())
-    assert [row["load"] for row in found["loads"]] == ["one at a time", "0.02", "0.05"]
+    assert [row["load"] for row in found["loads"]] == ["one at a time", "0.05", "0.1"]
     assert found["replicas"] == 2 and set(found["overheads"]) == {"http_ms", "event_ms"}
     for row in found["loads"]:
         assert set(row["measured"]) == set(row["simulated"])
