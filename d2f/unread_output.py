@@ -10,11 +10,19 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 
-class _Lenient:
-    """A stream that drops what cannot be written. name: for the notice that something was lost."""
+def drop(stream: TextIO) -> None:
+    """Let what waits in a stream and what comes go nowhere: Python's own flush at its end would
+    fail as the last one did."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
-    def __init__(self, stream: TextIO, name: str):
-        self._stream, self._name = stream, name
+
+class _Lenient:
+    """A stream that drops what cannot be written."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
 
     def write(self, text: str) -> int:
         try:
@@ -33,12 +41,9 @@ class _Lenient:
         return getattr(self._stream, name)
 
     def _lose(self, error: OSError) -> None:
-        """Drop what waits and what comes. Python's own flush at the end would fail, too."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        drop(self._stream)
         if not isinstance(error, BrokenPipeError) and self is sys.stdout:
-            lost = f"{self._name}: {error.strerror}: the rest of it is lost"
+            lost = f"standard output: {error.strerror}: the rest of it is lost"
             print(f"notice: {lost}", file=sys.stderr)
 
 
@@ -56,8 +61,8 @@ def unread_output(*, goes_on: bool = True) -> Iterator[None]:
             for stream in before
         )
         if goes_on:
-            sys.stdout = _Lenient(sys.stdout, "standard output")
-            sys.stderr = _Lenient(sys.stderr, "standard error")
+            sys.stdout = _Lenient(sys.stdout)
+            sys.stderr = _Lenient(sys.stderr)
         try:
             yield
         finally:

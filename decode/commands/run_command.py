@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import ParamSpec, TypeGuard
 from d2f.errors import InputError, NonFiniteLogitsError, RankError
 from d2f.out_of_memory import out_of_memory
 from d2f.rank_number import rank
-from d2f.unread_output import unread_output
+from d2f.unread_output import drop, unread_output
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)  # of standard output, where no file is named
@@ -73,8 +72,7 @@ def _is_of_standard_output(error: Exception) -> TypeGuard[OSError]:
 
 
 def _end_of_output(error: OSError) -> int:
-    """Drop what waits to be written, so that Python's own flush does not fail, too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    drop(sys.stdout)
     if error.errno == errno.EPIPE:
         return FAILED
     return say(f"error: standard output: {error.strerror}", FAILED)

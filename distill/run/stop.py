@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import torch
@@ -68,7 +68,9 @@ class StopRequest:
         if not self._received:
             self._received, self._first = number, now
             if self._says and number == signal.SIGINT:  # print may be under way: it cannot be used
-                os.write(2, b"\nstopping after this step, which is saved; Ctrl-C again: at once\n")
+                said = b"\nstopping after this step, which is saved; Ctrl-C again: at once\n"
+                with suppress(OSError):  # nobody may read it any more
+                    os.write(2, said)
         elif number == signal.SIGINT and now - self._first > self.PASSED_ON:
             raise KeyboardInterrupt
         self._received = max(self._received, number)
