@@ -60,7 +60,7 @@ format: $(INSTALLED) ## Format the code, sort imports, fix what ruff can fix
 	$(PY) -m ruff format .
 
 models: $(INSTALLED) ## Train the models in d2f/models again (hours on a CPU)
-	$(PY) -m distill.make_models $(ARGS)
+	$(PY) -m benchmarks.make_models $(ARGS)
 
 compare: $(INSTALLED) $(VLLM_INSTALLED) ## Compare the bundled models with vLLM
 	$(PY) -m decode.compare --config compare-tiny $(ARGS)

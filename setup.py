@@ -45,9 +45,9 @@ setup(
         "": ["py.typed"],
         "d2f.configs": ["*/*.yaml"],
         "decode.server": ["page/*"],
-        "decode.harness.tasks": ["*.yaml"],
+        "decode.lm_eval": ["*.yaml"],
         "d2f": [
-            "*.cpp",
+            "cpu/*.cpp",
             "models/**/*.json",
             "models/**/*.safetensors",
             "models/**/*.md",

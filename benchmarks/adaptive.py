@@ -24,8 +24,7 @@ from typing import Any
 from benchmarks.decoder_table import between, fastest_of_vllm, measured
 from benchmarks.width_choice import best_window, compared
 from d2f.files import write_beside
-from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.statistics import Speed
+from decode.compare.report import ComparisonReport, Speed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adaptive"

@@ -5,7 +5,7 @@ Time from hidden states to token and confidence of each row: the linear layer (h
     plain      `confidence_reference` on its logits
     kernel     the kernel on its logits
     sampled    the kernel with a temperature of 1, which draws noise for every logit
-    native     the C++ of compiled models (`d2f.native_confidence`) on its logits
+    native     the C++ of compiled models (`d2f.cpu.rows`) on its logits
 
 The kernel runs on a GPU only; elsewhere head, plain and native are measured, in fp32, by default at
 smaller sizes.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.row_file import RowFile
 from benchmarks.timing import about, replayed_milliseconds
-from d2f.native_confidence import scored
+from d2f.cpu.rows import scored
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
 from triton_kernels.draws import Draws
 

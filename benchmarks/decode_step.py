@@ -48,14 +48,14 @@ from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits, default_shapes
 from benchmarks.span_attention import decoding_spans
 from benchmarks.timing import about
 from d2f.attention import NAME, SpanPlan
-from d2f.compiled import CompiledRows
+from d2f.compile import CompiledRows
 from d2f.errors import CompileError, InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel, Fp32Rotary
 from decode.engine.batch import FlatRows
 from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.sampling import Wanted, prediction_table
-from triton_kernels.choice import VARIABLE
+from triton_kernels.dispatch import VARIABLE
 
 Forward = Callable[[], object]
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.files import write_beside
-from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.statistics import Speed
+from decode.compare.report import ComparisonReport, Speed
 from decode.decoders import DECODERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "decoders.md"

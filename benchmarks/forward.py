@@ -46,7 +46,7 @@ import decode.engine.engine
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH, TASKS
+from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from decode.decoders import Decoder
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards
@@ -54,7 +54,7 @@ from decode.engine.engine import Engine, StartedForward
 from decode.engine.learned import learned_of
 from decode.engine.prompts import encode
 from decode.engine.request import Request
-from decode.engine.step import Step
+from decode.step import Step
 
 REPEAT = 50  # of the products alone
 PARTS = ("build", "model", "predict", "wait", "accept", "event")

@@ -132,7 +132,7 @@ class _Record(TorchDispatchMode):
 
 
 class _AsCompiled(SpanPlan):
-    """Attends as `d2f.compiled` does: casts first, then the operator that writes the slots too."""
+    """Attends as `d2f.compile` does: casts first, then the operator that writes the slots too."""
 
     def __init__(self, spans: Tensor, cache: SlotCache):
         super().__init__(spans)

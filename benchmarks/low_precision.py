@@ -31,12 +31,10 @@ from d2f.models import names
 from d2f.quantize import QUANTISATIONS, available, check_quantize, slowness
 from d2f.quiet import quiet
 from decode import evaluate
-from decode.commands.parser import Parser, check_least
-from decode.commands.run_command import command
-from decode.evaluation.evaluation_flags import parse as parse_evaluation
-from decode.reporting.intervals import paired
-from decode.reporting.record import Record
-from decode.reporting.tables import markdown_table
+from decode.cli import Parser, check_least, command
+from decode.cli import parse_evaluation_flags as parse_evaluation
+from decode.jobs import Record
+from decode.report import markdown_table, paired
 
 REFERENCE = "float32"
 COLUMNS = (

@@ -27,7 +27,7 @@ import decode
 from benchmarks.row_file import RowFile
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.task import RESPONSE_LENGTH
 from decode.engine.learned import Learned
 
 SCATTER = 0.2  # of the logarithm of a time

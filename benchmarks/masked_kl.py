@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.fresh_process import in_fresh_process
 from benchmarks.row_file import RowFile
 from benchmarks.timing import about, milliseconds
-from decode.comparison.process_memory import peak_bytes, reset_peak
+from decode.compare.entries import peak_bytes, reset_peak
 from triton_kernels.masked_kl import masked_linear_kl, masked_linear_kl_reference
 
 # Rows, vocabularies and width that are measured by default: on a GPU, on a CPU.

@@ -10,7 +10,7 @@ import d2f
 from benchmarks.shapes import SHAPES, build
 from d2f.model import DiffusionModel
 from d2f.quantize import QUANTISATIONS
-from distill.memory import NF4, is_linear
+from distill.check import NF4, is_linear
 
 # Bytes a weight of the layers' matrices; what is left in bf16 is the rest of the model. int8 and
 # fp8 have a scale a row, too little to count; int4 a scale and a zero in bf16 for each 128 weights.

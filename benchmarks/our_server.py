@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from decode.comparison.server import Server, free_port
+from decode.compare.server import Server, free_port
 
 
 def our_server(models: Sequence[str], log: Path, *arguments: str, threads: int) -> Server:

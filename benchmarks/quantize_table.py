@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.decoder_table import between
 from d2f.files import write_beside
 from d2f.quantize import QUANTISATIONS, Quantisation
-from decode.reporting.tables import markdown_table
+from decode.report import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "low-precision.md"
 BEGIN = "<!-- quantisations: written by python -m benchmarks.quantize_table -->\n"

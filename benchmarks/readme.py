@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.decoder_table import fastest_of_vllm
 from d2f.files import write_beside
-from decode.comparison.comparison_report import ComparisonReport
+from decode.compare.report import ComparisonReport
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "compare-tiny"

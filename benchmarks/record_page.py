@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.browser import chromium, find_chromium
 from d2f.errors import InputError
-from decode.commands.run_command import command
+from decode.cli import command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.ablation.ablation_config import Ablation
-from d2f.configuration import Section
+from d2f.config import Section
+from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES
-from d2f.tasks.task_file import TaskFile
-from decode.commands.decoder_flags import help_of, options_by_name
-from decode.comparison.comparison_config import CompareConfig
+from decode.cli import help_of, options_by_name
+from decode.compare.config import CompareConfig
 from decode.decoders import DECODERS
-from decode.decoders.options import Option
+from decode.decoders.base import Option
 from distill.config import TrainConfig
 
 _HEAD = """\

@@ -100,7 +100,7 @@ def parallel_table(models: Sequence[str], gpu_name: str) -> list[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    from decode.reporting.tables import markdown_table
+    from decode.report import markdown_table
 
     return markdown_table(columns, rows)
 

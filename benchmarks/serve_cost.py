@@ -25,7 +25,7 @@ from d2f.errors import InputError
 from d2f.files import make_folder, write_beside
 
 if TYPE_CHECKING:
-    from decode.comparison.served import Client
+    from decode.compare.client import Client
     from decode.decoders import Decoder
     from decode.engine.async_engine import AsyncEngine
 
@@ -71,11 +71,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import decode
     from benchmarks.our_server import our_server
     from d2f.tasks import make_problems
-    from decode.comparison.comparison_config import Endpoint, Limits
-    from decode.comparison.served import Client
+    from decode.compare.client import Client
+    from decode.compare.config import Endpoint, Limits
     from decode.decoders import default_decoder, spelled
     from decode.engine.prompts import encode
-    from decode.reporting.environment import environment
+    from decode.report import environment
 
     torch.set_num_threads(options.threads)
     model = d2f.load(options.model)
@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _share(found: dict[tuple[str, int], list[float]], way: str, users: int) -> dict[str, Any]:
     """The share of the engine's speed, with its interval."""
-    from decode.reporting.intervals import mean_interval
+    from decode.report import mean_interval
 
     pairs = zip(found[way, users], found["engine", users], strict=True)
     mean, low, high = mean_interval([one / other for one, other in pairs])

@@ -23,9 +23,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from d2f.cpus import usable_cpus
+from d2f.device import COUNT, SPINS, usable_cpus, users_environment
 from d2f.files import write_beside
-from d2f.openmp import COUNT, SPINS, users_environment
 
 LIBGOMP = "300000"  # spins of GNU's runtime where nothing is said, by its documentation
 WAYS: dict[str, tuple[str, str]] = {

@@ -45,14 +45,14 @@ from d2f import spans as sp
 from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from d2f.span_makers import block_ends
-from decode.comparison.process_memory import peak_bytes, reset_peak
+from d2f.spans import block_ends
+from decode.compare.entries import peak_bytes, reset_peak
 from distill.config import TrainConfig
-from distill.data.data_config import Data
+from distill.config_keys import Data
 from distill.objectives.base import Batch
 from distill.objectives.d2f import D2F
-from distill.run.attention_choice import measure_attention
-from distill.run.compiled_layers import compile_layers
+from distill.sharding import compile_layers
+from distill.trainer import measure_attention
 
 BLOCK_SIZE = 32
 WAYS = ("plain", "ours", "compiled")

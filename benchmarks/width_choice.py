@@ -25,11 +25,11 @@ import d2f
 import decode
 from benchmarks.made_up_costs import MODELS
 from benchmarks.row_file import RowFile
-from d2f.cpus import usable_cpus
+from d2f.device import usable_cpus
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.reporting.environment import processor
+from d2f.tasks.task import RESPONSE_LENGTH
+from decode.report import processor
 
 CHOSEN = "chosen"
 WINDOWS = (1, 4, 8, 16)

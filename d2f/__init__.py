@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from d2f.openmp import spin_briefly
+from d2f.device import spin_briefly
 
 if TYPE_CHECKING:
     from d2f.contract import Contract
-    from d2f.load_checkpoint import load
+    from d2f.loading import load
     from d2f.model import DiffusionModel
 
 __version__ = "0.1.0"
@@ -19,7 +19,7 @@ __all__ = ["Contract", "DiffusionModel", "load"]
 
 spin_briefly()  # before torch is imported
 
-_HOMES = {"load": "d2f.load_checkpoint", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
+_HOMES = {"load": "d2f.loading", "Contract": "d2f.contract", "DiffusionModel": "d2f.model"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,25 +2,243 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from d2f.adapter_base import check_base
-from d2f.adapter_config import AdapterConfig, read_adapter_config
+from d2f.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    folder_of,
+    inside,
+    read_object,
+    stored,
+    weight_files,
+    write_weights,
+)
 from d2f.contract import Contract
-from d2f.errors import CheckpointError
-from d2f.families import FAMILIES, Family
-from d2f.family_contract import check_ids
-from d2f.hub import folder_of
-from d2f.model_parts import ModelParts
-from d2f.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, inside, stored
-from d2f.weights import write_weights
+from d2f.errors import CheckpointError, UnverifiedBaseWarning
+from d2f.families import FAMILIES, Family, check_ids
+from d2f.models import HERE, resolve
+from d2f.parts import ModelParts
+
+# Whether an adapter belongs to the base that it is put on: by hash where it carries one, else by
+# the name in its configuration.
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
+
+
+def base_name(path: str | None) -> str | None:
+    """What a model in the folder `path` is called where its place says so for certain: owner/name
+    for a snapshot in the hub's cache, a bundled model's name; None for any other folder."""
+    if path is None:
+        return None
+    place = Path(path).absolute()
+    repository = place.parent.parent.name
+    if place.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return place.name if place.parent == HERE else None
+
+
+def check_base(adapter: Path, named: str | None, base_hash: str | None, path: str | None) -> None:
+    """Compare the base that an adapter was made for with the model in the folder `path`.
+
+    named: the base by the adapter's configuration. base_hash: by its contract, which decides alone.
+    Raises CheckpointError, with both, where they are known to differ; warns with
+    UnverifiedBaseWarning where that cannot be known: a local folder may hold anything, and the name
+    of a folder on the machine where the adapter was trained says little.
+    """
+    here = base_name(path) or path
+    wanted = base_hash or _hash_of(named)
+    # Hashes settle it, where both can be had; names are only the next best.
+    if wanted is not None and path is not None:
+        came = fingerprint(path)
+        if came != wanted:
+            raise CheckpointError(
+                f"{adapter}: the adapter belongs to the base {named} ({wanted[:12]}), "
+                f"this base is {here} ({came[:12]})"
+            )
+        return
+    same_name = bool(named and here) and _last(str(named)) == _last(str(here))
+    # Where both names are certain, different ones are an error. The name of a folder is not: there
+    # the same is taken for good, and another is a warning.
+    if base_name(path) is not None and named and _HUB_NAME.fullmatch(named):
+        if named.lower() == str(here).lower():
+            return
+        if not same_name:  # another owner's copy may be of the same weights
+            raise CheckpointError(
+                f"{adapter}: the adapter belongs to the base {named}, this base is {here}; where "
+                "they are the same weights, give the base as a folder of your own"
+            )
+    elif same_name:
+        return
+    warnings.warn(
+        f"{adapter}: the base could not be verified: the adapter was made for "
+        f"{named or 'a base that it does not name'}, this base is {here or 'not from a folder'}; "
+        "on another base it gives wrong answers",
+        UnverifiedBaseWarning,
+        stacklevel=2,
+    )
+
+
+def _hash_of(named: str | None) -> str | None:
+    """The fingerprint of a base that is a folder here or a bundled model, else None."""
+    try:
+        place = resolve(named or "")
+        return fingerprint(place) if named and Path(place).is_dir() else None
+    except (CheckpointError, OSError):  # holds something else, or no name
+        return None
+
+
+def fingerprint(place: str) -> str:
+    """Identity of a checkpoint's weights, whatever the dtype they are loaded in: a hash over the
+    name, shape and up to three rows (first, middle, last) of every tensor in its weight files.
+
+    Raises CheckpointError where there are none.
+    """
+    folder = folder_of(place)
+    entries: dict[str, bytes] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="np"):  # its header is looked at
+            pass
+        # Read, not mapped: a system may map megabytes around each row, which then count as ours.
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                shape, (begin, end) = tensor["shape"], tensor["data_offsets"]
+                # Only these rows: the whole of 8B weights is 16 GB.
+                rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else []
+                parts = [str(shape).encode()]
+                for row in rows:
+                    size = (end - begin) // shape[0]
+                    file.seek(8 + length + begin + row * size)
+                    parts.append(file.read(size))
+                entries[name] = b"".join(parts)
+    digest = hashlib.sha256()
+    # By name: how the tensors are split into files does not matter.
+    for name, content in sorted(entries.items()):
+        digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+def _last(name: str) -> str:
+    """A model's name without owner or folder, as the hub compares names."""
+    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+
+
+# adapter_config.json, checked: what this project carries out is read, anything else is refused.
+#
+# PEFT writes every field of its LoraConfig, most of them with the value that changes nothing. A
+# field
+# that would change what the adapter computes, or the base that it goes on, must have that value.
+
+# Read here, or of no effect on a trained adapter: how it was made, on which tool, for which task.
+_FREE = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config",
+        "inference_mode", "init_lora_weights", "layers_pattern", "lora_alpha", "lora_dropout",
+        "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
+        "runtime_config", "target_modules", "task_type", "use_rslora",
+    }
+)  # fmt: skip
+# Others (pissa, olora, corda, loftq, lora_ga, ...) change the base's weights at the start.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter_config.json says.
+
+    r, alpha, dropout, use_rslora: the LoRA's rank and scale as PEFT means them. targets: names of
+    the modules that it adapts, as the file has them: the family's own or transformers'. base: name
+    or path of the base, None where it names none. base_class: name of the class that it was trained
+    on, empty where the file does not say.
+    """
+
+    r: int
+    alpha: float
+    dropout: float
+    use_rslora: bool
+    targets: tuple[str, ...]
+    base: str | None
+    base_class: str
+
+    @property
+    def scaling(self) -> float:
+        """What the product of its matrices is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+
+def read_adapter_config(folder: Path) -> AdapterConfig:
+    """The adapter_config.json in `folder`. Raises CheckpointError that names the field, what was
+    expected and what came."""
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: expected an adapter with a {ADAPTER_CONFIG}")
+    values = read_object(path, CheckpointError)
+
+    def expect(name: str, what: str, is_right: bool) -> None:
+        if not is_right:
+            raise CheckpointError(f"{path}: {name} must be {what}, got {values.get(name)!r}")
+
+    if values.get("peft_type") != "LORA" or values.get("use_dora"):
+        kind = "DoRA" if values.get("use_dora") else values.get("peft_type")
+        raise CheckpointError(f"{path}: expected a LORA adapter, got {kind!r}")
+    for name, value in values.items():
+        says_nothing = value is None or value is False or value in ("none", [], {})
+        if name not in _FREE and not says_nothing:  # 0 is a layer, though it equals False
+            raise CheckpointError(
+                f"{path}: {name} is not supported: expected it absent or empty, got {value!r}"
+            )
+    start = values.get("init_lora_weights", True)
+    # By identity first: 1 and 0 equal True and False, but are none of PEFT's values.
+    is_plain = any(start is plain for plain in _PLAIN_STARTS[:3]) or start in _PLAIN_STARTS[3:]
+    expect("init_lora_weights", f"one of {list(_PLAIN_STARTS)} (others change the base)", is_plain)
+    r: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
+    expect("r", "a whole number of at least 1", _is_number(r) and r >= 1 and r == int(r))
+    expect("lora_alpha", "a positive number", _is_number(alpha) and alpha > 0)
+    dropout = values.get("lora_dropout") or 0.0
+    expect("lora_dropout", "a number in [0, 1)", _is_number(dropout) and 0 <= dropout < 1)
+    rslora = values.get("use_rslora") or False
+    expect("use_rslora", "true or false", isinstance(rslora, bool))
+    base = values.get("base_model_name_or_path")
+    expect("base_model_name_or_path", "text", isinstance(base, str | None))
+    mapping = values.get("auto_mapping") or {}
+    expect("auto_mapping", "an object", isinstance(mapping, dict))
+    # PEFT takes a regular expression too, and a word for all layers: not one name of a module.
+    targets = values.get("target_modules")
+    if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
+        raise CheckpointError(f"{folder}: expected a list of target_modules, got {targets!r}")
+    return AdapterConfig(
+        r=int(r),
+        alpha=alpha,
+        dropout=float(dropout),
+        use_rslora=rslora,
+        targets=tuple(targets),
+        base=base,
+        base_class=str(mapping.get("base_model_class") or ""),
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**53  # a whole number that a float holds exactly
+    return isinstance(value, float) and math.isfinite(value)
+
 
 _PREFIX = "base_model.model."  # PEFT's wrappers, which its files put before every weight's name
 Shape = tuple[int, ...]
@@ -96,7 +314,7 @@ def attach(
 
     Raises CheckpointError for a missing or damaged file, target modules that the base or `targets`
     lacks, another shape, or another base; warns with UnverifiedBaseWarning where the base cannot be
-    told (`d2f.adapter_base`).
+    told (`d2f.adapters`).
     """
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from triton_kernels.choice import use_kernel
+from triton_kernels.dispatch import use_kernel
 from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import can_run, masked_attention, span_attention, span_mask
 

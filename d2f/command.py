@@ -8,14 +8,47 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import d2f
 from d2f.errors import brief
-from d2f.siblings import HiddenPackageError, require
+
+# The toolkit's packages lie beside each other; a user's file of the same name can hide one.
+
+HERE = os.path.dirname(os.path.abspath(__file__))  # links as they are: those of an editable install
+
+
+class HiddenPackageError(ImportError):
+    """Python finds something else by the name of one of the toolkit's packages."""
+
+
+def require(*names: str) -> None:
+    """Raise HiddenPackageError, naming what hides what, where Python would import something else
+    by the name of one of these packages. Imports none of them; one that is not there at all is
+    for the import to report."""
+    for name in names:
+        spec = find_spec(name)
+        if spec is None:
+            continue
+        places = list(spec.submodule_search_locations or ())
+        place = places[0] if places else str(spec.origin)  # of a package its folder, else the file
+        own = os.path.join(os.path.dirname(HERE), name)
+        if os.path.realpath(place) != os.path.realpath(own):
+            raise HiddenPackageError(hides(place, name, own))
+
+
+def hides(place: object, name: str, own: object) -> str:
+    """What to say of a file or folder `place` that hides the package `name`, which is at `own`."""
+    return (
+        f"{place} hides the package {name} of d2f-toolkit ({own}): rename it, or call the command "
+        "d2f, which does not look in the working folder"
+    )
+
 
 BAD_INPUT = 2
 # Name: its module, and what it does.
@@ -30,7 +63,7 @@ COMMANDS = {
     "train": ("distill.train", "train or distil a model"),
     "convert": ("distill.convert", "bring a model into another form"),
     "data": ("distill.data.__main__", "show what a training run will see"),
-    "rollouts": ("distill.rollouts.__main__", "collect a decoder's right answers to train on"),
+    "rollouts": ("distill.rollouts", "collect a decoder's right answers to train on"),
     "configs": ("d2f.shipped", "list the configurations that --config takes by name"),
 }
 

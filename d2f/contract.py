@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from d2f.checkpoint import read_object
 from d2f.errors import CheckpointError
-from d2f.json_file import read_object
 
 FILE_NAME = "d2f_contract.json"
 PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
@@ -31,7 +31,7 @@ class Contract:
     of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
     objective: what it was trained by, one of `OBJECTIVES`, None where not known. block_size:
     size of the blocks that it was trained to decode. noise: lowest and highest mask ratio of D2F
-    training. base, base_hash: name and fingerprint (`d2f.adapter_base`) of the weights that an
+    training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights that an
     adapter belongs to; None for a whole model.
     """
 

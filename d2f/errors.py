@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 LONGEST = 1500  # characters of an error
 
 
@@ -88,3 +90,19 @@ def repr_of(value: object) -> str:
         return repr(value)[:60]
     except Exception:  # a whole number of more digits than Python prints, an object of anyone's
         return f"{type(value).__name__} that cannot be shown"
+
+
+# Whether an error is that of a device or a machine without memory; imports no torch.
+
+# What torch raises on a CPU is a plain RuntimeError.
+_OF_A_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate memory: [^\n]*?bytes)")
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What was out of memory, as a line; None where the error is another one."""
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+        return f"out of memory: {str(error).splitlines()[0]}"
+    found = _OF_A_CPU.search(str(error)) if isinstance(error, RuntimeError) else None
+    return f"out of memory: {found[1]}" if found else None

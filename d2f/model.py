@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
+from d2f.checkpoint import MAX_SHARD_SIZE
 from d2f.device import as_current, parse_threads
 from d2f.errors import InputError
-from d2f.model_parts import ModelParts
+from d2f.parts import ModelParts
 from d2f.saving import save
 from d2f.tensor_parallel import merge_into_parts
-from d2f.write_shards import MAX_SHARD_SIZE
 
 if TYPE_CHECKING:
-    from d2f.compiled import CompiledRows
-    from d2f.native_rows import NativeRows
+    from d2f.compile import CompiledRows
+    from d2f.cpu.rows import NativeRows
 
 
 class Fp32Rotary(nn.Module):
@@ -47,7 +47,7 @@ class DiffusionModel(ModelParts):
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
         self.compiled_rows: CompiledRows | NativeRows | None = None
-        self.scores_natively = False  # what its logits say is found by `d2f.native_confidence`
+        self.scores_natively = False  # what its logits say is found by `d2f.cpu.rows`
         # Of threads, among which engines choose for each forward; no more than torch is set to.
         self.thread_counts: tuple[int, ...] = ()
         if self.device.type == "cpu":
@@ -144,12 +144,12 @@ class DiffusionModel(ModelParts):
     def compile(self) -> None:
         """Compile what `decode_rows` runs, adapter merged: the same function to rounding, for any
         number of rows, with less to do besides the arithmetic: by `torch.compile`, or in C++ where
-        `d2f.native_rows` can. Takes some seconds.
+        `d2f.cpu.rows` can. Takes some seconds.
 
         Raises CompileError where `torch.compile` cannot.
         """
-        from d2f.compiled import CompiledRows
-        from d2f.native_rows import native_rows
+        from d2f.compile import CompiledRows
+        from d2f.cpu.rows import native_rows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
         self.compiled_rows = native_rows(self.backbone, self.new_cache)
@@ -159,7 +159,7 @@ class DiffusionModel(ModelParts):
         if self.compiled_rows.code is not None:
             self.compiled_rows.code.make_usual()
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            from d2f.native_confidence import can_score
+            from d2f.cpu.rows import can_score
 
             self.scores_natively = can_score()
 

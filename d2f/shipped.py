@@ -14,7 +14,7 @@ from pathlib import Path
 
 from d2f.command import CommandParser
 from d2f.errors import InputError
-from d2f.unread_output import unread_output
+from d2f.quiet import unread_output
 
 HERE = Path(__file__).resolve().parent
 # What a command's --config takes by name: folders of the configurations.

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from d2f.adapters import fitting_adapter
 from d2f.errors import InputError
-from d2f.model_parts import ModelParts
+from d2f.parts import ModelParts
 from d2f.rank_number import check_processes
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 try:
-    from d2f import siblings
+    from d2f import command as siblings
 except ImportError as error:  # of a d2f.py of the user's
     import d2f
 
@@ -25,15 +25,12 @@ if TYPE_CHECKING:  # what a type checker and an editor see; at run time `__getat
     from decode.decoders.autoregressive import Autoregressive
     from decode.decoders.block import Block
     from decode.decoders.d2f import D2F
-    from decode.decoders.entropy import EntropyBounded
-    from decode.decoders.factor import Factor
     from decode.decoders.freedave import FreeDave
-    from decode.decoders.static import Static
-    from decode.decoders.threshold import Threshold
+    from decode.decoders.unmask import EntropyBounded, Factor, Static, Threshold
     from decode.decoders.wedlm import WeDLM
     from decode.decoders.wino import Wino
     from decode.engine.async_engine import AsyncEngine
-    from decode.engine.result import Event, Result
+    from decode.step import Event, Result
 
 __all__ = [
     "D2F",
@@ -60,8 +57,8 @@ _HOMES = {
     "stream": "decode.api",
     "AsyncEngine": "decode.engine.async_engine",
     "QueueFullError": "d2f.errors",
-    "Event": "decode.engine.result",
-    "Result": "decode.engine.result",
+    "Event": "decode.step",
+    "Result": "decode.step",
 }
 
 

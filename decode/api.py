@@ -10,12 +10,12 @@ from typing import Literal, get_args
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders import Decoder, as_decoder
-from decode.decoders.checks import boolean, one_of, whole_number
+from decode.decoders.base import boolean, one_of, whole_number
 from decode.engine.engine import Engine
 from decode.engine.prompts import Prompt, as_many, checked
 from decode.engine.request import Request
-from decode.engine.result import Event, Result
-from decode.reporting.notices import doubt_of
+from decode.report import doubt_of
+from decode.step import Event, Result
 
 DEFAULT_BATCH_SIZE = 16
 OnError = Literal["raise", "return"]
@@ -38,7 +38,7 @@ def generate(
     for all, or one a prompt; a name (``"d2f"``) is that decoder with its defaults. n: samples of
     each prompt. At a temperature each sample has a seed of its own, made from the decoder's seed,
     the number of the sample and, where the decoder is one for all, that of the prompt
-    (`decode.engine.sampling_options.sample_seed`): equal prompts give different answers, the same
+    (`decode.step.sample_seed`): equal prompts give different answers, the same
     call the same ones. The first sample of the first prompt, or of a prompt with a decoder of its
     own, has the decoder's seed as it is; `Result.seed` says which one it was.
     batch_size: most requests in a forward; the tokens do not depend on it. on_error: ``raise``

@@ -7,40 +7,44 @@ options, docs/batch.md says what comes out; the parts are in decode/batching.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
+from d2f.checkpoint import parse as parse_batch_ledger
+from d2f.data import BadRecord, JsonLines, Source, Table, open_records
 from d2f.errors import InputError, one_line
-from d2f.locks import locked
+from d2f.files import locked, writing
+from d2f.model import DiffusionModel
 from d2f.quiet import quiet
-from decode.batching.batch_flags import parse
-from decode.commands.run_command import command, say
-from decode.commands.several_ranks import followed
-from decode.reporting.places import check_folder
-from decode.reporting.shown_progress import ShownProgress, standard_output
+from decode.cli import command, followed, say
+from decode.cli import parse_batch_flags as parse
+from decode.decoders import Decoder
+from decode.display import ShownProgress, standard_output
+from decode.engine.prompts import Prompt, checked
+from decode.ledger import Ledger, check_folder, json_line
+from decode.loop import EncodedPrompt, results
+from decode.step import Result
+from decode.workers import chunk_size
 
 if TYPE_CHECKING:
-    from d2f.data_records import Source
-    from d2f.model import DiffusionModel
-    from decode.batching.batch_ledger import BatchLedger
-    from decode.cluster.workers import Crew
-    from decode.decoders import Decoder
+    from decode.workers import Crew
 
 
 def run(options: argparse.Namespace) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
-    from decode.batching.batch_files import LEDGER, check_free, check_names, write_files
-    from decode.batching.batch_ledger import BatchLedger
-    from decode.batching.batch_rows import asked_columns, open_rows
-    from decode.cluster.workers import workers
-    from decode.commands.decoder_settings import read_settings
-    from decode.commands.load_model import check_options, outline
-    from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
+    from decode.cli import check_options, outline, read_settings
+    from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
+    from decode.workers import workers
 
     # From the cheapest check to the dearest: flags, rows, the model's shape, whose the folder is.
     settings = read_settings(options)
@@ -74,8 +78,8 @@ def describe(
     facts: dict[str, Any],
 ) -> dict[str, Any]:
     """What decides a run's answers. facts: of the input."""
-    from decode.commands.run_header import model_header
     from decode.decoders import spelled
+    from decode.jobs import model_header
 
     return {
         **model_header(options, model, weights),
@@ -96,8 +100,7 @@ def _answer(
     decoder: Decoder,
 ) -> None:
     """Answer the rows that the ledger does not have."""
-    from decode.batching.batch_rows import answer_rows, asked
-    from decode.cluster.workers import chunk_size
+    from decode.workers import chunk_size
 
     if ledger.torn:
         say(f"notice: {ledger.path}: its last line was cut short and is decoded again")
@@ -118,7 +121,6 @@ def _answer(
 
 
 def _say_what_is_there(ledger: BatchLedger, source: Source, folder: Path) -> None:
-    from decode.batching.batch_files import BAD, answers_name
 
     bad = [answer for answer in ledger.done.values() if answer.error is not None]
     good = len(ledger.done) - len(bad)
@@ -143,6 +145,278 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with quiet(options.verbose):
         if not followed(options):
             run(options)
+
+
+# The rows of a batch job: what each asks, and what a model answers.
+
+COLUMNS = ("messages", "prompt", "question", "ids")
+FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
+OF_INPUT = "input_"  # before a field of the input that has the name of one of ours
+_FILES = (".jsonl", ".json", ".parquet")
+_LOOKED_AT = 100  # rows, before any weights are read
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row's line. row: its number in the input, from 0. tokens: visible ids, cut before the end
+    token or stop string. error: why there is no answer, None where there is one."""
+
+    row: int
+    text: str | None = None
+    tokens: tuple[int, ...] = ()
+    forwards: int = 0
+    finish_reason: str = ""
+    seed: int = 0
+    error: str | None = None
+
+    @staticmethod
+    def of(row: int, result: Result) -> Answer:
+        if result.error is not None:
+            error = f"{type(result.error).__name__}: {result.error}"
+            return Answer(row, forwards=result.forwards, error=error)
+        tokens = tuple(result.tokens)
+        return Answer(
+            row, result.text, tokens, result.forwards, result.finish_reason, result.seed
+        )  # fmt: skip
+
+
+def open_rows(place: str, config: str | None, split: str | None) -> Source:
+    """The rows of --input. Raises InputError."""
+    is_file = Path(place).is_file() or place.endswith(_FILES)
+    if is_file and (config is not None or split is not None):
+        raise InputError("--split and --dataset-config are for data sets, not for a file")
+    return open_records(place, is_file=is_file, config=config, split=split)
+
+
+def asked_columns(source: Source, column: str | None) -> tuple[str, ...]:
+    """Where a row may say what it asks. Raises InputError where a table has none of them, or none
+    of the first rows says it."""
+    columns: tuple[str, ...] = COLUMNS if column is None else (column,)
+    if isinstance(source, Table):
+        columns = tuple(name for name in columns if name in source.columns)
+        if not columns:
+            raise InputError(
+                f"{source.name}: expected the column {column or ' or '.join(COLUMNS)}, it has "
+                f"{', '.join(source.columns)}; --column names another"
+            )
+        source.select(columns)
+    looked_at = [asked(source, number, columns) for number in range(min(len(source), _LOOKED_AT))]
+    if all(isinstance(prompt, BadRecord) for prompt in looked_at):
+        raise InputError(f"{source.where(0)}: {looked_at[0]}; so are all rows looked at")
+    return columns
+
+
+def asked(source: Source, number: int, columns: tuple[str, ...]) -> Any:
+    """What a row asks, a BadRecord where it cannot be read."""
+    row = source.attempt(number)
+    if isinstance(row, BadRecord):
+        return row
+    if not isinstance(row, Mapping):
+        return BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
+    try:
+        renamed(list(row))
+    except BadRecord as error:  # nor could its answer be written
+        return error
+    found = [row[name] for name in columns if row.get(name) is not None]
+    if found:
+        return found[0]
+    keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
+    return BadRecord(f"expected {' or '.join(columns)}, got the keys {keys}")
+
+
+def renamed(names: Sequence[str]) -> list[str]:
+    """The names of the input's fields beside ours. Raises BadRecord."""
+    found = [OF_INPUT + name if name in FIELDS else name for name in names]
+    if len(set(found)) < len(found):
+        twice = next(name for name in names if name in FIELDS and OF_INPUT + name in names)
+        raise BadRecord(f"cannot have both {twice} and {OF_INPUT}{twice}")
+    return found
+
+
+def answer_rows(
+    model: DiffusionModel,
+    rows: Iterable[tuple[int, Prompt | BadRecord]],
+    *,
+    decoder: Decoder,
+    raw: bool,
+    batch_size: int,
+) -> Iterator[tuple[int, Answer]]:
+    """The answer to each row, as they finish, bad ones too. At a temperature a row has a seed of
+    its own, made of the decoder's and the row's number."""
+    rest = iter(rows)
+    while some := list(islice(rest, chunk_size(batch_size))):
+        ready: dict[int, EncodedPrompt] = {}
+        for number, prompt in some:
+            try:
+                if isinstance(prompt, BadRecord):
+                    raise prompt
+                ids, own = checked(model, prompt, decoder, f"row {number}", raw=raw)
+                ready[number] = ids, own.sampled(number, 0)
+            except (InputError, BadRecord) as error:
+                yield number, Answer(number, error=str(error))
+        for number, result in results(model, ready.items(), batch_size=batch_size):
+            yield number, Answer.of(number, result)
+
+
+# The ledger of a batch job: its run, then a line a row as it is answered.
+#
+# {"run": {"model": "tiny-d2f", "input": "5d41...", "rows": 3}}
+# {"row": 1, "text": "7", "tokens": [23, 8], "forwards": 2, ...}
+# {"row": 0, "error": "expected prompt, got the keys promt"}
+
+_ANSWER = TypeAdapter(Answer)
+
+
+class BatchLedger(Ledger[int, Answer]):
+    """The rows that are answered. In memory are their counts alone, not what they say."""
+
+    FILE = "exists and is not a ledger of this command"
+    ENTRY = "an answer of this run"
+
+    def key(self, entry: Answer) -> int:
+        return entry.row
+
+    def kept(self, entry: Answer) -> Answer:
+        return replace(entry, text=None, tokens=())
+
+    def line(self, entry: Answer) -> str:
+        return json_line(asdict(entry))
+
+    def parsed(self, line: bytes, where: str) -> Answer:
+        values = parse_batch_ledger(line, nan=True)
+        if not isinstance(values, dict) or set(values) != set(Answer.__dataclass_fields__):
+            raise ValueError("not the keys of an answer")
+        answer = _ANSWER.validate_json(line, strict=True)
+        if not 0 <= answer.row < self.run["rows"]:
+            raise ValueError("no row of this run")
+        return answer
+
+    def answers(self) -> Iterator[Answer]:
+        """Every answer, whole, in the order of the rows."""
+        lines = JsonLines(Path(self.path))
+        # The first line is the run's.
+        places = {lines.record(place)["row"]: place for place in range(1, len(lines))}
+        for row in sorted(places):
+            yield _ANSWER.validate_json(json.dumps(lines.record(places[row])), strict=True)
+
+
+# The files that a batch job leaves, written when every row has been looked at:
+#
+# rows {"id": "a", "prompt": "2 + 3"}     ->  answers.jsonl  {"id": "a", "prompt": "2 + 3",
+#      {"id": "b", "promt": "2 + 4"}              "row": 0, "text": "5", "tokens": [12], ...}
+#                                             bad.jsonl      {"row": 1, "where": "sums.jsonl, line
+# 2",
+#                                                             "error": "expected ...", "input":
+# {...}}
+
+LEDGER, BAD = "ledger.jsonl", "bad.jsonl"
+_CHUNK = 1000  # rows
+
+
+def answers_name(source: Source) -> str:
+    """Of the kind that the rows came in; a data set's are parquet, which is one to those who load
+    it."""
+    return "answers.parquet" if isinstance(source, Table) else "answers.jsonl"
+
+
+def check_names(source: Source) -> None:
+    """Raise InputError where a table's columns cannot stand beside ours."""
+    if isinstance(source, Table):
+        try:
+            renamed(source.columns)
+        except BadRecord as error:
+            raise InputError(f"{source.name}: {error}") from error
+
+
+def check_free(source: Source, folder: Path) -> None:
+    """Raise InputError where a file of another command, perhaps the input itself, is in the place
+    of one of ours, which are there with their ledger alone."""
+    for name in (answers_name(source), BAD):
+        if (folder / name).exists() and not (folder / LEDGER).exists():
+            raise InputError(
+                f"{folder / name} exists and is not of this command; nothing was written, give "
+                "another --output"
+            )
+
+
+def write_files(ledger: BatchLedger, source: Source, folder: Path) -> None:
+    """Write the answers in the order of the rows, and the bad rows. Raises OutputError."""
+    good = (answer for answer in ledger.answers() if answer.error is None)
+    if isinstance(source, Table):
+        _write_parquet(good, source, folder / answers_name(source))
+    else:
+        _write_lines((_line(answer, source) for answer in good), folder / answers_name(source))
+    bad = (answer for answer in ledger.answers() if answer.error is not None)
+    _write_lines((_bad_line(answer, source) for answer in bad), folder / BAD)
+
+
+def _line(answer: Answer, source: Source) -> str:
+    row = source.record(answer.row)
+    own = dict(zip(renamed(list(row)), row.values(), strict=True))
+    return json_line(_of_json(own) | _fields(answer))
+
+
+def _of_json(value: Any) -> Any:
+    """The same, with None for the numbers that JSON has not: NaN, and what is read as infinite."""
+    if isinstance(value, dict):
+        return {key: _of_json(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_of_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fields(answer: Answer) -> dict[str, Any]:
+    values = asdict(answer)
+    return {name: values[name] for name in FIELDS}
+
+
+def _bad_line(answer: Answer, source: Source) -> str:
+    row = source.attempt(answer.row)
+    values = {"row": answer.row, "where": source.where(answer.row), "error": answer.error}
+    return (
+        json.dumps(
+            values | ({} if isinstance(row, BadRecord) else {"input": _of_json(row)}), default=str
+        )
+        + "\n"
+    )
+
+
+def _write_lines(lines: Iterable[str], path: Path) -> None:
+    with writing(path) as file:
+        for line in lines:
+            file.write(line.encode())
+
+
+def _write_parquet(answers: Iterator[Answer], source: Table, path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    ours = pa.schema(
+        [
+            ("row", pa.int64()),
+            ("text", pa.string()),
+            ("tokens", pa.list_(pa.int32())),
+            ("forwards", pa.int32()),
+            ("finish_reason", pa.string()),
+            ("seed", pa.uint64()),
+        ]
+    )
+
+    def joined(some: Sequence[Answer]) -> Any:
+        table = source.arrow([answer.row for answer in some])
+        table = table.rename_columns(renamed(table.column_names))
+        for name, column in zip(
+            FIELDS, pa.Table.from_pylist([_fields(a) for a in some], ours).columns, strict=True
+        ):
+            table = table.append_column(ours.field(name), column)
+        return table
+
+    with writing(path) as file:
+        first = joined(list(islice(answers, _CHUNK)))
+        with pq.ParquetWriter(file, first.schema) as writer:
+            writer.write_table(first)
+            while some := list(islice(answers, _CHUNK)):
+                writer.write_table(joined(some))
 
 
 if __name__ == "__main__":

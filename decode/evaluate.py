@@ -11,25 +11,33 @@ import argparse
 import json
 import os
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from d2f.errors import OutputError
-from d2f.files import write_beside
-from d2f.locks import locked
+import numpy as np
+
+from d2f.tasks import find_task
+from d2f.errors import InputError, OutputError
+from d2f.files import locked, write_beside
+from d2f.model import DiffusionModel
 from d2f.quiet import quiet
-from decode.commands.run_command import command, say
-from decode.commands.several_ranks import followed
-from decode.evaluation.evaluation_flags import parse
-from decode.reporting.places import check_folder, check_place
-from decode.reporting.shown_progress import ShownProgress, standard_output
-
-if TYPE_CHECKING:
-    from d2f.model import DiffusionModel
-    from decode.cluster.workers import Crew
-    from decode.commands.prompt_jobs import PromptJob
-
+from d2f.tasks import Problem, Task
+from decode.api import generate
+from decode.cli import command, followed, say
+from decode.cli import parse_evaluation_flags as parse
+from decode.decoders import Decoder
+from decode.display import ShownProgress, Silent, standard_output
+from decode.jobs import Output, PromptJob, Record, draw_problems, encode_problems, task_sources
+from decode.ledger import check_folder, check_place
+from decode.loop import JudgePool, decode
+from decode.report import Measurements, wilson
+from decode.step import Event, Result, p_cache_of
+from decode.workers import Crew, OneWorker
 
 ANSWERS = "answers.jsonl"  # of the folder of --output
 
@@ -46,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
-    from decode.cluster.workers import workers
+    from decode.workers import workers
 
     given, jobs = _jobs(options, folder)
     _give_notices(options, jobs)
@@ -61,10 +69,8 @@ def _measure(
     jobs: dict[str, list[PromptJob]],
     folder: Path | None,
 ) -> dict[str, Any]:
-    from decode.evaluation.evaluate_task import evaluate_jobs
-    from decode.evaluation.judge_pool import JudgePool, default_jobs
-    from decode.evaluation.scores import line
-    from decode.reporting.record import Output
+    from decode.jobs import Output
+    from decode.loop import JudgePool, default_jobs
 
     every = [job for some in jobs.values() for job in some]
     settled, around, doubt = crew.ask(_about, every)
@@ -112,8 +118,7 @@ def _about(
     options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Of a loaded model: what decides the run, what it is measured on, what to doubt."""
-    from decode.reporting.environment import environment
-    from decode.reporting.notices import doubt_of
+    from decode.report import doubt_of, environment
 
     settled = describe(options, model, weights, jobs)
     return settled, environment(model), doubt_of(model, jobs[0].decoder)
@@ -124,11 +129,8 @@ def _jobs(
 ) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
     """The decoder options that were given, and what is decoded of each task. From the cheapest
     check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
-    from decode.commands.decoder_settings import read_settings
-    from decode.commands.load_model import check_options, outline
-    from decode.commands.prompt_jobs import make_jobs, refuse_equal_samples, task_sources
-    from decode.commands.task_problems import draw_problems
-    from decode.reporting.record import Output
+    from decode.cli import check_options, outline, read_settings
+    from decode.jobs import Output, draw_problems, make_jobs, refuse_equal_samples, task_sources
 
     settings = read_settings(options)
     length = settings.given.get("max_new_tokens")
@@ -156,7 +158,7 @@ def describe(
     options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> dict[str, Any]:
     """What decides a run's answers and verdicts."""
-    from decode.commands.run_header import header
+    from decode.jobs import header
 
     return {
         **header(options, model, weights, jobs),
@@ -168,7 +170,7 @@ def describe(
 
 def _give_notices(options: argparse.Namespace, jobs: dict[str, list[PromptJob]]) -> None:
     """What the user should know before it starts, on standard error."""
-    from decode.commands.task_problems import give_notices
+    from decode.jobs import give_notices
 
     give_notices(options.tasks)
     for task in options.tasks:
@@ -207,6 +209,234 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = run(options)
     if options.json is not None:
         _keep(report, options.json)
+
+
+# What the responses to a task's problems come to: accuracy, pass@k, majority vote, counts.
+
+
+def score(
+    task: Task,
+    records: Sequence[Record],
+    *,
+    samples: int = 1,
+    pass_at: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Sums and shares of a task's responses, `samples` for each problem, problem after problem.
+
+    accuracy is the share of right responses; its interval is over problems, as the samples of one
+    are alike. forwards adds the calls that each request was in, so tokens_per_forward is that of a
+    request alone. p_cache is there where the decoder counts what it is made of.
+    """
+    groups = [records[i : i + samples] for i in range(0, len(records), samples)]
+    right = [sum(bool(record.right) for record in group) for group in groups]
+    forwards = sum(record.forwards for record in records)
+    tokens = sum(len(record.tokens) for record in records)
+    counts = dict(sum((Counter(record.counts) for record in records), Counter()))
+    found = {
+        "task": task.name,
+        "problems": len(groups),
+        "samples": samples,
+        "right": sum(right),
+        # Which ones, to compare with what another model or decoder has on the same problems.
+        **({"right_by_problem": "".join(map(str, right))} if samples == 1 else {}),
+        **_share([count / samples for count in right]),
+        "visible_tokens": tokens,
+        "forwards": forwards,
+        "tokens_per_forward": tokens / forwards,
+        "rows_per_forward": sum(record.rows for record in records) / forwards,
+        "unfinished": sum(record.finish_reason == "length" for record in records),
+        "counts": counts,
+    }
+    if (p_cache := p_cache_of(tokens, counts)) is not None:
+        found["p_cache"] = p_cache
+    if pass_at:
+        found["pass_at"] = {
+            str(k): _share([pass_at_k(samples, count, k) for count in right]) for k in pass_at
+        }
+    votes = [majority(task, group) for group in groups] if samples > 1 else []
+    if any(vote is not None for vote in votes):
+        found["majority"] = _share([float(vote is True) for vote in votes])
+    return found
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of k samples is right, of which `right` of `samples` are: the unbiased
+    estimator 1 - C(n-c, k) / C(n, k) of Chen et al., 2021 (HumanEval), equation 1."""
+    return 1 - comb(samples - right, k) / comb(samples, k)
+
+
+def majority(task: Task, group: Sequence[Record]) -> bool | None:
+    """Whether the answer that most samples of a problem give is right, of equally many the one that
+    comes first; None where no sample has an answer that can be counted."""
+    answers = [task.answer(record.text or "") for record in group]
+    counted = Counter(answer for answer in answers if answer is not None)
+    if not counted:
+        return None
+    chosen, _ = counted.most_common(1)[0]
+    return bool(group[answers.index(chosen)].right)
+
+
+def _share(values: Sequence[float]) -> dict[str, float]:
+    """The mean of a value a problem, each in [0, 1], with its 95 % interval over problems: that of
+    a share, which is wider than needed where values lie between 0 and 1."""
+    low, high = wilson(sum(values), len(values))
+    return {
+        "accuracy": sum(values) / len(values),
+        "accuracy_low": low,
+        "accuracy_high": high,
+    }
+
+
+def line(on: dict[str, Any]) -> str:
+    """What was measured, for reading."""
+    responses = on["problems"] * on["samples"]
+    seconds = "" if on["seconds"] is None else f"  {on['seconds']:6.1f} s"
+    parts = [
+        f"{on['task']:<10} {on['right']:>4} of {responses} right "
+        f"({on['accuracy']:6.1%}, 95 % {_interval(on)})  "
+        f"{on['tokens_per_forward']:5.2f} visible tokens a forward  "
+        f"{on['forwards'] / responses:6.1f} forwards a problem{seconds}"
+        + (f"  p_cache {on['p_cache']:.2f}" if "p_cache" in on else "")
+    ]
+    for k, share in on.get("pass_at", {}).items():
+        parts.append(f"{'':<10} pass@{k} {share['accuracy']:.1%} (95 % {_interval(share)})")
+    if "majority" in on:
+        share = on["majority"]
+        parts.append(
+            f"{'':<10} majority of {on['samples']} {share['accuracy']:.1%} "
+            f"(95 % {_interval(share)})"
+        )
+    return "\n".join(parts)
+
+
+def _interval(share: dict[str, Any]) -> str:
+    return f"{share['accuracy_low']:.1%} to {share['accuracy_high']:.1%}"
+
+
+# A task's problems decoded, judged and counted.
+
+
+class Counting(Silent):
+    """A bar of the responses that are done, with how many of them are right."""
+
+    def __init__(self, shown: ShownProgress, total: int, what: str):
+        self.shown, self.what = shown, what
+        self.done = self.right = 0
+        shown.begin(total, what)
+
+    def show(self, job: PromptJob, event: Event) -> None:
+        """A forward, of which nothing is shown."""
+
+    def finish(self, job: PromptJob, record: Record) -> None:
+        self.done, self.right = self.done + 1, self.right + bool(record.right)
+        self.shown.advance(1, f"{self.what}: {self.right} of {self.done} right")
+
+
+def evaluate(
+    model: DiffusionModel,
+    decoder: Decoder,
+    task: Task | str,
+    count: int | None,
+    *,
+    split: str = "heldout",
+    seed: int = 0,
+    batch_size: int = 32,
+) -> dict[str, Any]:
+    """`count` problems of a task (None: all that there are) decoded and judged, one response each:
+    what `decode.evaluate.score` says, and the wall seconds of the decoding. Raises
+    InputError before any decoding."""
+    if count is not None and count < 1:
+        raise InputError(f"count must be at least 1, got {count}")
+    task = find_task(task) if isinstance(task, str) else task
+    problems = draw_problems(task, split, count, seed)
+    ids = encode_problems(model, problems, decoder)
+    jobs = [
+        PromptJob(source, prompt, decoder.sampled(place, 0))
+        for place, (source, prompt) in enumerate(
+            zip(task_sources(task, problems), ids, strict=True)
+        )
+    ]
+    return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
+
+
+def evaluate_jobs(
+    crew: Crew,
+    task: Task,
+    jobs: Sequence[PromptJob],
+    *,
+    split: str,
+    batch_size: int,
+    samples: int = 1,
+    pass_at: Sequence[int] = (),
+    output: Output | None = None,
+    shown: ShownProgress | None = None,
+    judges: JudgePool | None = None,
+) -> dict[str, Any]:
+    """A task's jobs, `samples` a problem, decoded but for those that `output` has already. judges:
+    what judges several responses at a time; without it each is judged here.
+
+    `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
+    many responses it was for, `workers` how many processes decoded them at a time.
+    """
+    done = {} if output is None else output.done
+    pending = [job for job in jobs if job.source.id not in done]
+    display = Silent() if shown is None else Counting(shown, len(pending), task.name)
+    new, seconds = decode(
+        crew, pending, batch_size=batch_size, display=display, output=output, judges=judges
+    )
+    by_id = {**done, **{record.id: record for record in new}}
+    records = [by_id[job.source.id] for job in jobs]
+    return {
+        **score(task, records, samples=samples, pass_at=pass_at),
+        "split": split,
+        "batch_size": batch_size,
+        "workers": crew.count,
+        "decoded": len(new),
+        "seconds": seconds if new else None,
+        "max_new_tokens": jobs[0].decoder.length,
+    }
+
+
+# Problems decoded together and judged, for those who want the verdicts and no report.
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Problems that were decoded together: a result and a verdict each, and the wall seconds of
+    the decoding, prompts included."""
+
+    results: list[Result]
+    right: list[bool]
+    seconds: float
+
+    def measurements(self) -> Measurements:
+        """Problem by problem; each has the share of the seconds that its own time has."""
+        own = np.array([result.seconds for result in self.results])
+        return Measurements(
+            np.array(self.right, dtype=bool),
+            np.array([len(result.tokens) for result in self.results], dtype=np.int64),
+            np.array([result.forwards for result in self.results], dtype=np.int64),
+            # Requests of a batch overlap: scaled, their seconds add up to the time that passed.
+            own * (self.seconds / own.sum()),
+        )
+
+
+def decode_and_judge(
+    model: DiffusionModel,
+    decoder: Decoder,
+    task: Task,
+    problems: Sequence[Problem],
+    *,
+    batch_size: int,
+) -> Judged:
+    """Decode the problems and check the responses; only the decoding is timed."""
+    # Prompts are encoded within the time that is counted, answers checked outside of it.
+    began = time.perf_counter()
+    ids = encode_problems(model, problems, decoder)
+    results = generate(model, ids, decoder, batch_size=batch_size)
+    seconds = time.perf_counter() - began
+    right = [task.right(p, r.text or "") for p, r in zip(problems, results, strict=True)]
+    return Judged(results, right, seconds)
 
 
 if __name__ == "__main__":

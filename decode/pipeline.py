@@ -15,19 +15,16 @@ from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.commands.pipeline_flags import parse
-from decode.commands.run_command import command, say
-from decode.commands.several_ranks import followed
-from decode.reporting.places import hold_output
-from decode.reporting.shown_progress import is_live, standard_output
+from decode.cli import command, followed, parse, say
+from decode.display import is_live, standard_output
+from decode.ledger import hold_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from d2f.model import DiffusionModel
-    from decode.commands.live_display import Silent
-    from decode.commands.prompt_jobs import PromptJob
-    from decode.reporting.record import Output, Record
+    from decode.display import Silent
+    from decode.jobs import Output, PromptJob, Record
 
 
 @command(interrupted="interrupted; an --output keeps its lines, the same command goes on")
@@ -49,20 +46,19 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
 
 def _run(options: argparse.Namespace, console: Console) -> None:
     with _waiting(options, console):
-        from decode.cluster.workers import OneWorker
-        from decode.commands.decoder_settings import read_settings
-        from decode.commands.load_model import check_options, load, outline
-        from decode.commands.prompt_jobs import (
+        from decode.cli import check_options, load, outline, read_settings
+        from decode.jobs import (
+            Output,
+            Trace,
+            give_notices,
+            header,
             known_lengths,
             make_jobs,
             read_sources,
             refuse_equal_samples,
         )
-        from decode.commands.run_header import header
-        from decode.commands.task_problems import give_notices
-        from decode.commands.timed_loop import decode
-        from decode.commands.trace_file import Trace
-        from decode.reporting.record import Output
+        from decode.loop import decode
+        from decode.workers import OneWorker
 
         settings = read_settings(options)
         sources = read_sources(options)
@@ -103,7 +99,7 @@ def _give_notices(
     options: argparse.Namespace, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
 ) -> None:
     """What the user should know before it starts, on standard error."""
-    from decode.reporting.notices import doubt_of
+    from decode.report import doubt_of
 
     notice = doubt_of(model, jobs[0].decoder)
     if notice is not None:
@@ -129,9 +125,8 @@ def _report(
     """The totals and what was counted; for a quiet single prompt its response instead. new,
     seconds: the records of this run, not of the one that it goes on from, and its decoding."""
 
-    from decode.commands.run_header import short_dtype
-    from decode.commands.timed_loop import WARM_UP_FORWARDS
-    from decode.reporting.record import shown_text, totals
+    from decode.jobs import short_dtype, shown_text, totals
+    from decode.loop import WARM_UP_FORWARDS
 
     if options.prompt is not None and options.quiet:
         for record in records:
@@ -156,7 +151,7 @@ def _report(
 def _display(
     options: argparse.Namespace, console: Console, model: DiffusionModel, total: int
 ) -> Silent:
-    from decode.commands.live_display import LiveDisplay, Plain, Silent
+    from decode.display import LiveDisplay, Plain, Silent
 
     if options.quiet:
         return Silent()

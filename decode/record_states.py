@@ -15,24 +15,25 @@ from typing import TYPE_CHECKING
 from d2f.errors import InputError
 from d2f.files import make_folder
 from d2f.quiet import quiet
-from decode.commands.decoder_flags import add_flags, given_options
-from decode.commands.parser import (
+from decode.cli import (
     Parser,
+    add_flags,
     add_model,
     add_tasks,
     add_verbose,
     check_least,
     chosen_tasks,
+    command,
+    given_options,
 )
-from decode.commands.run_command import command
+from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f import D2F
-from decode.decoders.options import DEFAULT_BLOCK_SIZE
-from decode.reporting.places import hold_output
+from decode.ledger import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.api import Prompt
-    from decode.engine.result import BlockView
+    from decode.step import BlockView
 
 
 def record(
@@ -85,9 +86,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> None:
     """Record what the command line asks for."""
-    from d2f.pipeline_states import PipelineStates
-    from decode.commands.load_model import check_options, load, outline
-    from decode.commands.task_problems import draw_problems, encode_problems
+    from d2f.noise import PipelineStates
+    from decode.cli import check_options, load, outline
+    from decode.jobs import draw_problems, encode_problems
 
     given = given_options(options)
     check_options(options)

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.commands.run_command import command
-from decode.commands.serve_flags import of_model, parse
-from decode.commands.several_ranks import followed
-from decode.reporting.extras import require_ray, require_serve
+from decode.cli import command, followed, of_model, require_ray, require_serve
+from decode.cli import parse_serve_flags as parse
 
 
 @command(interrupted="interrupted before it served", goes_on_unread=True)
@@ -36,22 +34,21 @@ def serve(options: argparse.Namespace) -> None:
         return
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
-        from decode.commands.decoder_settings import read_settings
-        from decode.server.load_models import check_models, load_models
-        from decode.server.logs import set_up_logs
-        from decode.server.settings import own_names, settings_of
+        from decode.cli import read_settings
+        from decode.server.middleware import set_up_logs
+        from decode.server.models import check_models, load_models, own_names, settings_of
 
         decoding = read_settings(options)
         check_models(options, decoding)
         names = own_names(listener.getsockname()[0])
         settings = settings_of(options, allowed_hosts=names)
         if options.max_replicas is not None:
-            from decode.server.serve_replicas import serve_replicas
+            from decode.server.ray_app import serve_replicas
 
             serve_replicas(options, decoding, settings, listener)
             return
         from decode.server.app import create_app
-        from decode.server.run_server import run_server
+        from decode.server.run import run_server
 
         app = create_app(load_models(options, decoding), settings)
         set_up_logs(options.log_format)

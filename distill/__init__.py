@@ -1,7 +1,7 @@
 """Training: from-scratch models, the autoregressive baseline and D2F distillation."""
 
 try:
-    from d2f import siblings
+    from d2f import command as siblings
 except ImportError as error:  # of a d2f.py of the user's
     import d2f
 

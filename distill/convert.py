@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 
 from d2f.errors import CheckpointError, InputError
 from d2f.quiet import quiet
-from decode.commands.parser import Parser, add_verbose
-from decode.commands.run_command import command
+from decode.cli import Parser, add_verbose, command
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +61,9 @@ def convert_checkpoint(
     output do not go together.
     """
     import d2f
-    from d2f.build_model import convert
+    from d2f.convert import convert
     from d2f.files import make_folder, writing_folder
-    from d2f.save_transformers import save_model
+    from d2f.saving import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output} is there already: expected a new or empty folder as --output")

@@ -21,12 +21,10 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from d2f.command import CommandParser
-from d2f.errors import InputError
-from d2f.locks import locked
-from d2f.out_of_memory import out_of_memory
-from d2f.quiet import quiet
-from d2f.unread_output import unread_output
-from decode.commands.parser import add_verbose
+from d2f.errors import InputError, out_of_memory
+from d2f.files import locked
+from d2f.quiet import quiet, unread_output
+from decode.cli import add_verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -86,9 +84,9 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     KeyboardInterrupt.
     Raises NonFiniteLossError, InputError.
     """
-    from distill.doubts import doubts
-    from distill.run.progress import result_text
-    from distill.run.run_folder import RunFolder
+    from distill.check import doubts
+    from distill.checkpoint import RunFolder
+    from distill.log import result_text
 
     folder = RunFolder(config)
     if folder.is_finished:
@@ -101,7 +99,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if _is_first():
         for doubt in doubts(config):
             print(doubt, file=sys.stderr)
-    from distill.run.training import Training
+    from distill.trainer import Training
 
     training = Training(folder, stop_after)
     with training.listening():

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from hypothesis import settings
 from tiny import changed_models
 
-from d2f.load_checkpoint import load
+from d2f.loading import load
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, max_examples=40

@@ -9,8 +9,8 @@ from typing import Any
 from tiny import tokenizer
 
 from distill.config import TrainConfig, parse_config
+from distill.config_keys import Data
 from distill.data import Sample, Stream
-from distill.data.data_config import Data
 
 END, MASK = 0, 1  # of the tiny tokenizer
 

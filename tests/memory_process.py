@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import distill.run.training as training
+import distill.trainer as training
 from distill.check import check
 from distill.config import parse_config
 from distill.train import train

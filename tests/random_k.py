@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from d2f.contract import Contract
+from decode.decoders.base import option
 from decode.decoders.blockwise import Blockwise, BlockwiseSession
-from decode.decoders.options import option
-from decode.engine.step import Ints, Predictions
+from decode.step import Ints, Predictions
 
 
 @dataclass(frozen=True)

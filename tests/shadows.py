@@ -12,11 +12,11 @@ import torch
 from hypothesis import strategies as st
 from tiny import random_model, tokenizer
 
-from d2f.build_model import build
 from d2f.contract import Contract
+from d2f.convert import build
 from d2f.model import DiffusionModel
 from decode.decoders import Session
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 
 MASK, END = 1, 0
 CONTRACT = Contract(

@@ -20,7 +20,7 @@ from benchmarks.ablation.runs import untrained
 from benchmarks.ablation.seed_intervals import difference_interval, effective_number
 from d2f.errors import InputError
 from d2f.tasks import make_problems
-from decode.reporting.intervals import mean_interval, paired
+from decode.report import mean_interval, paired
 from distill.config import read_config
 
 

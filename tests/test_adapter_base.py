@@ -8,9 +8,9 @@ import warnings
 import pytest
 from safetensors.torch import load_file, save_file
 
-from d2f.adapter_base import base_name, fingerprint
+from d2f.adapters import base_name, fingerprint
 from d2f.errors import CheckpointError, UnverifiedBaseWarning
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from d2f.models import HERE
 
 INSTRUCT = "GSAI-ML/LLaDA-8B-Instruct"

@@ -7,10 +7,9 @@ import shutil
 import pytest
 from peft import LoraConfig
 
-from d2f.adapter_config import _FREE, AdapterConfig, read_adapter_config
-from d2f.adapters import attach
+from d2f.adapters import _FREE, AdapterConfig, attach, read_adapter_config
 from d2f.errors import CheckpointError
-from d2f.load_checkpoint import load
+from d2f.loading import load
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from d2f import spans as sp
-from d2f.adapter_base import fingerprint
-from d2f.adapters import ATTENTION, attach, new_lora, save_adapter
+from d2f.adapters import ATTENTION, attach, fingerprint, new_lora, save_adapter
 from d2f.errors import CheckpointError
-from d2f.load_checkpoint import load
+from d2f.loading import load
 
 IDS = torch.arange(4, 20)[None]
 SPANS = sp.block_causal(16, 5, 4)

@@ -14,11 +14,8 @@ from tiny import random_model
 from transformers import AutoTokenizer
 
 from d2f import models
-from d2f.load_checkpoint import load
-from d2f.load_tokenizer import load_tokenizer
-from d2f.save_official import save_official
-from d2f.save_tokenizer import CODE
-from d2f.save_transformers import save_model
+from d2f.loading import load, load_tokenizer
+from d2f.saving import CODE, save_model, save_official
 from d2f.tasks import TASKS, make_problem
 
 ROOT = Path(__file__).parent.parent

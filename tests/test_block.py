@@ -22,7 +22,7 @@ from d2f.errors import CheckpointError, InputError
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import Sampler
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 from tests.references.block import decode_block
 from tests.references.d2f import predict_positions
 from triton_kernels.span_attention import span_mask
@@ -198,7 +198,7 @@ def test_what_a_step_reveals(reveal, confidence, expected):
 
 @pytest.mark.parametrize(("size", "expected"), [(None, None), (8, 8)])
 def test_the_block_size_of_an_sdar_folder_is_in_its_contract(tmp_path, size, expected):
-    from d2f.save_transformers import save_model
+    from d2f.saving import save_model
 
     save_model(sdar(3, 0), tmp_path, dtype=torch.float32)
     (tmp_path / "d2f_contract.json").unlink()

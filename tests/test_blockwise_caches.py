@@ -16,12 +16,11 @@ from tiny import fresh_model, random_model, tokenizer
 
 import decode
 from d2f.model import DiffusionModel
-from decode.decoders.visibility import visible_ends
+from decode.decoders.base import visible_ends
 from decode.engine.batch import join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.result import Revealed
-from decode.engine.step import Predictions
+from decode.step import Predictions, Revealed
 from tests.references.blockwise import (
     allowed_pairs,
     cached_forward,

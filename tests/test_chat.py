@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from d2f import chat
 from d2f.errors import InputError
-from d2f.load_tokenizer import load_tokenizer
+from d2f.loading import load_tokenizer
 from d2f.models import HERE, names
 from decode.engine.prompts import encode
 

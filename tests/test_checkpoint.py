@@ -17,9 +17,8 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen2Tokenizer
 import d2f.attention
 from d2f import models
 from d2f import spans as sp
-from d2f.load_checkpoint import load
-from d2f.load_tokenizer import load_tokenizer
-from d2f.save_transformers import save_model
+from d2f.loading import load, load_tokenizer
+from d2f.saving import save_model
 
 FAMILIES = ["llada", "dream"]
 MASKS = ["bidirectional", "block_causal_8"]

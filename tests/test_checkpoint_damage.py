@@ -11,9 +11,9 @@ from golden_facts import difference, run
 from safetensors.torch import load_file, save_file
 
 import d2f.attention
-from d2f.adapter_base import fingerprint
+from d2f.adapters import fingerprint
 from d2f.errors import CheckpointError, InputError
-from d2f.load_checkpoint import load
+from d2f.loading import load
 
 FAMILIES = ["llada", "dream"]
 TIED = "tie_word_embeddings"
@@ -260,7 +260,7 @@ def test_a_hub_name_keeps_its_contract(copy, llada, monkeypatch):
     """What this project saved is a Llama by its config alone; the contract says LLaDA."""
     folder = copy("llada")
     dataclasses.replace(llada.contract, objective="d2f", block_size=8).save(folder)
-    monkeypatch.setattr(d2f.hub, "snapshot_download", lambda name, **_: str(folder))
+    monkeypatch.setattr(d2f.checkpoint, "snapshot_download", lambda name, **_: str(folder))
     model = load("somebody/some-model", device="cpu")
     assert (model.contract.block_size, model.tokenizer) == (8, None)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from d2f.errors import CheckpointError
-from distill.run import checkpoint
+from distill import checkpoint
 
 
 def state(step: int) -> dict:

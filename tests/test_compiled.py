@@ -13,18 +13,16 @@ from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
 import d2f
-import d2f.compiled
-import d2f.joined
-import d2f.native_rows
-import d2f.packed
+import d2f.compile
+import d2f.cpu.packed
+import d2f.cpu.rows
 import decode
 from d2f import spans as sp
 from d2f.attention import SpanPlan
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
-from decode.comparison.comparison_config import Ours
-from decode.comparison.ours import OursRunner
-from decode.comparison.workload import Item, Workload
+from decode.compare.config import Item, Ours, Workload
+from decode.compare.entries import OursRunner
 from decode.pipeline import main
 
 DECODERS = {
@@ -35,9 +33,9 @@ DECODERS = {
     "dream": [decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=24)],
     "causal": [decode.Autoregressive(12)],
 }
-WAYS = {"graph": d2f.compiled.CompiledRows}
-if d2f.packed.can_pack(random_model("llada").backbone):
-    WAYS["native"] = d2f.native_rows.NativeRows
+WAYS = {"graph": d2f.compile.CompiledRows}
+if d2f.cpu.packed.can_pack(random_model("llada").backbone):
+    WAYS["native"] = d2f.cpu.rows.NativeRows
 
 
 @pytest.fixture(scope="module", params=[f"{f} {w}" for f in sorted(DECODERS) for w in WAYS])
@@ -47,7 +45,7 @@ def compiled(request):
     model = fresh_model(family)
     with pytest.MonkeyPatch.context() as patch:
         if way == "graph":
-            patch.setattr(d2f.native_rows, "fits", lambda backbone: False)
+            patch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
         model.compile()
     assert type(model.compiled_rows) is WAYS[way]
     return family, model
@@ -56,7 +54,7 @@ def compiled(request):
 @pytest.fixture
 def by_graph(monkeypatch):
     """`torch.compile` also of what C++ would compute whole."""
-    monkeypatch.setattr(d2f.native_rows, "fits", lambda backbone: False)
+    monkeypatch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
 
 
 def test_rows_of_any_number_have_the_logits_of_the_plain_forward(compiled):
@@ -114,10 +112,10 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
 def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_same(
     monkeypatch, by_graph
 ):
-    monkeypatch.setattr(d2f.compiled, "can_pack", lambda backbone: False)
+    monkeypatch.setattr(d2f.compile, "can_pack", lambda backbone: False)
     model = fresh_model("dream")
     model.compile()
-    assert isinstance(model.compiled_rows.packed, d2f.joined.JoinedModel)
+    assert isinstance(model.compiled_rows.packed, d2f.cpu.packed.JoinedModel)
     (decoder,) = DECODERS["dream"]
     plain, fast = (
         decode.generate(m, [[5, 6, 7], [9]], decoder) for m in (random_model("dream"), model)
@@ -128,15 +126,15 @@ def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_sa
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_weights_go_with_the_model(way, monkeypatch):
     if way == "graph":
-        monkeypatch.setattr(d2f.native_rows, "fits", lambda backbone: False)
+        monkeypatch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
     model = fresh_model("dream", seed=2)
-    before = set(d2f.packed._weights)
+    before = set(d2f.cpu.packed._weights)
     model.compile()
-    new = set(d2f.packed._weights) - before
+    new = set(d2f.cpu.packed._weights) - before
     assert new
     del model
     gc.collect()
-    assert not new & set(d2f.packed._weights)
+    assert not new & set(d2f.cpu.packed._weights)
 
 
 @pytest.mark.skipif("native" not in WAYS, reason="no packed layers here")
@@ -148,13 +146,13 @@ def test_a_small_model_has_its_code_before_its_first_forward(monkeypatch):
         model = fresh_model("llada", seed=3)
         model.compile()
         with monkeypatch.context() as patch:
-            patch.setattr(d2f.packed.Product, "__call__", lambda _, x: made.append(len(x)))
+            patch.setattr(d2f.cpu.packed.Product, "__call__", lambda _, x: made.append(len(x)))
             for number in rows:
                 model.prepare_rows(number)
         return sorted(set(made))
 
     assert made_later(1, 17, 33, 100, 512, 513) == [513]
-    monkeypatch.setattr(d2f.packed, "SMALL", 0)
+    monkeypatch.setattr(d2f.cpu.packed, "SMALL", 0)
     assert made_later(1, 17) == [1, 17]
 
 
@@ -169,7 +167,7 @@ def test_without_a_compiler_the_error_says_what_is_missing():
 
     model = fresh_model("llada", seed=1)
     lacking = config.patch({"cpp.cxx": ("no-such-compiler",)})
-    d2f.native_rows.library.cache_clear()
+    d2f.cpu.rows.library.cache_clear()
     with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that forwards in C++ do not work either
@@ -178,7 +176,7 @@ def test_without_a_compiler_the_error_says_what_is_missing():
 
 
 needs_packing = pytest.mark.skipif(
-    not d2f.packed.can_pack(random_model("llada").backbone), reason="nothing is packed here"
+    not d2f.cpu.packed.can_pack(random_model("llada").backbone), reason="nothing is packed here"
 )
 
 
@@ -190,17 +188,17 @@ def test_a_product_of_any_number_of_rows_is_that_of_its_layers(shape):
     layers = [torch.nn.Linear(12, 5), torch.nn.Linear(12, 20)]
     x = torch.randn(*shape, 12)
     with torch.inference_mode():
-        out = d2f.packed.Product(layers)(x)
+        out = d2f.cpu.packed.Product(layers)(x)
         torch.testing.assert_close(out, torch.cat([layer(x) for layer in layers], -1))
 
 
 @given(st.integers(1, 1 << 20))
 def test_few_numbers_of_rows_are_multiplied(rows):
     """Else oneDNN makes code for each forward of many requests."""
-    fed = d2f.packed.multiplied_rows(rows)
+    fed = d2f.cpu.packed.multiplied_rows(rows)
     assert rows <= fed <= rows * 17 / 16
     octave = 1 << (rows - 1).bit_length() - 1 if rows > 1 else 1
-    numbers = {d2f.packed.multiplied_rows(octave + i) for i in range(1, min(octave, 4096) + 1)}
+    numbers = {d2f.cpu.packed.multiplied_rows(octave + i) for i in range(1, min(octave, 4096) + 1)}
     assert len(numbers) <= 16
 
 
@@ -208,7 +206,7 @@ def test_few_numbers_of_rows_are_multiplied(rows):
 def test_a_packed_model_keeps_no_other_copy_of_the_weights():
     """Beside the packed layers themselves: norms, embeddings and RoPE's tables are the model's."""
     backbone = random_model("llada").backbone
-    twin = d2f.packed.PackedModel(backbone).model
+    twin = d2f.cpu.packed.PackedModel(backbone).model
     ours = {tensor.data_ptr() for tensor in (*backbone.parameters(), *backbone.buffers())}
     shared = [*twin.parameters(), *twin.buffers()]
     assert shared and all(tensor.data_ptr() in ours for tensor in shared)

@@ -13,9 +13,9 @@ from tiny import fresh_model, random_model
 from torch._dynamo.utils import counters
 
 from d2f.errors import CompileError, InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from d2f.spans import bidirectional
-from distill.run.compiled_layers import as_they_are, check_compile, compile_layers
+from distill.sharding import as_they_are, check_compile, compile_layers
 from distill.train import train
 
 

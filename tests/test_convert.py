@@ -15,7 +15,7 @@ import torch
 
 import d2f
 from d2f import spans
-from d2f.build_model import convert
+from d2f.convert import convert
 from decode import pipeline
 from distill import train
 from distill.convert import main

@@ -10,7 +10,7 @@ from tiny import fresh_model
 
 import d2f
 from d2f.adapters import new_lora
-from distill.objectives import logit_parts
+from distill.objectives import base as logit_parts
 
 
 def trained(family: str) -> d2f.DiffusionModel:

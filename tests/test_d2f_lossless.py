@@ -19,7 +19,7 @@ from d2f.errors import InputError
 from decode.decoders.d2f_lossless import LosslessSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 
 GOLDEN = Path(__file__).parent / "golden"
 MODEL = {family: random_model(family, 0) for family in ("llada", "dream")}

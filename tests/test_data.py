@@ -13,14 +13,13 @@ from tiny import fresh_model, random_model, tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from d2f import noise
-from d2f.build_model import build
+from d2f.convert import build
 from d2f.errors import CheckpointError, InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from d2f.tasks import make_problem
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.task import RESPONSE_LENGTH
 from distill.data import Stream, fill_rows, make_stream
-from distill.data.encode import Encoder
-from distill.data.screen import Fate, judge
+from distill.data.samples import Encoder, Fate, judge
 from distill.objectives import OBJECTIVES
 from distill.train import train
 

@@ -14,11 +14,10 @@ from data_rows import long_rows, run_settings, write
 from rich.console import Console
 from tiny import random_model
 
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from distill.config import read_config
 from distill.data import Plan, make_stream
-from distill.data.__main__ import main, parse
-from distill.data.inspection import block_starts, describe
+from distill.data.__main__ import block_starts, describe, main, parse
 from distill.objectives import OBJECTIVES
 
 

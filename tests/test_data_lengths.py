@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distill.data.lengths import SMALL, LengthsFile
+from distill.data.samples import SMALL, LengthsFile
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import decode
 from d2f.contract import OBJECTIVES, PROMPT_RULES, Contract
 from d2f.errors import InputError
 from decode.decoders import DECODERS, as_decoder, default_decoder
-from decode.decoders.checks import MOST
-from decode.decoders.static import reveal_count
-from decode.engine.step import Predictions, Step
+from decode.decoders.base import MOST
+from decode.decoders.unmask import reveal_count
+from decode.step import Predictions, Step
 
 MASK, END = 1, 0
 CONTRACT = Contract(

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from d2f.json_file import parse
-from decode import compare, pipeline, tune
-from distill.run.checkpoint import CHECKSUM, damage
-from distill.run.log import keep_lines
+from d2f.checkpoint import parse
+from decode import pipeline, tune
+from decode.compare import __main__ as compare
+from distill.checkpoint import CHECKSUM, damage
+from distill.log import keep_lines
 
 DEEP = "[" * 100_000
 ENTRY = {"name": "D2F", "kind": "ours", "model": "tiny-d2f"}

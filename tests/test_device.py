@@ -6,8 +6,8 @@ import torch
 import d2f
 from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
-from decode.comparison.comparison_config import Transformers
-from decode.comparison.hf import TransformersRunner
+from decode.compare.config import Transformers
+from decode.compare.entries import TransformersRunner
 
 BAD = ["foo", "cuda:99", "cpu:x", "", "cuda:-1", "meta:x"]
 

@@ -12,7 +12,7 @@ from documents import ROOT, in_small, run
 import d2f
 from benchmarks import adaptive, frontier
 from d2f.tasks import find_task
-from decode.comparison.comparison_report import ComparisonReport
+from decode.compare.report import ComparisonReport
 
 WAYS = ("plain", "ours", "compiled")  # of a training step
 # Rows of the tables in decoders.md, and the entries of the reports that they are.

@@ -14,16 +14,23 @@ from tiny import random_model
 import decode
 from d2f.attention import SpanPlan
 from d2f.cache import SlotPool
-from d2f.noise import clean_prefix_ratios, decoding_ratios, observed_first
-from d2f.pipeline_states import PipelineStates
-from d2f.span_makers import block_ends, branch_spans, shadow_spans
-from d2f.spans import bidirectional, block_causal, causal, pack, wedlm_training
+from d2f.noise import PipelineStates, clean_prefix_ratios, decoding_ratios, observed_first
+from d2f.spans import (
+    bidirectional,
+    block_causal,
+    block_ends,
+    branch_spans,
+    causal,
+    pack,
+    shadow_spans,
+    wedlm_training,
+)
 from decode.decoders.branches import Branch, with_branches
 from decode.decoders.shadow import add_shadow
 from decode.engine.batch import join
 from decode.engine.cuda_graphs import GraphForward, Kind
 from decode.engine.sampling import Wanted
-from decode.engine.step import Predictions, Step, feed
+from decode.step import Predictions, Step, feed
 
 CAUSAL = replace(CONTRACT, prompt_rule="causal")
 BLOCKS = {"objective": "d2f", "block_size": 2}

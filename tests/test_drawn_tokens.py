@@ -16,7 +16,7 @@ from decode.engine import cuda_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import ROWS_A_STEP, PredictionRequest, Sampler, Wanted, wanted_of
-from decode.engine.sampling_options import Sampling
+from decode.step import Sampling
 
 SAMPLING = st.fixed_dictionaries(
     {

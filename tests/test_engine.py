@@ -19,8 +19,7 @@ from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import PredictionRequest, Sampler, Wanted, split, table_of, wanted_of
-from decode.engine.sampling_options import Sampling
-from decode.engine.step import Step
+from decode.step import Sampling, Step
 from tests.references.predictions import predict
 from triton_kernels.span_attention import span_mask
 

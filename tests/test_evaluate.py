@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-import decode.commands.load_model
+import decode.cli
 from decode.evaluate import main
 
 SMALL = ["--problems", "2", "--tasks", "sudoku"]
@@ -42,7 +42,7 @@ def test_the_numbers_are_kept(tmp_path, capsys):
     ],
 )
 def test_bad_arguments(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(decode.commands.load_model, "load", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(decode.cli, "load", lambda options: pytest.fail("loaded"))
     assert main([*SMALL, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ") and message in captured.err

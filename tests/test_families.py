@@ -17,12 +17,11 @@ from transformers import (
 
 from d2f import spans as sp
 from d2f.attention import SpanPlan
-from d2f.build_model import build, convert
+from d2f.convert import build, convert
 from d2f.errors import CheckpointError
-from d2f.families import get_family
-from d2f.family_contract import published_contract
-from d2f.load_checkpoint import load
-from d2f.save_transformers import save_model
+from d2f.families import get_family, published_contract
+from d2f.loading import load
+from d2f.saving import save_model
 
 IDS = torch.tensor([[5, 9, 4, 31, 7, 2, 2, 18, 30, 6, 11]])
 SIZES = {

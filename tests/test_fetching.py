@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from d2f import hub
+from d2f import checkpoint as hub
 from d2f.errors import CheckpointError
-from d2f.load_checkpoint import load
+from d2f.loading import load
 
 FILES = [
     "config.json", "tokenizer.json", "model-00001-of-00002.safetensors",

@@ -2,7 +2,7 @@
 
 from matplotlib.text import Annotation
 
-from decode.reporting.plots import Panel, Point, Series, frontier, legend_above, new_figure, save
+from decode.plots import Panel, Point, Series, frontier, legend_above, new_figure, save
 
 
 def panels():

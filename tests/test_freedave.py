@@ -18,7 +18,7 @@ from d2f.model import DiffusionModel
 from decode.decoders.freedave import FreeDaveSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 from tests.references.freedave import decode_freedave
 from triton_kernels.span_attention import span_mask
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from d2f.errors import OutputError
-from d2f.write_errors import says_what_is_kept
+from d2f.files import says_what_is_kept
 from tests.comparison.endpoint import answering, endpoint
 
 FULL = "No space left on device"
@@ -105,7 +105,7 @@ def test_a_place_where_no_file_can_be_is_known_before_the_evaluation(monkeypatch
 
 
 def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
-    from distill.rollouts.__main__ import main
+    from distill.rollouts import main
 
     out = tmp_path / "out"
     arguments = ["--model", "tiny-teacher", "--tasks", "sudoku", "--problems", "4", "--device",
@@ -126,8 +126,8 @@ def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
 def test_a_figure_and_the_states_stay_as_they_were(tmp_path, disk):
     from matplotlib.figure import Figure
 
-    from d2f.pipeline_states import PipelineStates
-    from decode.reporting.plots import save
+    from d2f.noise import PipelineStates
+    from decode.plots import save
 
     for name in ("fig.png", "states"):
         (tmp_path / name).write_text("before")
@@ -158,8 +158,8 @@ def compare_config(folder, url):
 def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, done, kept):
     """Full at once, at its second run, and at each of the two reports. A run is a write and a
     sync, and asks for three answers, one of them to warm up."""
-    from decode.compare import main
-    from decode.comparison.comparison_report import ComparisonReport
+    from decode.compare.__main__ import main
+    from decode.compare.report import ComparisonReport
 
     with endpoint(answering()) as server:
         path = compare_config(tmp_path, server.url)
@@ -175,7 +175,7 @@ def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, d
 
 
 def test_a_comparison_whose_output_is_a_file(tmp_path, capsys):
-    from decode.compare import main
+    from decode.compare.__main__ import main
 
     path = compare_config(tmp_path, "http://127.0.0.1:9/v1")
     (tmp_path / "out").write_text("mine")

@@ -19,7 +19,7 @@ from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
 from decode.engine.sampling import PredictionRequest, Sampler, draws_of
-from decode.engine.sampling_options import Sampling
+from decode.step import Sampling
 from tests.references.predictions import predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)

@@ -15,16 +15,13 @@ from transformers import AutoModelForCausalLM
 from d2f import chat
 from d2f.errors import InputError
 from d2f.models import HERE
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from decode import generate
 from decode.decoders.autoregressive import Autoregressive
 from decode.decoders.d2f import D2F
-from decode.decoders.static import Static
-from decode.decoders.threshold import Threshold
+from decode.decoders.unmask import Static, Threshold
 from decode.engine.likelihood import Likelihood
-from decode.harness.asked_decoder import asked_decoder, request_seed
-from decode.harness.harness_model import D2FLM, distinct
-from decode.harness.monte_carlo import MonteCarlo
+from decode.lm_eval import D2FLM, MonteCarlo, asked_decoder, distinct, request_seed
 from decode.lm_eval import D2FLM as public
 
 TEXTS = ["Ann has 3 apples.", "Use 3, 5 and 27", "a", "Tom buys 12 pens. He loses 4 of them.", ""]
@@ -363,7 +360,7 @@ def test_what_was_answered_before_an_interruption_is_not_asked_again(tmp_path):
 
 
 def test_bad_arguments_are_refused_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr("decode.harness.harness_model.load", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr("decode.lm_eval.load", lambda options: pytest.fail("loaded"))
     for more, said in (
         ({"tau_conf": 2.0}, r"tau_conf must lie in \[0, 1\], got 2"),
         ({"tau": 0.5}, "the decoder d2f, .* has no option tau"),

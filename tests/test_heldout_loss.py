@@ -20,10 +20,10 @@ from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.data import HeldOut, Sample
+from distill.evaluation import undisturbed
+from distill.heldout_loss import HeldoutLoss, summary
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Objective
-from distill.run.evaluation import undisturbed
-from distill.run.heldout_loss import HeldoutLoss, summary
 from tests.references.shadowed import dense_logits
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures

@@ -21,7 +21,7 @@ def test_importing_brings_nothing_heavy(packages):
 def test_public_names_are_there_when_asked_for():
     import d2f
     from d2f.contract import Contract
-    from d2f.load_checkpoint import load
+    from d2f.loading import load
     from d2f.model import DiffusionModel
 
     assert d2f.load is load

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.reporting.intervals import Z95, paired, wilson
+from decode.report import Z95, paired, wilson
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

@@ -11,7 +11,7 @@ from tiny import fresh_model, random_model
 import d2f
 from d2f import spans as sp
 from d2f.adapters import new_lora
-from d2f.joined import JoinedModel, can_join
+from d2f.cpu.packed import JoinedModel, can_join
 
 IDS = torch.arange(3, 23)[None]
 

@@ -8,8 +8,7 @@ from tiny import fresh_model
 
 from d2f import spans as sp
 from d2f.adapters import new_lora
-from distill.objectives.last_layer import read_rows_only
-from distill.objectives.training_plan import TrainingPlan
+from distill.objectives.base import TrainingPlan, read_rows_only
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
 READ = torch.tensor([3, 4, 8, 11])  # of the 2 x 6 places

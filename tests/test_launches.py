@@ -22,8 +22,8 @@ from benchmarks.forward_count import count
 from d2f import attention
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.compiled import CompiledRows, _attend, _running
-from d2f.joined import JoinedModel
+from d2f.compile import CompiledRows, _attend, _running
+from d2f.cpu.packed import JoinedModel
 from triton_kernels import span_attention
 
 SIZES = {

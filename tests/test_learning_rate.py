@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from distill.config import TrainConfig, parse_config
-from distill.run.training_step import learning_rate
 from distill.train import train
+from distill.trainer import learning_rate
 
 
 def settings(output: Path, **optimizer: object) -> TrainConfig:

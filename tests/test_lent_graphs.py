@@ -16,9 +16,8 @@ from tiny import POISON, fresh_model, poisoned_model, random_model
 import decode
 from d2f.adapters import new_lora
 from decode.engine import engine as engines
-from decode.engine.cuda_graphs import GraphForward, GraphForwards
+from decode.engine.cuda_graphs import GraphForward, GraphForwards, LentGraphs, lent_graphs_of
 from decode.engine.engine import Engine
-from decode.engine.lent_graphs import LentGraphs, lent_graphs_of
 from decode.engine.request import Request
 
 DECODER = decode.D2F(4, tau_conf=0.3, max_new_tokens=9)

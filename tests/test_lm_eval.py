@@ -19,10 +19,10 @@ from lm_eval.tasks import TaskManager
 from test_train_processes import free_ports, start
 
 from d2f.tasks import DEFAULT_TASKS, TASKS, make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.task import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
-from decode.evaluation.evaluate_task import evaluate
+from decode.evaluate import evaluate
 from decode.lm_eval import D2FLM
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
 
 
 def test_the_task_files_are_package_data():
-    names = {path.name for path in files("decode.harness.tasks").iterdir()}
+    names = {path.name for path in files("decode.lm_eval").iterdir()}
     assert {f"d2f_{task}.yaml" for task in TASKS} <= names
     for task in TASKS:
         text = (Path(ours.TASKS) / f"d2f_{task}.yaml").read_text()
@@ -129,7 +129,7 @@ import json, sys
 import lm_eval
 from lm_eval.tasks import TaskManager
 from decode.lm_eval import D2FLM
-from decode.harness.processes import Processes
+from decode.lm_eval import Processes
 
 folder, output = sys.argv[1:]
 model = D2FLM("tiny-d2f", device="cpu", batch_size=2)
@@ -180,7 +180,7 @@ def test_no_process_waits_for_another_while_it_answers(model, monkeypatch):
     from harness_requests import generation, likelihood, rolling
 
     for name in ("wait", "gather_object", "all_gather"):
-        monkeypatch.setattr(f"decode.harness.processes.Processes.{name}", pytest.fail)
+        monkeypatch.setattr(f"decode.lm_eval.Processes.{name}", pytest.fail)
     model.generate_until([generation("a", max_gen_toks=4)], True)
     model.loglikelihood([likelihood("a", " b")], True)
     model.loglikelihood_rolling([rolling("a b")], True)

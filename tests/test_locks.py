@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from d2f.errors import OutputError
-from d2f.locks import locked, locked_file
+from d2f.files import locked, locked_file
 
 ROOT = Path(__file__).parents[1]
 HOLDER = (
-    "import pathlib, sys, d2f.locks as l\n"
+    "import pathlib, sys, d2f.files as l\n"
     "with l.locked(pathlib.Path(sys.argv[1])):\n"
     "    print('held', flush=True); sys.stdin.read()\n"
 )
@@ -114,14 +114,14 @@ def no_work(*args, **more):
 def run_pipeline(out, monkeypatch):
     from decode.pipeline import main
 
-    monkeypatch.setattr("decode.commands.load_model.load", no_work)
+    monkeypatch.setattr("decode.cli.load", no_work)
     return main(["--prompt", "Hi", "--output", str(out)])
 
 
 def run_rollouts(out, monkeypatch):
-    from distill.rollouts.__main__ import main
+    from distill.rollouts import main
 
-    monkeypatch.setattr("decode.commands.load_model.load", no_work)
+    monkeypatch.setattr("decode.cli.load", no_work)
     return main(["--model", "tiny-teacher", "--output", str(out)])
 
 
@@ -135,14 +135,14 @@ def run_states(out, monkeypatch):
 def run_tune(out, monkeypatch):
     from decode.tune import main
 
-    monkeypatch.setattr("decode.commands.load_model.load", no_work)
+    monkeypatch.setattr("decode.cli.load", no_work)
     return main(["--tasks", "story", "--no-figures", "--output", str(out)])
 
 
 def run_compare(out, monkeypatch):
-    from decode.compare import main
+    from decode.compare.__main__ import main
 
-    monkeypatch.setattr("decode.comparison.workload.make_workloads", no_work)
+    monkeypatch.setattr("decode.compare.config.make_workloads", no_work)
     config = {
         "output": str(out),
         "tasks": ["story"],

@@ -13,16 +13,15 @@ import decode
 from benchmarks import quantize_table
 from d2f import quantize
 from d2f.adapters import new_lora
+from d2f.cpu.packed import can_pack
 from d2f.device import parse_dtype
 from d2f.errors import CheckpointError, InputError
-from d2f.packed import can_pack
 from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from d2f.tasks import make_problems
-from decode.commands.load_model import weights_hash
-from decode.commands.parser import _MODEL_FLAGS
-from decode.comparison.comparison_config import read_config
-from decode.comparison.contestants import check_entries
+from decode.cli import _MODEL_FLAGS, weights_hash
+from decode.compare.config import read_config
+from decode.compare.entries import check_entries
 from decode.engine.engine import Engine
 from decode.engine.prompts import encode
 from decode.engine.request import Request

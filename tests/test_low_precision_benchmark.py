@@ -10,7 +10,7 @@ import torch
 from benchmarks import low_precision
 from benchmarks.low_precision import compared
 from d2f.errors import InputError
-from decode.reporting.record import Record
+from decode.jobs import Record
 
 
 def answered(tokens: list[int], right: bool) -> Record:

@@ -15,16 +15,24 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
+from benchmarks import make_models
+from benchmarks.make_models import (
+    MEASUREMENTS,
+    MODELS,
+    NAMES,
+    ROLLOUTS,
+    card,
+    hours,
+    points,
+    starts_from,
+)
 from d2f.contract import Contract
 from d2f.shipped import TRAINING
 from d2f.shipped import shipped as shipped_configs
 from decode import evaluate
-from decode.commands.decoder_flags import given_options
+from decode.cli import given_options
 from decode.decoders import default_decoder
-from distill import make_models
 from distill.config import read_config
-from distill.make_models import MEASUREMENTS, MODELS, NAMES, ROLLOUTS, card
-from distill.model_cards import hours, points, starts_from
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tiny import tokenizer
 
-from d2f.build_model import build
-from d2f.save_transformers import save_model
+from d2f.convert import build
+from d2f.saving import save_model
 
 PROCESS = Path(__file__).parent / "memory_process.py"
 # Whatever the model: of the C library and Python's heap, seen were up to 8 MB; in an export besides

@@ -8,11 +8,10 @@ import shutil
 import pytest
 import torch
 
+from d2f.checkpoint import Stored
 from d2f.errors import CheckpointError
 from d2f.families import get_family
-from d2f.load_checkpoint import load
-from d2f.model_config import check_size, model_config
-from d2f.weight_files import Stored
+from d2f.loading import check_size, load, model_config
 
 SIZES = {
     "dream": ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
 import decode
-from d2f import native
+from d2f import cpu as native
 from triton_kernels.span_attention import span_attention_reference, write_slots
 
 if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -126,8 +126,8 @@ def test_compiled_decoding_takes_it_and_gives_the_plain_tokens(monkeypatch):
         calls.append(given[0].shape)
         return attend(*given)
 
-    monkeypatch.setattr("d2f.compiled.write_and_attend", counted)
-    monkeypatch.setattr("d2f.native_rows.fits", lambda backbone: False)
+    monkeypatch.setattr("d2f.compile.write_and_attend", counted)
+    monkeypatch.setattr("d2f.cpu.rows.fits", lambda backbone: False)
     model = fresh_model("llada")
     model.compile()
     calls.clear()  # of the trials
@@ -144,7 +144,7 @@ def test_without_it_the_plain_one_computes(told, monkeypatch):
     def broken():
         raise OSError("no such file: g++")
 
-    monkeypatch.setattr("d2f.native_rows.fits", lambda backbone: False)
+    monkeypatch.setattr("d2f.cpu.rows.fits", lambda backbone: False)
     monkeypatch.setattr(native, "library", broken)
     native.can_attend.cache_clear()
     model = fresh_model("causal")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny import fresh_model
 
 import decode
-from d2f import native_confidence
-from d2f.native_confidence import scored
+from d2f.cpu import rows as native_confidence
+from d2f.cpu.rows import scored
 from decode.engine.sampling import (
     PredictionRequest,
     Sampler,
@@ -21,7 +21,7 @@ from decode.engine.sampling import (
     table_of,
     wanted_of,
 )
-from decode.engine.sampling_options import Sampling
+from decode.step import Sampling
 from triton_kernels.confidence import confidence_reference
 
 if shutil.which("g++") is None and shutil.which("clang++") is None:

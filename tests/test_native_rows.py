@@ -17,11 +17,12 @@ from tiny import fresh_model, random_model, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import decode
-from d2f import native, native_rows
+from d2f import cpu as native
 from d2f.attention import Segment, SpanPlan
-from d2f.build_model import build
-from d2f.compiled import CompiledRows
-from d2f.packed import can_pack
+from d2f.compile import CompiledRows
+from d2f.convert import build
+from d2f.cpu import rows as native_rows
+from d2f.cpu.packed import can_pack
 
 if shutil.which("g++") is None and shutil.which("clang++") is None:
     pytest.skip("needs a C++ compiler", allow_module_level=True)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.ablation.ablation_config import read_ablation
 from d2f.errors import InputError
 from decode import Block, Static
-from decode.comparison.comparison_config import read_config as read_comparison
+from decode.compare.config import read_config as read_comparison
 from distill.config import read_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

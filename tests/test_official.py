@@ -13,12 +13,11 @@ from tiny import fresh_model, random_model
 
 from d2f.errors import CheckpointError
 from d2f.families import get_family
-from d2f.load_checkpoint import load
-from d2f.save_official import save_official
-from d2f.save_transformers import save_model
+from d2f.loading import load
+from d2f.saving import save_model, save_official
 from d2f.spans import bidirectional
 from distill.config import parse_config
-from distill.run.card import curve
+from distill.export import curve
 from distill.train import train
 
 IDS = torch.tensor([[5, 9, 4, 31, 7, 2, 2, 18, 30, 6, 11]])

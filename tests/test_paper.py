@@ -18,7 +18,7 @@ from benchmarks.paper.__main__ import main
 from benchmarks.paper.paper_figures import compared, figures
 from benchmarks.paper.paper_table import read_table, tables
 from benchmarks.paper.paper_tasks import WholeResponse, make_task, runs_code
-from decode.reporting.record import Record
+from decode.jobs import Record
 
 ROOT = Path(__file__).parent.parent
 ADAPTER = ROOT / "d2f" / "models" / "tiny-d2f" / "adapter"
@@ -68,7 +68,7 @@ def test_a_table_is_measured_and_gone_on_with(tmp_path, capsys, monkeypatch):
     assert text.strip() in capsys.readouterr().out
     assert "| 52.5 |" in text and "arXiv:2508.09192, Table 1" in text and "CPU" not in text
     # The same command again decodes nothing, and finds the same.
-    monkeypatch.setattr("decode.commands.timed_loop._warm_up", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr("decode.loop._warm_up", lambda *_: pytest.fail("decoded"))
     assert main([*words, "--allow-code-execution"]) == 0
     again = json.loads((tmp_path / "out" / "report.json").read_text())
     for name, measured in report["tasks"].items():

@@ -20,7 +20,7 @@ from decode.engine import cuda_graphs, pieces
 from decode.engine.engine import Engine
 from decode.engine.pieces import Feed, allowed_cuts, share
 from decode.engine.request import Request
-from decode.engine.step import Predictions, Step, feed
+from decode.step import Predictions, Step, feed
 
 SLOTS = 7
 

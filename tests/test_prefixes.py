@@ -21,7 +21,7 @@ from decode.engine.engine import Engine
 from decode.engine.pieces import Feed
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 
 COMMON = list(range(40, 60))
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from d2f.configuration import read_mapping
-from decode.commands.decoder_settings import split
+from d2f.config import read_mapping
+from decode.cli import split
 from decode.decoders import DECODERS
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,10 +10,10 @@ from test_train import settings
 from tiny import random_model
 
 import d2f
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from distill.data import fill_rows
+from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
-from distill.prepare_model import prepare_model
 from distill.train import train
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -71,7 +71,7 @@ COMMANDS = {
     "distill.rollouts": "--model tiny-d2f --decoder d2f --problems 1 --tasks sudoku "
     "--output {folder}/rollouts.jsonl",
 }
-MAINS = {"distill.rollouts": "distill.rollouts.__main__"}
+MAINS = {"distill.rollouts": "distill.rollouts"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -65,14 +65,14 @@ def test_the_python_of_the_readme_runs(tmp_path):
 
 
 def test_the_table_is_what_was_measured():
-    from distill.make_models import with_results
+    from benchmarks.make_models import with_results
 
     assert with_results(README) == README
 
 
 def test_the_comparison_is_what_the_report_says():
     from benchmarks.readme import RESULT, with_table
-    from decode.comparison.comparison_report import ComparisonReport
+    from decode.compare.report import ComparisonReport
 
     assert with_table(README, ComparisonReport.load(RESULT / "report.json")) == README
 

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import decoder_table
 from benchmarks.ablation.ablation_config import Ablation
 from benchmarks.reference_page import reference
+from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES
-from d2f.tasks.task_file import TaskFile
-from decode.comparison.comparison_config import CompareConfig
+from decode.compare.config import CompareConfig
 from decode.decoders import DECODERS
 from distill.config import TrainConfig
 

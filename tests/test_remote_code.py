@@ -14,13 +14,12 @@ import pytest
 from safetensors.torch import load_file
 
 from d2f.errors import CheckpointError, InputError
-from d2f.load_checkpoint import load
-from d2f.load_tokenizer import load_tokenizer
+from d2f.loading import load, load_tokenizer
 from d2f.models import HERE
-from decode.comparison.comparison_config import Transformers
-from decode.comparison.hf import TransformersRunner
+from decode.compare.config import Transformers
+from decode.compare.entries import TransformersRunner
 from distill.config import parse_config
-from distill.prepare_model import prepare_model
+from distill.export import prepare_model
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 import decode
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.entropy import bounded
-from decode.decoders.factor import sure_together
-from decode.decoders.threshold import sure
-from decode.engine.step import Predictions
+from decode.decoders.unmask import bounded, sure, sure_together
+from decode.step import Predictions
 
 CONTRACT = Contract(
     family="llada",

@@ -14,14 +14,21 @@ from tiny import random_model
 import d2f
 import decode
 from d2f.errors import InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from d2f.tasks import check, find_tasks, make_problems
-from decode.commands.decoder_settings import DecoderSettings
+from decode.cli import DecoderSettings
 from decode.decoders.d2f_session import D2FSession
-from decode.reporting.shown_progress import ShownProgress
-from distill.rollouts import __main__ as rollouts
-from distill.rollouts.collect import Trajectory, TrajectoryJob, collect, make_jobs
-from distill.rollouts.trajectories import Rollout, read_rollouts, tokenizer_hash
+from decode.display import ShownProgress
+from distill import rollouts
+from distill.rollouts import (
+    Rollout,
+    Trajectory,
+    TrajectoryJob,
+    collect,
+    make_jobs,
+    read_rollouts,
+    tokenizer_hash,
+)
 
 WINO = {"block_size": 8, "tau1": 0.1, "tau2": 0.9}
 D2F = {"block_size": 4, "tau_conf": 0.1}
@@ -212,7 +219,7 @@ def test_a_terminal_sees_how_far_a_resumed_collection_is(lenient, saved, tmp_pat
     last = json.loads(lines[2])["unique_id"]
     names = [f"{task}-{n}" for task in ("countdown", "sudoku") for n in range(1, 6)]
     done = names.index(last) + 1
-    monkeypatch.setattr("decode.reporting.shown_progress.ShownProgress", Told)
+    monkeypatch.setattr("decode.display.ShownProgress", Told)
     assert rollouts.main(command(saved, path)) == 0
     assert told == [10, done, *[1] * (10 - done)]
 

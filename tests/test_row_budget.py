@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 import decode
 from d2f.errors import InputError
-from decode.decoders.wedlm_verified import WIDTHS
+from decode.decoders.wedlm import WIDTHS
 from decode.engine.engine import Engine
 from decode.engine.learned import Learned, Yields
 from decode.engine.request import Request
 from decode.engine.row_budget import STRETCH, Gain, Hull, RowBudget
-from decode.engine.step import Predictions
+from decode.step import Predictions
 
 N = 12
 # A decoder of width "auto", and the plain one whose tokens it gives.

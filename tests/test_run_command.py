@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from d2f.errors import InputError, NonFiniteLogitsError, OutputError
-from decode.commands.run_command import command
+from decode.cli import command
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard
 
 import d2f
 from d2f.errors import InputError
+from distill import checkpoint as identity
+from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig
-from distill.run import identity
-from distill.run.card import card, curve, data_name, samples_hash
-from distill.run.log import Log, keep_lines
-from distill.run.run_folder import RunFolder, flat
+from distill.export import card, curve, data_name, samples_hash
+from distill.log import Log, keep_lines
 
 TASKS = {"tasks": {"countdown": 1.0, "story": 1.0}}
 

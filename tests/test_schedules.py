@@ -18,8 +18,8 @@ import decode.record_states
 from d2f import noise
 from d2f.errors import InputError
 from d2f.models import resolve
-from d2f.pipeline_states import PipelineStates, read_states
-from d2f.save_transformers import save_model
+from d2f.noise import PipelineStates, read_states
+from d2f.saving import save_model
 from d2f.spans import block_causal
 from decode.decoders.d2f_session import D2FSession
 from distill.config import parse_config
@@ -328,7 +328,7 @@ def test_random_ratios_are_one_a_block(length, size, seed):
 def test_what_is_asked_is_checked_before_the_weights_are_read(tmp_path, monkeypatch, capsys):
     whole, bare = resolve("tiny-d2f"), tmp_path / "bare"
     shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
-    monkeypatch.setattr("decode.commands.load_model.load", lambda options: pytest.fail("too late"))
+    monkeypatch.setattr("decode.cli.load", lambda options: pytest.fail("too late"))
     arguments = ["--model", str(bare), "--output", str(tmp_path / "states.json")]
     assert decode.record_states.main(arguments) == 2
     assert "story 1: text needs a tokenizer" in capsys.readouterr().err

@@ -14,18 +14,17 @@ from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
+from d2f.tasks import find_task
 from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, find_config
-from d2f.tasks import find_task
-from decode.commands.decoder_settings import read_settings
-from decode.commands.pipeline_flags import parse
-from decode.commands.serve_flags import parse as parse_serve
-from decode.comparison.comparison_config import options_file
-from decode.comparison.comparison_config import read_config as read_comparison
-from decode.server.ray_application import application, command_line
+from decode.cli import parse, read_settings
+from decode.cli import parse_serve_flags as parse_serve
+from decode.compare.config import options_file
+from decode.compare.config import read_config as read_comparison
+from decode.server.ray_app import application, command_line
 from distill.config import read_config
-from distill.rollouts.__main__ import parse as parse_rollouts
+from distill.rollouts import parse as parse_rollouts
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*/*.yaml"))
@@ -180,7 +179,7 @@ def test_a_run_starts_from_a_bundled_adapter_by_its_name():
     """tiny-wino-plus-d2f goes on training the adapter of tiny-d2f, wherever it is called."""
     from safetensors.torch import load_file
 
-    from distill.prepare_model import prepare_model
+    from distill.export import prepare_model
 
     model = prepare_model(read_config("tiny-wino-plus-d2f"))
     stored = load_file(

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from decode.reporting.shown_progress import ShownProgress
+from decode.display import ShownProgress
 
 
 def shown(console):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from d2f.siblings import HiddenPackageError, require
+from d2f.command import HiddenPackageError, require
 
 
 def test_one_that_is_not_there_keeps_none_after_it_from_being_looked_at(monkeypatch, tmp_path):

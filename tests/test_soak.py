@@ -10,7 +10,7 @@ from benchmarks.soak import __main__ as command
 from benchmarks.soak.plan import plan
 from benchmarks.soak.questions import Question
 from benchmarks.soak.verdict import WARM_UP, growth, verdict
-from decode.engine.result import Result
+from decode.step import Result
 
 TEXT = ["one two three", "four five six"]
 QUESTIONS = [

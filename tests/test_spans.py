@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f import spans as sp
-from d2f.span_makers import block_ends, branch_spans, prefix, shadow_spans, stack, widened
+from d2f.spans import block_ends, branch_spans, prefix, shadow_spans, stack, widened
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 12)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import decode
-from decode.commands import timed_loop as loop
-from decode.commands.timed_loop import Stopwatch
-from decode.engine.result import Event
+from decode import loop
+from decode.loop import Stopwatch
+from decode.step import Event
 
 
 def result(seconds: float) -> decode.Result:

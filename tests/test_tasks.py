@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2f import models
-from d2f.load_tokenizer import load_tokenizer
+from d2f.loading import load_tokenizer
 from d2f.tasks import (
     DEFAULT_TASKS,
     SPLITS,
@@ -19,7 +19,7 @@ from d2f.tasks import (
     make_problems,
     split_of,
 )
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.task import RESPONSE_LENGTH
 from d2f.tasks.tokenizer import SPECIAL_TOKENS, main, train_tokenizer
 
 repeatable = settings(derandomize=True, deadline=None)
@@ -108,13 +108,13 @@ def test_make_problems_skips_repeated_keys(task):
 
 
 def test_more_problems_than_a_split_holds(monkeypatch):
-    monkeypatch.setattr("d2f.tasks.splits.MAX_REPEATS", 3)
+    monkeypatch.setattr("d2f.tasks.task.MAX_REPEATS", 3)
     with pytest.raises(ValueError, match=r"heldout split of countdown, got 100000"):
         make_problems("countdown", "heldout", 100_000)
 
 
 def test_a_count_beyond_any_use_is_refused_before_anything_is_drawn(monkeypatch):
-    monkeypatch.setattr("d2f.tasks.splits.make_problem", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr("d2f.tasks.task.make_problem", lambda *_: pytest.fail("drawn"))
     with pytest.raises(ValueError, match="count must be at most 100000, got 2147483648"):
         make_problems("story", "heldout", 2**31)
 

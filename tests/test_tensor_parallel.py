@@ -18,9 +18,9 @@ from tiny import tokenizer
 
 import d2f
 import decode
-from d2f.build_model import build
+from d2f.convert import build
 from d2f.errors import CheckpointError, InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from decode import evaluate, pipeline, serve
 
 pytestmark = pytest.mark.xdist_group("tensor parallel")  # one worker, one set of its fixtures
@@ -239,7 +239,7 @@ def test_without_torchrun_it_says_how_to_start(models, monkeypatch, capsys):
 def test_more_ranks_than_gpus_are_refused(models, monkeypatch):
     as_one_of(monkeypatch, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("d2f.load_checkpoint.parse_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("d2f.loading.parse_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="2 processes on this machine need a GPU each, it has 1"):

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 import decode
 from benchmarks import shared_cores
-from d2f.cpus import cpu_quota, thread_counts, usable_cpus
-from d2f.device import parse_threads
+from d2f.device import TRIALS, ThreadChoice, cpu_quota, parse_threads, thread_counts, usable_cpus
 from d2f.errors import InputError
-from d2f.thread_choice import TRIALS, ThreadChoice
 from decode.engine.learned import Learned
 
 
@@ -174,7 +172,7 @@ def test_tokens_do_not_depend_on_threads():
 )
 def test_how_threads_wait_is_said_before_torch_is_loaded(first, given_spins, expected):
     code = (
-        f"import {first}, d2f, os; from d2f.openmp import users_environment as mine; "
+        f"import {first}, d2f, os; from d2f.device import users_environment as mine; "
         "given = os.environ.get('USERS'); "
         "print(os.environ.get('GOMP_SPINCOUNT'), "
         "'kept' if mine().get('GOMP_SPINCOUNT') == given else 'lost')"

@@ -15,8 +15,8 @@ from tiny import random_model
 
 import decode
 from d2f.contract import Contract
-from decode.decoders.entropy import bounded
-from decode.engine.step import Predictions, Step
+from decode.decoders.unmask import bounded
+from decode.step import Predictions, Step
 from tests.references.block import decode_block
 from tests.references.blockwise import Guess, _entropy
 from tests.references.d2f import decode_d2f

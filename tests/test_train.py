@@ -15,14 +15,14 @@ from tiny import fresh_model, random_model
 
 import d2f
 from d2f.errors import CheckpointError, InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
+from distill import checkpoint
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Sample, Stream, fill_rows
+from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
-from distill.prepare_model import prepare_model
-from distill.run import checkpoint
-from distill.run.finite import NonFiniteLossError, ranges
 from distill.train import train
+from distill.trainer import NonFiniteLossError, ranges
 
 ROOT = Path(__file__).parent.parent
 NOISE = {"masked_diffusion": {"uniform_share": 0.5}, "d2f": {"monotone_share": 0.5}}

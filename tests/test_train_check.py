@@ -16,17 +16,16 @@ import d2f
 from d2f import quantize
 from d2f.adapters import ATTENTION, new_lora
 from d2f.errors import InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from distill import train as train_module
-from distill.check import RunForecast, check
+from distill.check import Memory, RunForecast, check, layer_bytes
 from distill.config import read_config
-from distill.config_sections import Lora
+from distill.config_keys import Lora
 from distill.data import Stream, fill_rows, plan
-from distill.memory import Memory, layer_bytes
+from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
-from distill.prepare_model import prepare_model
-from distill.run.training_step import learning_rate
 from distill.train import train
+from distill.trainer import learning_rate
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = {

@@ -17,7 +17,7 @@ from test_train import settings
 from test_train_processes import ROWS, free_ports
 from tiny import random_model
 
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from distill.train import train
 
 pytest.importorskip("deepspeed")

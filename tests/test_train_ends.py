@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from test_train import settings, weights
 
 from d2f.errors import InputError
-from distill.run import checkpoint
-from distill.run.progress import Progress, duration, result_text
-from distill.run.run_folder import RunFolder
-from distill.run.training_step import learning_rate
+from distill import checkpoint
+from distill.checkpoint import RunFolder
+from distill.log import Progress, duration, result_text
 from distill.train import train
+from distill.trainer import learning_rate
 
 ROOT = Path(__file__).parent.parent
 
@@ -114,7 +114,7 @@ def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch)
     capsys.readouterr()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with monkeypatch.context() as patch:
-        patch.setattr("distill.prepare_model.prepare_model", None)
+        patch.setattr("distill.export.prepare_model", None)
         train(config)
     said = capsys.readouterr().out
     assert said.startswith(f"nothing is left to do: finished after 6 steps: {tmp_path}/model")

@@ -16,19 +16,18 @@ from safetensors.torch import load_file
 from test_train import settings, weights
 from tiny import fresh_model, random_model
 
+from benchmarks import make_models
 from d2f import files
-from d2f.data_records import JsonLines
+from d2f.data import JsonLines
 from d2f.errors import CheckpointError, InputError
-from d2f.pipeline_states import PipelineStates
-from d2f.save_transformers import save_model
+from d2f.noise import PipelineStates
+from d2f.saving import save_model
 from decode import record_states as states_command
-from distill import make_models
-from distill.rollouts.rollout_ledger import RolloutLedger
-from distill.rollouts.trajectories import Rollout
-from distill.run import checkpoint, export
-from distill.run.finite import FiniteWatch, NonFiniteLossError
-from distill.run.log import Log, keep_lines
+from distill import checkpoint, export
+from distill.log import Log, keep_lines
+from distill.rollouts import Rollout, RolloutLedger
 from distill.train import train
+from distill.trainer import FiniteWatch, NonFiniteLossError
 
 ROWS = '{"prompt": "2+3?", "response": "5"}\n' * 20
 
@@ -113,7 +112,7 @@ def overflowing(monkeypatch):
 
     def begin(first: int) -> None:
         rate = lambda _, step: 1e39 if step >= first else 1e-3  # noqa: E731
-        monkeypatch.setattr("distill.run.training_step.learning_rate", rate)
+        monkeypatch.setattr("distill.trainer.learning_rate", rate)
 
     return begin
 
@@ -229,7 +228,7 @@ def full(*_: object, **__: object) -> int:
 
 def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("distill.prepare_model.prepare_model", None)
+    monkeypatch.setattr("distill.export.prepare_model", None)
     with pytest.raises(InputError, match=r"expected a folder, .*/file is a file"):
         train(settings(tmp_path / "file" / "run"))
     monkeypatch.setattr("os.access", lambda *_: False)
@@ -246,7 +245,7 @@ def test_an_export_without_room_keeps_what_was_there(tmp_path, monkeypatch, erro
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("d2f.write_shards._write", no_room)
+        patch.setattr("d2f.checkpoint._write", no_room)
         with pytest.raises(InputError, match=r"/model could not be written: .*results are kept"):
             train(settings(tmp_path, steps=7))
     assert all(torch.equal(weights(tmp_path)[name], value) for name, value in before.items())

@@ -21,8 +21,8 @@ from test_train import settings
 from tiny import random_model
 
 from d2f.errors import InputError
-from d2f.save_transformers import save_model
-from distill.run import checkpoint
+from d2f.saving import save_model
+from distill import checkpoint
 from distill.train import train
 
 pytestmark = pytest.mark.xdist_group("train processes")  # one worker, one set of its fixtures

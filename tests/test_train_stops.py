@@ -12,10 +12,10 @@ import torch
 from test_train import settings, weights
 from test_train_processes import begin, wait_for
 
+from distill import checkpoint
 from distill.objectives import OBJECTIVES
-from distill.run import checkpoint
-from distill.run.stop import StopRequest
 from distill.train import main, train
+from distill.trainer import StopRequest
 
 
 def interrupt(monkeypatch, call: int, times: int = 1, number: int = signal.SIGINT) -> None:

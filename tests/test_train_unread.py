@@ -9,9 +9,8 @@ from test_train import settings
 from tiny import tokenizer
 
 from d2f.errors import InputError
-from distill.config import TrainConfig, parse_config, read_config
-from distill.prepare_model import prepare_model
-from distill.unread_keys import unread, value_of
+from distill.config import TrainConfig, parse_config, read_config, unread, value_of
+from distill.export import prepare_model
 
 ROOT = Path(__file__).parent.parent
 INIT = {"init": "unused"}

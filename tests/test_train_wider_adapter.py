@@ -14,8 +14,8 @@ from tiny import random_model
 
 import d2f
 from d2f.errors import InputError
-from d2f.save_transformers import save_model
-from distill.prepare_model import prepare_model
+from d2f.saving import save_model
+from distill.export import prepare_model
 from distill.train import train
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

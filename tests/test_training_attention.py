@@ -11,9 +11,9 @@ from tiny import random_model
 
 from d2f.errors import InputError
 from d2f.spans import block_causal
-from distill.run import attention_choice as attention
-from distill.run.attention_choice import choose_attention, measure_attention
+from distill import trainer as attention
 from distill.train import train
+from distill.trainer import choose_attention, measure_attention
 
 SPANS = torch.stack([block_causal(24, 5, 4), block_causal(24, 9, 8)])
 
@@ -25,7 +25,7 @@ def test_a_run_chooses_once_by_its_first_batch(tmp_path, monkeypatch):
         asked.append((wanted, *spans.shape[:2], dtype, place))
         return "sdpa"
 
-    monkeypatch.setattr("distill.run.training_step.choose_attention", choose)
+    monkeypatch.setattr("distill.trainer.choose_attention", choose)
     config = settings(tmp_path / "run", steps=3)
     train(config)
     data = config.data

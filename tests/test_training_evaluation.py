@@ -14,11 +14,11 @@ from tiny import fresh_model, random_model
 
 import d2f
 from d2f.errors import InputError
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
+from distill import evaluation
 from distill.check import check as look
 from distill.config import TrainConfig, parse_config
-from distill.run import evaluation
-from distill.run.evaluation import Evaluator, undisturbed
+from distill.evaluation import Evaluator, undisturbed
 from distill.train import train
 
 EVALUATION = {"problems": 2, "tasks": ["countdown"], "options": {"tau_conf": 0.5}}

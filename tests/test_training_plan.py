@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from d2f import spans as sp
 from d2f.attention import Segment, SpanPlan
-from distill.objectives.training_plan import TrainingPlan, parts_of
+from distill.objectives.base import TrainingPlan, parts_of
 
 NONE = torch.zeros(0, dtype=torch.int64)  # places that are read: attention does not ask
 

@@ -14,12 +14,12 @@ from tiny import random_model
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
+from distill.checkpoint import RunFolder
 from distill.data import fill_rows
-from distill.objectives import training_plan
+from distill.objectives import base as training_plan
 from distill.objectives.base import Batch
-from distill.run.run_folder import RunFolder
-from distill.run.training import Training
+from distill.trainer import Training
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
 

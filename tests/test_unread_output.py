@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import sys
-from d2f.unread_output import unread_output
+from d2f.quiet import unread_output
 with unread_output():
     for stream in (sys.stdout, sys.stderr):
         for line in range(3000):
@@ -33,7 +33,7 @@ def test_the_work_is_done_and_nothing_fails(tmp_path, redirected):
 
 
 def test_what_can_be_written_is(capsys):
-    from d2f.unread_output import unread_output
+    from d2f.quiet import unread_output
 
     with unread_output():
         print("one")

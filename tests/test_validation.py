@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ablation.ablation_config import read_ablation
-from d2f.configuration import read_mapping
+from d2f.config import read_mapping
 from d2f.errors import LONGEST, InputError, brief, one_line
-from decode.commands.decoder_settings import DecoderSettings, split
-from decode.comparison.comparison_config import read_config as read_comparison
+from decode.cli import DecoderSettings, split
+from decode.compare.config import read_config as read_comparison
 from distill.config import read_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"

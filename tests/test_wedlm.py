@@ -22,7 +22,7 @@ from d2f.attention import SpanPlan
 from d2f.errors import InputError
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 from tests.references.d2f import DensePlan, decode_autoregressive
 from tests.references.wedlm import decode_wedlm, streaming_mask
 

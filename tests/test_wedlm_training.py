@@ -18,10 +18,10 @@ from tiny import fresh_model, random_model
 import d2f
 import decode
 from d2f import noise
-from d2f.build_model import convert
+from d2f.convert import convert
 from d2f.errors import CheckpointError, InputError
-from d2f.save_transformers import save_model
-from decode.commands.decoder_settings import DecoderSettings
+from d2f.saving import save_model
+from decode.cli import DecoderSettings
 from distill.config import TrainConfig, parse_config, read_config
 from distill.data import Placed, Sample
 from distill.objectives.base import Objective

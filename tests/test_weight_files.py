@@ -9,14 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from d2f.adapter_base import fingerprint
-from d2f.adapters import attach
+from d2f.adapters import attach, fingerprint
+from d2f.checkpoint import WHOLE, read_object, stored, weight_files
 from d2f.errors import CheckpointError, InputError
-from d2f.json_file import read_object
-from d2f.load_checkpoint import load
-from d2f.weight_files import WHOLE, stored, weight_files
-from decode.comparison.comparison_config import Transformers
-from decode.comparison.hf import TransformersRunner
+from d2f.loading import load
+from decode.compare.config import Transformers
+from decode.compare.entries import TransformersRunner
 
 INDEX = "model.safetensors.index.json"
 

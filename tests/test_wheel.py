@@ -150,8 +150,8 @@ def test_training_outside_the_repository(installed, words):
 
 
 def test_make_models_says_that_it_needs_a_checkout(installed):
-    assert "--models" in installed.run("-m", "distill.make_models", "--help")
-    said = installed.run("-m", "distill.make_models", "--models", "tiny-ar", status=1)
+    assert "--models" in installed.run("-m", "benchmarks.make_models", "--help")
+    said = installed.run("-m", "benchmarks.make_models", "--models", "tiny-ar", status=1)
     assert said.startswith("error: the models go to") and "d2f train --config NAME" in said
     assert not list(installed.folder.iterdir())
 
@@ -171,11 +171,11 @@ def test_types_are_exported(installed):
         "follow_imports = skip\n"
     )
     (installed.folder / "user.py").write_text(
-        "import d2f\nimport decode\nimport distill.train\nimport triton_kernels.choice\n"
+        "import d2f\nimport decode\nimport distill.train\nimport triton_kernels.dispatch\n"
         "reveal_type(d2f.load)\n"
         "reveal_type(decode.generate)\n"
         "reveal_type(distill.train.parse)\n"
-        "reveal_type(triton_kernels.choice.use_kernel)\n"
+        "reveal_type(triton_kernels.dispatch.use_kernel)\n"
     )
     python = installed.environment / "bin" / "python"
     done = subprocess.run(
@@ -189,7 +189,7 @@ def test_types_are_exported(installed):
     returned = [text.rpartition(" -> ")[2] for text in revealed]
     assert returned == [
         "d2f.model.DiffusionModel",
-        "list[decode.engine.result.Result]",
+        "list[decode.step.Result]",
         "tuple[distill.config.TrainConfig, argparse.Namespace]",
         "bool",
     ]

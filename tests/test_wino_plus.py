@@ -16,17 +16,11 @@ from tiny import random_model
 from wino_plus_runs import settings
 
 import d2f
-from distill.config_sections import WinoPlus
+from distill.config_keys import WinoPlus
 from distill.data import plan
 from distill.data.__main__ import main as inspect
 from distill.objectives import OBJECTIVES
-from distill.rollouts.trajectories import (
-    Rollout,
-    StateStream,
-    answer_length,
-    random_steps,
-    state_at,
-)
+from distill.rollouts import Rollout, StateStream, answer_length, random_steps, state_at
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
 

@@ -18,10 +18,11 @@ import d2f
 from d2f import spans
 from d2f.adapters import new_lora
 from d2f.errors import InputError
-from decode.commands.decoder_settings import DecoderSettings
+from decode.cli import DecoderSettings
 from distill.config import read_config
 from distill.data import Placed, fill_rows
-from distill.objectives import OBJECTIVES, logit_parts, wino_plus
+from distill.objectives import OBJECTIVES, wino_plus
+from distill.objectives import base as logit_parts
 from distill.train import train
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures

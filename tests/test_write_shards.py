@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny import random_model
 
 import d2f
+from d2f.checkpoint import Weight, write_shards
 from d2f.errors import CheckpointError, InputError
-from d2f.write_shards import Weight, write_shards
 from decode import D2F, generate
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -10,9 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.configuration import override, read_mapping
+from d2f.config import DEEPEST, MOST_BYTES, dump, load, override, read_mapping
 from d2f.errors import InputError
-from d2f.yaml_core import DEEPEST, MOST_BYTES, dump, load
 from distill.config import read_config
 
 ROOT = Path(__file__).parent.parent

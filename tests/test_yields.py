@@ -8,7 +8,7 @@ import pytest
 from every_decoder import exact_model
 
 import decode
-from decode.decoders.wedlm_verified import WIDTHS
+from decode.decoders.wedlm import WIDTHS
 from decode.engine.learned import OFTEN, RECENT, TRIED, Yields
 
 

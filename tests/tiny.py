@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from d2f.build_model import build
+from d2f.convert import build
 from d2f.model import DiffusionModel
 from d2f.tasks.tokenizer import train_tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny import random_model
 
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
+from distill import rollouts
 from distill.config import TrainConfig, parse_config
-from distill.rollouts import __main__ as rollouts
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = {

@@ -18,11 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from triton_kernels.choice import use_kernel
+from triton_kernels.dispatch import random_inputs, self_check, use_kernel
 from triton_kernels.draws import Draws
-from triton_kernels.self_check import random_inputs, self_check
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,11 @@ def confidence_of_logits(
     if not use_kernel("confidence", logits, kernel) or not len(logits):
         return confidence_reference(logits, mask_id=mask_id, named=named, draws=draws)
     _check(len(logits), logits.shape[1], mask_id, named, draws)
-    from triton_kernels import confidence_tiles
 
     floor = None
     if draws is not None and draws.is_filtered:
         floor = draws.floor(without(logits.float(), mask_id))
-    return Confidence(*confidence_tiles.of_logits(logits, mask_id, named, draws, floor))
+    return Confidence(*of_logits(logits, mask_id, named, draws, floor))
 
 
 def _check(
@@ -143,3 +143,176 @@ def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> Non
         difference = (getattr(ours, name) - getattr(plain, name)).abs().max().item()
         if not difference < 1e-4:
             raise AssertionError(f"its {name} differs by {difference:.2g} from the plain one")
+
+
+# Kernels of `confidence`: statistics of each tile of the vocabulary, then of all tiles of a row.
+#
+# A tile leaves, for each row, of its logits z and of the scores that choose the token:
+#
+#     0 largest z    1 sum e^(z - largest)    2 sum (z - largest) * e^(z - largest)
+#     3 largest z that may be chosen    4 the second largest of those
+#     5 best score    6 z of the token with the best score
+
+# token, probability, entropy, margin, named, named_log: the fields of `confidence.Confidence`
+Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+_FACTS = 7
+_COLUMNS = 1024  # of a tile of given logits
+
+
+@triton.jit
+def _store_tile(
+    z, row, column, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+    temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr,
+):  # fmt: skip
+    """z [ROWS, COLUMNS] in fp32 of the rows `row` and columns `column`, -inf outside."""
+    tile = tl.program_id(0)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    z = tl.where(inside, z, -float("inf"))  # [ROWS, COLUMNS]
+    largest = tl.max(z, axis=1)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)  # a row beyond the last
+    below = z - safe[:, None]
+    share = tl.where(inside, tl.exp(below), 0.0)
+    total = tl.sum(share, axis=1)
+    mixed = tl.sum(share * tl.where(share > 0, below, 0.0), axis=1)
+    # The sums above are over all tokens; what may be chosen is all but the mask id.
+    allowed = z
+    if HAS_MASK:
+        allowed = tl.where(column[None, :] == mask_id, -float("inf"), z)
+    first = tl.max(allowed, axis=1)
+    first_at = tl.argmax(allowed, axis=1, tie_break_left=True)
+    here = tl.arange(0, z.shape[1])[None, :]
+    # Only the place of the first is left out: an equal logit elsewhere is a second, margin 0.
+    second = tl.max(tl.where(here == first_at[:, None], -float("inf"), allowed), axis=1)
+    best, best_at, best_z = first, first_at, first
+    if SAMPLED:
+        # `draws.Draws.choose`: four numbers of each counter, of four tokens that lie together.
+        there = row < rows
+        seed = tl.load(seeds + row, mask=there, other=0)
+        counter = tl.load(counters + row, mask=there, other=0).to(tl.int64) << 32
+        four = (tile * z.shape[1] // 4 + tl.arange(0, z.shape[1] // 4)).to(tl.int64)
+        a, b, c, d = tl.rand4x(seed[:, None], counter[:, None] + four[None, :])
+        noise = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a b c d, a b c d, ...
+        if FILTERED:
+            floor = tl.load(floors + row, mask=there, other=-float("inf"))
+            allowed = tl.where(z < floor[:, None], -float("inf"), allowed)
+        temperature = tl.load(temperatures + row, mask=there, other=0.0)
+        warm = temperature > 0
+        drawn = allowed / tl.where(warm, temperature, 1.0)[:, None] - tl.log(-tl.log(noise))
+        score = tl.where(inside, tl.where(warm[:, None], drawn, allowed), -float("inf"))
+        best = tl.max(score, axis=1)
+        best_at = tl.argmax(score, axis=1, tie_break_left=True)
+        # Of the chosen token the logit, because its probability is without the noise.
+        best_z = tl.max(tl.where(here == best_at[:, None], allowed, -float("inf")), axis=1)
+    if HAS_NAMED:
+        # One tile holds the named token; it alone writes the row's logit, to a place of the row.
+        wanted = tl.load(named + row, mask=row < rows, other=-1)
+        hit = column[None, :] == wanted[:, None]
+        found = tl.sum(tl.where(hit & inside, z, 0.0), axis=1)
+        is_here = tl.sum((hit & inside).to(tl.int32), axis=1) > 0
+        tl.store(named_logit + row, found, mask=is_here)
+    kept = row < rows
+    place = facts + (tile * rows + row) * 7  # [tiles, rows, 7]
+    tl.store(place, largest, mask=kept)
+    tl.store(place + 1, total, mask=kept)
+    tl.store(place + 2, mixed, mask=kept)
+    tl.store(place + 3, first, mask=kept)
+    tl.store(place + 4, second, mask=kept)
+    tl.store(place + 5, best, mask=kept)
+    tl.store(place + 6, best_z, mask=kept)
+    tl.store(tokens + tile * rows + row, tile * column.shape[0] + best_at, mask=kept)
+
+
+@triton.jit
+def _logits_tile(
+    logits, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+    temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
+    FILTERED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row's tile of given logits."""
+    row = tl.program_id(1) + tl.arange(0, 1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    # int64: rows x vocabulary passes 2**31 from some 17,000 rows on.
+    place = logits + row.to(tl.int64)[:, None] * columns + column[None, :]
+    z = tl.load(place, mask=(column < columns)[None, :], other=-float("inf")).to(tl.float32)
+    _store_tile(
+        z, row, column, rows, columns, facts, tokens, named_logit, named, mask_id, seeds, counters,
+        temperatures, floors, HAS_MASK, HAS_NAMED, SAMPLED, FILTERED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join_tiles(
+    facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """One row: what its tiles left, together. out [5, rows]."""
+    row = tl.program_id(0)
+    tile = tl.arange(0, TILES)
+    there = tile < tiles
+    place = facts + (tile * rows + row) * 7
+    nothing = -float("inf")
+    largest = tl.load(place, mask=there, other=nothing)
+    most = tl.max(largest, axis=0)
+    shrink = tl.exp(largest - most)  # each tile's sums are to its own largest: bring them to one
+    part = tl.load(place + 1, mask=there, other=0.0)
+    mixed = tl.load(place + 2, mask=there, other=0.0)
+    # sum (z - most) e^(z - largest) = what the tile has + (largest - most) * sum e^(z - largest)
+    mixed += tl.where(part > 0, part * tl.where(there, largest - most, 0.0), 0.0)
+    mixed = tl.sum(mixed * shrink, axis=0)
+    total = tl.sum(part * shrink, axis=0)
+    log_sum = most + tl.log(total)
+    first = tl.load(place + 3, mask=there, other=nothing)
+    top = tl.max(first, axis=0)
+    top_at = tl.argmax(first, axis=0, tie_break_left=True)
+    second = tl.max(tl.load(place + 4, mask=there, other=nothing), axis=0)
+    # The second of all is a tile's second, or the first of a tile that does not have the first.
+    second = tl.maximum(second, tl.max(tl.where(tile == top_at, nothing, first), axis=0))
+    best = tl.load(place + 5, mask=there, other=nothing)
+    best_at = tl.argmax(best, axis=0, tie_break_left=True)
+    z = tl.load(facts + (best_at * rows + row) * 7 + 6)
+    tl.store(token + row, tl.load(tokens + best_at * rows + row).to(tl.int64))
+    tl.store(out + row, tl.exp(z - log_sum))
+    # With p = e^(z - most) / total: -sum p log p = log total - sum p (z - most).
+    tl.store(out + rows + row, tl.log(total) - mixed / total)
+    tl.store(out + 2 * rows + row, tl.exp(top - log_sum) - tl.exp(second - log_sum))
+    if HAS_NAMED:
+        named_log = tl.load(named_logit + row) - log_sum
+        tl.store(out + 3 * rows + row, tl.exp(named_log))
+        tl.store(out + 4 * rows + row, named_log)
+
+
+def of_logits(
+    logits: Tensor,
+    mask_id: int | None,
+    named: Tensor | None,
+    draws: Draws | None,
+    floor: Tensor | None,
+) -> Found:
+    """`confidence_of_logits`, N at least 1, arguments checked. floor: of the draws, where they have
+    one."""
+    logits, device = logits.contiguous(), logits.device
+    rows, columns = logits.shape
+    tiles = triton.cdiv(columns, _COLUMNS)
+    facts = torch.empty((tiles, rows, _FACTS), dtype=torch.float32, device=device)
+    tokens = torch.empty((tiles, rows), dtype=torch.int32, device=device)
+    named_logit = torch.empty(rows, dtype=torch.float32, device=device)
+    unused = tokens  # a kernel takes a pointer also for what its switches leave out
+    drawn = (unused,) * 3
+    if draws is not None:
+        drawn = (draws.seed.contiguous(), draws.row.contiguous(), draws.temperature)
+    _logits_tile[(tiles, rows)](
+        logits, rows, columns, facts, tokens, named_logit,
+        unused if named is None else named.contiguous(), -1 if mask_id is None else mask_id,
+        *drawn, facts if floor is None else floor, HAS_MASK=mask_id is not None,
+        HAS_NAMED=named is not None, SAMPLED=draws is not None, FILTERED=floor is not None,
+        COLUMNS=_COLUMNS,
+    )  # fmt: skip
+    out = torch.empty((5, rows), dtype=torch.float32, device=device)
+    token = torch.empty(rows, dtype=torch.int64, device=device)
+    _join_tiles[(rows,)](
+        facts, tokens, named_logit, rows, tiles, out, token,
+        HAS_NAMED=named is not None, TILES=triton.next_power_of_2(tiles),
+    )  # fmt: skip
+    of_named = (None, None) if named is None else (out[3], out[4])
+    return token, out[0], out[1], out[2], *of_named

@@ -9,15 +9,18 @@ is made for decoding and has no backward: training takes `triton_kernels.flex` o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from einops import repeat
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from triton_kernels.choice import use_kernel
-from triton_kernels.self_check import compare, random_inputs, self_check
+from triton_kernels.dispatch import compare, random_inputs, self_check, use_kernel
 
 MAX_SPANS = 3  # every mask of this field is a union of at most three ranges (`d2f.spans`)
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -57,12 +60,11 @@ def span_attention(
         raise ValueError(f"the head dimension must be one of {HEAD_DIMS}, got {q.shape[-1]}")
     if wants_gradient(q, k, v):
         raise ValueError("the span attention kernel has no backward, and a gradient is wanted")
-    from triton_kernels import span_attention_tiles as tiles
 
     # The kernel takes the strides of rows and heads, never that within a head: a transposed tensor
     # is read as it lies.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return tiles.forward(q, k, v, spans.contiguous(), scale)
+    return forward(q, k, v, spans.contiguous(), scale)
 
 
 def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -87,10 +89,8 @@ def write_slots(
 ) -> None:
     """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
     if use_kernel("write_slots", k, kernel):
-        from triton_kernels import span_attention_tiles as tiles
-
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-        tiles.write_slots(k, v, slots, keys, values)
+        write_slots_span_attention_tiles(k, v, slots, keys, values)
         return
     # The cache's dtype: RoPE in fp32 gives keys in fp32.
     k.index_copy_(1, slots, keys.to(k.dtype))
@@ -215,3 +215,304 @@ def _check_write_slots(dtype: torch.dtype, device: torch.device, dim: int) -> No
         found.append(torch.stack((own_k, own_v)))
     if not torch.equal(*found):
         raise AssertionError("the slots hold something else than was written")
+
+
+# Kernels of `span_attention`: forward, its parts joined, and writing to slots.
+#
+# A program takes a few queries with all heads that share one key head (their rows share the loads
+# of
+# keys and values), and of the keys only tiles that one of its rows sees. With few queries and many
+# keys the tiles are split over programs, whose parts are joined afterwards.
+
+_LEAST_TILE = 16
+_FILLS_A_GPU = 256  # programs
+_JOIN_SHARE = 0.15  # of the bytes of keys and values that a split reads, at most for joining it
+
+
+@triton.jit
+def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
+    """Query and head within the group of each row of a tile, and whether there is one. Sizes of a
+    tile are powers of two and a group need not be; two queries, a group of 3::
+
+        row       0 1 2 3   4 5 6 7      QUERIES = 2, GROUP = 3, PADDED = 4
+        query     0 0 0 0   1 1 1 1
+        member    0 1 2 .   0 1 2 .      . is no row
+    """
+    row = tl.arange(0, QUERIES * PADDED)
+    query = tile * QUERIES + row // PADDED
+    member = row % PADDED
+    return query, member, (query < queries) & (member < GROUP)
+
+
+@triton.jit
+def seen_by(spans, query, real, span, SPANS: tl.constexpr):
+    """Bounds of one span of each row; 0, 0 where there is no row."""
+    place = spans + (query * SPANS + span) * 2
+    return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
+
+
+@triton.jit
+def reach_of(start, end):
+    """From the first to the last key that any row of the tile sees by this range: what lies outside
+    is not loaded. Empty ranges may lie anywhere and do not count."""
+    low = tl.min(tl.where(end > start, start, 2147483647))
+    high = tl.max(tl.where(end > start, end, 0))
+    return low, tl.maximum(low, high)
+
+
+@triton.jit
+def unseen_tiles(
+    spans, tile, queries, low, span, SPANS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """Of each query of a tile the gap before it: keys between what the queries before it see and
+    what it and those behind it see. Where the gap begins, in tiles of keys from `low` on, the tiles
+    in the gaps before it left out, and how many tiles lie in it. Two requests, KEYS = 2::
+
+        key           0 1   2 3   4 5   6 7   8 9
+        query 0       x x   x .   . .   . .   . .    begins at 0, 0 tiles
+        query 1       . .   . .   . .   . x   x x    begins at 2, 1 tile
+        the i-th tile to visit, i = 0 1 2 3, is the tile 0 1 3 4
+
+    Queries in the order of what they see leave every such gap out, those in any other order fewer.
+    """
+    query = tile * QUERIES + tl.arange(0, QUERIES)
+    start, end = seen_by(spans, query, query < queries, span, SPANS)
+    some = end > start
+    earlier = query[:, None] < query[None, :]
+    before = tl.max(tl.where(earlier & some[:, None], end[:, None], low), axis=0)
+    behind = tl.min(tl.where(~earlier & some[:, None], start[:, None], 2147483647), axis=0)
+    first = tl.cdiv(before - low, KEYS)
+    count = tl.where(some, tl.maximum((behind - low) // KEYS - first, 0), 0)
+    return first - tl.sum(tl.where(earlier, count[:, None], 0), axis=0), count
+
+
+@triton.jit
+def _forward(
+    q, k, v, spans, out, part, part_most, part_total, used, scale, queries,
+    q_t, q_h, k_h, k_s, v_h, v_s,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, SPANS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
+    splits = 1
+    if SPLITS > 1:
+        # The grid is fixed by sizes, as a CUDA graph needs it. How many of the splits compute is
+        # decided here, by the keys that these rows see; the others are done.
+        reach = 0
+        for span in tl.static_range(SPANS):
+            start, end = seen_by(spans, query, real, span, SPANS)
+            low, high = reach_of(start, end)
+            _, unseen = unseen_tiles(spans, tile, queries, low, span, SPANS, QUERIES, KEYS)
+            reach += high - low - tl.sum(unseen) * KEYS
+        splits = tl.maximum(1, tl.minimum(reach // LEAST, SPLITS))
+        if split >= splits:
+            return
+        if (split == 0) & (kv_head == 0):
+            tl.store(used + tile, splits)
+    head = kv_head * GROUP + member
+    d = tl.arange(0, WIDTH)  # DIM rounded up to a power of two; R below is QUERIES * PADDED
+    held = real[:, None] & (d < DIM)[None, :]
+    rows = tl.load(
+        q + query.to(tl.int64)[:, None] * q_t + head[:, None] * q_h + d[None, :],
+        mask=held, other=0.0,
+    )  # fmt: skip  # [R, D]
+    most = tl.full((QUERIES * PADDED,), -float("inf"), dtype=tl.float32)
+    total = tl.zeros((QUERIES * PADDED,), dtype=tl.float32)  # [R]
+    acc = tl.zeros((QUERIES * PADDED, WIDTH), dtype=tl.float32)
+    keys, values = k + kv_head.to(tl.int64) * k_h, v + kv_head.to(tl.int64) * v_h
+    for span in range(SPANS):
+        start, end = seen_by(spans, query, real, span, SPANS)
+        low, high = reach_of(start, end)
+        gap, unseen = unseen_tiles(spans, tile, queries, low, span, SPANS, QUERIES, KEYS)
+        tiles = tl.cdiv(high - low, KEYS) - tl.sum(unseen)
+        for i in range(split, tiles, splits):  # the splits take turns at the tiles
+            # Not an `if` around the body, which would keep the loads from running ahead.
+            key_tile = i + tl.sum(tl.where(i >= gap, unseen, 0))
+            key = low + key_tile * KEYS + tl.arange(0, KEYS)
+            inside = key < high
+            at = key.to(tl.int64)
+            k_tile = tl.load(
+                keys + at[None, :] * k_s + d[:, None],
+                mask=inside[None, :] & (d < DIM)[:, None], other=0.0,
+            )  # fmt: skip  # [D, S]
+            z = tl.dot(rows, k_tile, input_precision=PRECISION) * scale
+            # A row's own bounds: the tile's reach is wider.
+            sees = (key[None, :] >= start[:, None]) & (key[None, :] < end[:, None])
+            z = tl.where(sees, z, -float("inf"))
+            now = tl.maximum(most, tl.max(z, axis=1))
+            # The streaming softmax. A row that has seen no key yet is at -inf, and -inf - -inf NaN.
+            safe = tl.where(now == -float("inf"), 0.0, now)
+            p = tl.exp2(z - safe[:, None])
+            shrink = tl.exp2(most - safe)
+            v_tile = tl.load(
+                values + at[:, None] * v_s + d[None, :],
+                mask=inside[:, None] & (d < DIM)[None, :], other=0.0,
+            )  # fmt: skip  # [S, D]
+            total = total * shrink + tl.sum(p, axis=1)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            most = now
+    place = query.to(tl.int64) * HEADS + head
+    if splits == 1:
+        some = total > 0  # a row without keys gives 0
+        result = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+        tl.store(
+            out + place[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=held
+        )
+    else:
+        # part [SPLITS, T, H, D], not divided by its total: `_join` does it once for all
+        place += split.to(tl.int64) * queries * HEADS
+        tl.store(part + place[:, None] * DIM + d[None, :], acc, mask=held)
+        tl.store(part_most + place, most, mask=real)
+        tl.store(part_total + place, total, mask=real)
+
+
+@triton.jit
+def _join(
+    part, part_most, part_total, used, out, rows,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One row of one head from the splits that computed; where one did, it has written the row."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.load(used + row // HEADS // QUERIES)
+    if splits == 1:
+        return
+    split = tl.arange(0, SPLITS)
+    there = split < splits
+    d = tl.arange(0, WIDTH)
+    place = split * rows + row
+    most = tl.load(part_most + place, mask=there, other=-float("inf"))
+    largest = tl.max(most, axis=0)
+    safe = tl.where(largest == -float("inf"), 0.0, largest)
+    weight = tl.exp2(most - safe)  # [SPLITS]; 0 for a split whose keys the row does not see
+    total = tl.sum(tl.load(part_total + place, mask=there, other=0.0) * weight, axis=0)
+    acc = tl.load(
+        part + place[:, None] * DIM + d[None, :],
+        mask=there[:, None] & (d < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    acc = tl.sum(acc * weight[:, None], axis=0)
+    result = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _write(
+    keys, values, slots, k, v, i_h, i_t, j_h, j_t, k_h, k_s, v_h, v_s,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row)
+    d = tl.arange(0, WIDTH)
+    inside = d < DIM
+    x = tl.load(keys + head * i_h + row * i_t + d, mask=inside)
+    y = tl.load(values + head * j_h + row * j_t + d, mask=inside)
+    tl.store(k + head * k_h + slot * k_s + d, x.to(k.dtype.element_ty), mask=inside)
+    tl.store(v + head * v_h + slot * v_s + d, y.to(v.dtype.element_ty), mask=inside)
+
+
+class Shape:
+    """Sizes and strides of a call, as the kernels take them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Tensor):
+        self.queries, self.heads, self.dim = q.shape
+        self.kv_heads, self.slots = k.shape[:2]
+        self.group = self.heads // self.kv_heads
+        # Dream has 28 heads over 4: a group of 7 in rows for 8.
+        self.padded = triton.next_power_of_2(self.group)
+        # tl.dot takes at least 16 a side, here and in the rows of a tile.
+        self.width = max(16, triton.next_power_of_2(self.dim))
+        self.strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+        # Tiles whose registers suffice (`benchmarks.compiled_kernels`); fp32 has no tensor cores.
+        self.element_bytes = q.element_size()
+        wide = self.element_bytes == 4
+        wanted = 64 if self.queries > 16 and not wide else 16  # rows
+        self.tile = max(1, wanted // self.padded, -(-16 // self.padded))  # queries
+        self.tiles = triton.cdiv(self.queries, self.tile)
+        self.keys = (16 if wide else 32) if self.width > 128 else 32 if wide else 64
+        self.sizes = {
+            "HEADS": self.heads,
+            "GROUP": self.group,
+            "PADDED": self.padded,
+            "DIM": self.dim,
+            "WIDTH": self.width,
+            "SPANS": spans.shape[1],
+            "QUERIES": self.tile,
+            "PRECISION": "ieee",
+            # Four warps of 64 rows multiply 64 x 128 at once, and two blocks fit on an SM.
+            "num_warps": 8 if wanted == 64 and self.width > 128 else 4,
+        }
+        if wanted == 64 and self.splits() > 1:  # what the parts need would spill
+            self.keys = min(self.keys, 32)
+
+    def least_keys(self) -> int:
+        """Keys that a split reads at the least, so that the join's traffic stays within its share
+        of theirs: each split writes an fp32 row with its maximum and total for every row of the
+        tile, and the join reads it."""
+        rows = min(self.tile, self.queries) * self.group
+        joined = 2 * 4 * rows * (self.dim + 2)  # bytes a split
+        return math.ceil(joined / (_JOIN_SHARE * 2 * self.dim * self.element_bytes))
+
+    def splits(self) -> int:
+        """Programs that may share the keys of a tile of queries; a power of two."""
+        # A decoding step has few rows on a long cache: one program a tile would leave most of the
+        # GPU idle. Only sizes are looked at: what rows see is on the GPU, where `_forward` takes
+        # as many of these splits as it is worth.
+        programs = self.tiles * self.kv_heads
+        wanted = min(_FILLS_A_GPU // max(1, programs), self.slots // self.least_keys(), 64)
+        return 1 << (max(1, wanted).bit_length() - 1)  # rounded down to a power of two
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Output ``[T, H, D]``; arguments checked, T at least 1."""
+    shape = Shape(q, k, v, spans)
+    out = torch.empty((shape.queries, shape.heads, shape.dim), dtype=q.dtype, device=q.device)
+    splits = shape.splits()
+    parts = (out, out, out, spans)  # unused without splits
+    if splits > 1:
+        rows = (splits, shape.queries, shape.heads)
+        part = torch.empty((*rows, shape.dim), dtype=torch.float32, device=q.device)
+        most, total = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+        used = torch.empty(shape.tiles, dtype=torch.int32, device=q.device)
+        parts = (part, most, total, used)
+    grid = (shape.tiles, shape.kv_heads, splits)
+    scale *= math.log2(math.e)  # the kernel's exponentials are to the base 2
+    with_tile(shape.keys, lambda keys: _forward[grid](
+        q, k, v, spans, out, *parts, scale, shape.queries, *shape.strides,
+        **shape.sizes, KEYS=keys, SPLITS=splits, LEAST=shape.least_keys(),
+    ))  # fmt: skip
+    if splits > 1:
+        count = shape.queries * shape.heads
+        _join[(count,)](
+            *parts, out, count, HEADS=shape.heads, QUERIES=shape.tile, DIM=shape.dim,
+            WIDTH=shape.width, SPLITS=splits,
+        )  # fmt: skip
+    return out
+
+
+def write_slots_span_attention_tiles(
+    k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
+    heads, rows, dim = keys.shape
+    if rows:
+        strides = [s for x in (keys, values, k, v) for s in x.stride()[:2]]
+        _write[(rows, heads)](
+            keys, values, slots, k, v, *strides, DIM=dim, WIDTH=triton.next_power_of_2(dim)
+        )
+
+
+def with_tile(keys: int, launch: Callable[[int], object]) -> None:
+    """Launch with tiles of `keys` keys, or smaller ones where the GPU has too little memory for
+    them."""
+    while True:
+        try:
+            launch(keys)
+            return
+        except OutOfResources:
+            if keys <= _LEAST_TILE:
+                raise
+            keys //= 2

@@ -31,11 +31,9 @@ from benchmarks.ablation.run_processes import carry_out_all
 from benchmarks.ablation.runs import found, is_kept, is_whole
 from d2f.command import CommandParser
 from d2f.errors import InputError, NonFiniteLogitsError
-from d2f.files import write_beside
-from d2f.locks import locked
+from d2f.files import locked, write_beside
 from d2f.quiet import quiet
-from decode.commands.parser import check_least
-from decode.commands.run_command import command
+from decode.cli import check_least, command
 
 
 def run(ablation: Ablation, output: Path, runs: Path, jobs: int, only: str, command: str) -> None:

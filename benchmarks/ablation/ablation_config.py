@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, Switch, check, override, put, read_mapping
+from d2f.config import Problems, Section, Seed, Switch, Text, check, override, put, read_mapping
 from d2f.errors import InputError
-from d2f.quantities import Problems, Seed, Text
 from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks import Task, find_tasks
 from decode.decoders import find_decoder
@@ -148,7 +147,7 @@ class Ablation(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Ablation:
-        from decode.commands.decoder_settings import DecoderSettings  # loads torch
+        from decode.cli import DecoderSettings  # loads torch
 
         names = [variant.name for variant in (*self.variants, *self.untrained)]
         _distinct("names of variants and untrained", names)

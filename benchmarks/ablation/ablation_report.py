@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.ablation.results import Measured, Results
-from decode.reporting.tables import markdown_table
+from decode.report import markdown_table
 
 VARIANT_COLUMNS = (
     "variant", "what it sets", "steps", "seeds", "last loss, by seed", "seconds, by seed",

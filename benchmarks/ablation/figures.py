@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ablation.results import Results
+from d2f.checkpoint import read_object
 from d2f.command import CommandParser
 from d2f.errors import InputError
-from d2f.json_file import read_object
-from decode.commands.run_command import command
-from decode.reporting.extras import require_matplotlib
+from decode.cli import command, require_matplotlib
 
 if TYPE_CHECKING:
-    from decode.reporting.plots import Panel, Series
+    from decode.plots import Panel, Series
 
 INCHES = (5.0, 4.0)  # of a panel
 ACROSS = "visible tokens a forward"
@@ -28,7 +27,7 @@ ACROSS = "visible tokens a forward"
 
 def draw(report: dict[str, Any], folder: Path) -> list[Path]:
     """The figures of a report; their paths."""
-    from decode.reporting.plots import frontier, save
+    from decode.plots import frontier, save
 
     results, written = Results(report), []
     caption = (
@@ -50,7 +49,7 @@ def draw(report: dict[str, Any], folder: Path) -> list[Path]:
 
 def _of_variants(results: Results, setting: str) -> list[list[Panel]]:
     """A row of panels for each line, a panel for each task, with a series for each variant."""
-    from decode.reporting.plots import Panel
+    from decode.plots import Panel
 
     variants = [variant["name"] for variant in results.report["config"]["variants"]]
     return [
@@ -69,7 +68,7 @@ def _of_variants(results: Results, setting: str) -> list[list[Panel]]:
 def _of_untrained(results: Results) -> list[list[Panel]]:
     """A row of panels for each model, a panel for each task, with a series for each line of its
     decodings."""
-    from decode.reporting.plots import Panel
+    from decode.plots import Panel
 
     return [
         [
@@ -91,7 +90,7 @@ def _series(
     results: Results, name: str, variant: str, setting: str, task: str, decodings: Sequence[str]
 ) -> Series:
     """What a variant has of some decodings; its name in the legend says of how many seeds."""
-    from decode.reporting.plots import Point, Series
+    from decode.plots import Point, Series
 
     every = (results.measured(variant, setting, task, decoding) for decoding in decodings)
     found = [one for one in every if one is not None]

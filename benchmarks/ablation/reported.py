@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ablation.ablation_config import Run
+from d2f.checkpoint import read_object
 from d2f.errors import InputError
-from d2f.json_file import read_object
 
 if TYPE_CHECKING:
-    from distill.run.run_folder import RunFolder
+    from distill.checkpoint import RunFolder
 
 Key = tuple[str, str, int | None]
 Entry = dict[str, Any]

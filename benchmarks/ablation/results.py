@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def p_cache(self) -> float | None:
-        """WeDLM's figure (`decode.engine.result.p_cache_of`); None for other decoders."""
+        """WeDLM's figure (`decode.step.p_cache_of`); None for other decoders."""
         rows = list(self.by_seed.values())
         if any(not row.get("p_cache") for row in rows):
             return None

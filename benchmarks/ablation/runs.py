@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.ablation.ablation_config import Ablation, Decoding, Run
 from benchmarks.ablation.reported import Reported
 from d2f.errors import InputError
-from d2f.files import write_beside
-from d2f.locks import locked
+from d2f.files import locked, write_beside
 from d2f.quiet import quiet
 from d2f.tasks import Task
 from distill.config import TrainConfig
@@ -30,7 +29,7 @@ MEASURED = "measured.json"
 def carry_out(ablation: Ablation, run: Run, reported: Reported) -> dict[str, Any]:
     """Train and measure what is left of a run; what `found` says of it then. Raises InputError
     where its folder has a run of another configuration, or where it was stopped."""
-    from distill.run.run_folder import RunFolder
+    from distill.checkpoint import RunFolder
     from distill.train import train
 
     with quiet(), locked(run.folder):
@@ -52,8 +51,8 @@ def found(ablation: Ablation, run: Run, reported: Reported) -> dict[str, Any] | 
     """What a run's folder, or the report where no folder has it, has of this ablation, None where
     that is nothing: what was trained, and a row for each decoding and task that was measured.
     Nothing is decoded. Raises InputError where it is a run of another configuration."""
-    from distill.model_cards import hours
-    from distill.run.run_folder import RunFolder
+    from benchmarks.make_models import hours
+    from distill.checkpoint import RunFolder
 
     about = {"variant": run.variant, "setting": run.setting, "seed": run.seed}
     trained: dict[str, Any] = {}
@@ -103,10 +102,9 @@ def measure(
     """What decode.evaluate says of each decoding and task, kept in `folder`. reported: rows that
     are known besides. decode: False takes what is there already and leaves out the rest. Raises
     InputError."""
-    from decode.commands.decoder_settings import DecoderSettings
-    from decode.commands.load_model import weights_hash
-    from decode.evaluation.evaluate_task import evaluate
-    from decode.reporting.environment import environment
+    from decode.cli import DecoderSettings, weights_hash
+    from decode.evaluate import evaluate
+    from decode.report import environment
 
     path = folder / MEASURED
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -187,7 +185,7 @@ def untrained(config: TrainConfig) -> DiffusionModel:
     bidirectional teacher under the block-causal mask of its student."""
     import torch
 
-    from distill.prepare_model import prepare_model
+    from distill.export import prepare_model
 
     model = prepare_model(config, base_dtype=torch.float32)
     model.contract = replace(model.contract, **config.kind.contract(config))

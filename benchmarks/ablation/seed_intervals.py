@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from decode.reporting.intervals import Z95, paired, wilson
+from decode.report import Z95, paired, wilson
 
 Values = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.decode_step import bandwidth, buffer_bytes, seconds
 from benchmarks.shapes import build
 from d2f.model import DiffusionModel
-from decode.commands.load_model import stored_tensors
+from decode.cli import stored_tensors
 
 SIDE = 1024  # inputs and outputs of the layer whose product is timed
 ROWS = (1, 16, 64, 256, 1024)

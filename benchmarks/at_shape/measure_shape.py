@@ -50,12 +50,10 @@ from d2f.files import make_folder, write_beside
 from d2f.model import DiffusionModel
 from d2f.quantize import QUANTISATIONS, available, check_quantize, slowness
 from d2f.quiet import quiet
-from d2f.tasks.registry import TASKS
-from decode.commands.parser import Parser, check_least
-from decode.commands.run_command import command, say
-from decode.engine.cache_size import free_bytes
-from decode.reporting.environment import processor
-from decode.reporting.extras import require_matplotlib
+from d2f.tasks.task import TASKS
+from decode.cli import Parser, check_least, command, require_matplotlib, say
+from decode.engine.async_engine import free_bytes
+from decode.report import processor
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16")

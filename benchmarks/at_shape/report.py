@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from decode.reporting.tables import markdown_table
+from decode.report import markdown_table
 
 
 def render(report: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def _speeds(report: dict[str, Any], task: str) -> Iterator[list[str]]:
 
 def draw(report: dict[str, Any], stem: Path) -> None:
     """Milliseconds by rows, with each precision's floor dashed: PNG and SVG."""
-    from decode.reporting.plots import COLORS, dress, new_figure, save
+    from decode.plots import COLORS, dress, new_figure, save
 
     a = report["about"]
     figure, (axes,) = new_figure(

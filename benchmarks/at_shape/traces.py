@@ -11,7 +11,7 @@ import numpy as np
 import d2f
 import decode
 from d2f.tasks import make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
+from d2f.tasks.task import RESPONSE_LENGTH
 from decode.engine.prompts import encode
 
 

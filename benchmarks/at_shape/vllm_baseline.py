@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.at_shape.traces import Trace
 from benchmarks.shapes import SHAPES
-from d2f.openmp import users_environment
+from d2f.device import users_environment
 
 PROGRAM = Path(__file__).with_name("vllm_process.py")
 

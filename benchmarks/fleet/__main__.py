@@ -17,7 +17,7 @@ from benchmarks.fleet.forward_time import ForwardTime, read_time
 from benchmarks.fleet.recording import Recording
 from benchmarks.fleet.simulation import Overheads
 from d2f.files import make_folder, write_beside
-from decode.commands.run_command import command
+from decode.cli import command
 
 
 @command(interrupted="interrupted")
@@ -48,7 +48,7 @@ def record_all(options: argparse.Namespace) -> None:
 
     from benchmarks.fleet.record_way import WAYS, record
     from d2f.quiet import quiet
-    from decode.reporting.extras import require_scipy
+    from decode.cli import require_scipy
 
     require_scipy()
     torch.set_num_threads(options.threads)
@@ -72,7 +72,7 @@ def record_all(options: argparse.Namespace) -> None:
 def check_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> None:
     """Measure beside the simulation."""
     from benchmarks.fleet.fleet_check import Servers, check
-    from decode.reporting.extras import require_scipy
+    from decode.cli import require_scipy
 
     require_scipy()
     count = options.behind or len(options.check)
@@ -95,11 +95,11 @@ def check_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> N
 
 def simulate_all(options: argparse.Namespace, recordings: Sequence[Recording]) -> None:
     """Simulate every fleet that was asked for; report and figure."""
-    from decode.reporting.extras import require_matplotlib
+    from decode.cli import require_matplotlib
 
     require_matplotlib()
     from benchmarks.fleet.fleet_report import fleet_figure, table
-    from decode.reporting.plots import save
+    from decode.plots import save
 
     forward, source = forward_time(options)
     if forward is not None:

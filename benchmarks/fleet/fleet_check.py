@@ -17,10 +17,8 @@ from benchmarks.fleet.forward_time import NS, ForwardTime, nonnegative
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.fleet.simulation import Answers, Overheads, least_in_flight
 from d2f.errors import InputError
-from decode.comparison.answers import Answer
-from decode.comparison.comparison_config import Endpoint, Limits
-from decode.comparison.completions import allowed_bytes
-from decode.comparison.served import Client, check_endpoint
+from decode.compare.client import Answer, Client, allowed_bytes, check_endpoint
+from decode.compare.config import Endpoint, Limits
 
 WARM_REQUESTS = 4  # to each server, not counted
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.fleet.fleet_plan import ARRIVALS, ROUTERS
 from d2f.errors import InputError
-from decode.commands.parser import Parser, check_least
+from decode.cli import Parser, check_least
 
 WAYS = ("D2F", "WeDLM", "autoregressive")
 FLEETS = (1, 2, 4, 10, 100, 1000)

@@ -7,8 +7,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from decode.reporting.plots import COLORS, MARKERS, dress, new_figure
-from decode.reporting.tables import markdown_table
+from decode.plots import COLORS, MARKERS, dress, new_figure
+from decode.report import markdown_table
 
 COLUMNS = (
     "way", "arrivals", "router", "replicas", "requests/s a replica", "of its capacity", "busy",

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
-from d2f.configuration import Section
+from d2f.checkpoint import read_object
+from d2f.config import Section, explain
 from d2f.errors import InputError
-from d2f.json_file import read_object
-from d2f.validation import explain
 
 NS = 1_000_000  # nanoseconds in a millisecond
 

@@ -11,17 +11,16 @@ import d2f
 from benchmarks.fleet.forward_time import ForwardTime, fitted
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.forward import engine_of
-from d2f.configuration import read_mapping
+from d2f.tasks import find_task
+from d2f.config import read_mapping
 from d2f.model import DiffusionModel
 from d2f.shipped import DECODING, find_config
-from d2f.tasks import find_task
-from decode.commands.decoder_settings import DecoderSettings, split
-from decode.commands.task_problems import draw_problems, encode_problems
+from decode.cli import DecoderSettings, split
 from decode.decoders import Decoder, spelled
-from decode.decoders.base import common_options
-from decode.decoders.options import options_of
+from decode.decoders.base import common_options, options_of
 from decode.engine.request import Request
-from decode.reporting.environment import environment
+from decode.jobs import draw_problems, encode_problems
+from decode.report import environment
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from benchmarks.fleet.forward_time import ForwardTime
-from d2f.configuration import Section
+from d2f.checkpoint import read_object
+from d2f.config import Section, explain
 from d2f.errors import InputError
 from d2f.files import write_beside
-from d2f.json_file import read_object
-from d2f.validation import explain
 
 
 class Trace(Section):

@@ -33,8 +33,7 @@ from benchmarks.gpu.bring_up import MEASUREMENTS, PARTS
 from benchmarks.gpu.measured_tables import markdown
 from benchmarks.gpu.results_file import FAILED, ResultsFile, read_runs
 from d2f.errors import InputError
-from decode.commands.parser import Parser
-from decode.commands.run_command import command
+from decode.cli import Parser, command
 
 USUAL = "python -m benchmarks.gpu"
 

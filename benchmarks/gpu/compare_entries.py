@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from d2f.configuration import read_mapping
+from d2f.config import read_mapping
 from d2f.files import write_beside
 from d2f.shipped import COMPARISON, find_config
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
-    from decode.compare import main as compare
+    from decode.compare.__main__ import main as compare
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     status = compare(flags(options.output, device, options.vllm_python))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gpu.results_file import DONE
-from decode.reporting.tables import markdown_table
+from decode.report import markdown_table
 
 NOTHING = "Nothing has been measured."
 

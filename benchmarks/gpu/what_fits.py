@@ -28,7 +28,7 @@ def decoding() -> list[str]:
     """For every GPU, model and precision: requests that fit, the least that a forward takes, and
     how many rows and requests are nearly free."""
     from benchmarks.model_size import GPUS, size_of
-    from decode.reporting.tables import markdown_table
+    from decode.report import markdown_table
 
     rows = []
     for gpu_name, gpu in GPUS.items():
@@ -66,9 +66,9 @@ def training() -> list[str]:
 
     from benchmarks.shapes import build
     from d2f.adapters import new_lora
-    from decode.reporting.tables import markdown_table
+    from decode.report import markdown_table
+    from distill.check import estimate
     from distill.config import read_config
-    from distill.memory import estimate
 
     rows = []
     for model_name, config_name in CONFIGS.items():

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError
-from d2f.locks import locked
-from decode.reporting.intervals import wilson
+from d2f.files import locked
+from decode.report import wilson
 
 if TYPE_CHECKING:
     from benchmarks.mutation.mutants import Mutant

@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
-from d2f.files import write_beside
-from d2f.locks import locked
+from d2f.files import locked, write_beside
 from d2f.quiet import quiet
-from decode.commands.parser import Parser, add_model, add_verbose, check_least, check_model
-from decode.commands.run_command import command, say
-from decode.reporting.places import check_folder
+from decode.cli import Parser, add_model, add_verbose, check_least, check_model, command, say
+from decode.ledger import check_folder
 
 if TYPE_CHECKING:
     from benchmarks.paper.paper_table import Table

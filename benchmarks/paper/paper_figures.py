@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from d2f.tasks import before_stop
-from decode.reporting.intervals import paired
-from decode.reporting.record import Record
+from decode.jobs import Record
+from decode.report import paired
 
 
 def figures(

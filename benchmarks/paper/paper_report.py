@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from decode.reporting.tables import markdown_table
+from decode.report import markdown_table
 
 COUNTED = (
     "As the paper counts: a response's special tokens are taken out, its text is cut at the stop "

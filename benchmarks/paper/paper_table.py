@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from d2f.configuration import Section, Switch, check, read_mapping
+from d2f.config import Name, Section, Switch, Text, check, read_mapping
 from d2f.errors import InputError
-from d2f.quantities import Name, Text
 from d2f.shipped import DECODING, find_config
-from decode.commands.decoder_settings import DecoderSettings, split
+from decode.cli import DecoderSettings, split
 from decode.decoders import find_decoder
 
 FOLDER = Path(__file__).parent

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.configuration import check
+from d2f.config import check
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, find_config
 from d2f.tasks import Problem, Task, before_stop
-from d2f.tasks.data_task import DataTask
+from d2f.tasks.data_task import DataTask, TaskFile, read_task_file
 from d2f.tasks.judges import make_judge
-from d2f.tasks.like import read_task_file
-from d2f.tasks.task_file import TaskFile
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds, and each process that judges imports this
     from benchmarks.paper.paper_table import PaperTask

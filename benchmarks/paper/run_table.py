@@ -14,18 +14,22 @@ from benchmarks.paper.paper_table import Table
 from benchmarks.paper.paper_tasks import WholeResponse
 from d2f.model import DiffusionModel
 from d2f.tasks import Task
-from decode.cluster.workers import OneWorker
-from decode.commands.load_model import check_options, load, outline
-from decode.commands.prompt_jobs import PromptJob, known_lengths, make_jobs, task_sources
-from decode.commands.run_command import say
-from decode.commands.run_header import header
-from decode.commands.task_problems import draw_problems, give_notices
-from decode.evaluation.evaluate_task import evaluate_jobs
-from decode.evaluation.judge_pool import JudgePool, default_jobs
-from decode.evaluation.scores import line
-from decode.reporting.environment import environment
-from decode.reporting.record import Output
-from decode.reporting.shown_progress import ShownProgress, standard_output
+from decode.cli import check_options, load, outline, say
+from decode.display import ShownProgress, standard_output
+from decode.evaluate import evaluate_jobs, line
+from decode.jobs import (
+    Output,
+    PromptJob,
+    draw_problems,
+    give_notices,
+    header,
+    known_lengths,
+    make_jobs,
+    task_sources,
+)
+from decode.loop import JudgePool, default_jobs
+from decode.report import environment
+from decode.workers import OneWorker
 
 Jobs = dict[tuple[str, str], list[PromptJob]]
 """By method and task."""

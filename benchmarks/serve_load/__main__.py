@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, one_line
 from d2f.files import make_folder
-from decode.reporting.ledger import Ledger, json_line
+from decode.ledger import Ledger, json_line
 
 if TYPE_CHECKING:
     from benchmarks.serve_load.load_tools import Load
     from d2f.tasks import Problem
-    from decode.comparison.server import Server
+    from decode.compare.server import Server
 
 OUTPUT = Path("benchmarks/results/serve/load.jsonl")
 TASKS = ("story", "sudoku")
@@ -62,8 +62,8 @@ class Points(Ledger[Run, dict[str, Any]]):
 def start(name: str, options: argparse.Namespace, logs: Path) -> tuple[Server, str]:
     """A server by its name here, not started yet, and what it calls its model."""
     from benchmarks.our_server import our_server
-    from decode.comparison.comparison_config import Vllm
-    from decode.comparison.server import VllmServer
+    from decode.compare.config import Vllm
+    from decode.compare.server import VllmServer
 
     log = logs / f"{name}.log"
     if name in OURS:
@@ -112,7 +112,7 @@ def work(options: argparse.Namespace, points: Points) -> None:
     from benchmarks.serve_load.load_tools import Load
     from d2f.models import resolve
     from d2f.tasks import make_problems
-    from decode.comparison.entry_prompts import tokenizer_of
+    from decode.compare.entries import tokenizer_of
 
     missing = [run for run in runs(options) if run not in points.done]
     if not missing:
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _facts(options: argparse.Namespace) -> dict[str, Any]:
     """What makes a file of results another one."""
-    from decode.reporting.environment import processor
+    from decode.report import processor
 
     return {
         "processor": processor(),
@@ -223,7 +223,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
 def _finish(points: Points) -> None:
     """The table and the figure."""
     from benchmarks.serve_load.load_figure import load_figure
-    from decode.reporting.plots import save
+    from decode.plots import save
 
     found = list(points.done.values())
     for point in found:

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from decode.reporting.plots import COLORS, MARKERS, dress, legend_above, new_figure
+from decode.plots import COLORS, MARKERS, dress, legend_above, new_figure
 
 SHOWN = (
     ("tokens_per_second", "tokens a second", "linear"),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from d2f.tasks import Problem, check
-from decode.reporting.ledger import json_line
+from decode.ledger import json_line
 
 VLLM_BENCH = (
     "from vllm.benchmarks.serve import add_cli_args, main; "

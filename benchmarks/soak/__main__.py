@@ -184,7 +184,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     import d2f
     from benchmarks.our_server import our_server
     from benchmarks.soak.questions import DECODERS
-    from decode.reporting.environment import environment
+    from decode.report import environment
 
     torch.set_num_threads(options.threads)
     models = {name: d2f.load(name) for name in DECODERS}

@@ -12,8 +12,8 @@ import numpy as np
 import decode
 from d2f.model import DiffusionModel
 from d2f.tasks import DEFAULT_TASKS, make_problems
-from decode.commands.decoder_settings import DecoderSettings
-from decode.engine.result import Result
+from decode.cli import DecoderSettings
+from decode.step import Result
 
 DECODERS: dict[str, list[dict[str, Any]]] = {
     "tiny-d2f": [

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.soak.client import Outcome
 from benchmarks.soak.plan import Planned
 from benchmarks.soak.questions import Question
-from decode.engine.result import Result
+from decode.step import Result
 
 SHOWN = 20  # of the lost and the wrong, in the report
 REASONS = {"end": "stop", "stop": "stop", "length": "length"}

@@ -1,14 +1,85 @@
 """Tasks: problems with a judge of the responses. Tiny ones are generated from a seed; any file or
-data set is one with a judge (`d2f.tasks.task_file`).
+data set is one with a judge (`d2f.tasks.data_task`).
 
 The tokenizer that goes with the tiny ones is made by `d2f.tasks.tokenizer.train_tokenizer`.
 """
 
-from d2f.tasks.find_task import find_task, find_tasks, task_of_data
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from d2f.config import check as check_config
+from d2f.errors import InputError
+from d2f.shipped import EVALUATION, find_config, shipped
+from d2f.tasks.data_task import DataTask, TaskFile, read_task_file
+from d2f.tasks.judges import make_judge
 from d2f.tasks.problem import Problem
-from d2f.tasks.registry import DEFAULT_TASKS, TASKS, check
-from d2f.tasks.splits import SPLITS, make_problem, make_problems, split_of
-from d2f.tasks.task import Task, before_stop
+from d2f.tasks.task import (
+    DEFAULT_TASKS,
+    GENERATED,
+    SPLITS,
+    TASKS,
+    Task,
+    before_stop,
+    check,
+    make_problem,
+    make_problems,
+    split_of,
+)
+
+# Tasks by name: a generated one, a task file by path or by the name that it ships under, or data
+# with a judge.
+
+
+def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
+    """The task of that name or in that YAML file, whose data is not read yet.
+    allow_code_execution: whether a judge may run what a model wrote. Raises InputError."""
+    if given in GENERATED:
+        return GENERATED[given]
+    try:
+        path = find_config(given, *EVALUATION)
+    except InputError as error:
+        known = ", ".join([*GENERATED, *shipped(*EVALUATION)])
+        raise InputError(
+            f"expected a task among {known}, or a task file, got {given!r:.200}"
+        ) from error
+    file = check_config(TaskFile, read_task_file(path), str(path))
+    judge = make_judge(file.judge, str(path), allow_code_execution=allow_code_execution)
+    words = ("--tasks", given, *(("--allow-code-execution",) if judge.name == "python" else ()))
+    return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))
+
+
+def find_tasks(
+    given: Sequence[Task | str], *, allow_code_execution: bool = False
+) -> tuple[Task, ...]:
+    """Several tasks, each once; one that is found already stays as it is. Raises InputError."""
+    tasks = tuple(
+        find_task(one, allow_code_execution=allow_code_execution) if isinstance(one, str) else one
+        for one in given
+    )
+    names = [task.name for task in tasks]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None or not tasks:
+        raise InputError(f"expected tasks, each once, got {','.join(names)!r}")
+    return tasks
+
+
+def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -> Task:
+    """The task of a file or data set and a judge, all else by default. Raises InputError."""
+    file = check_config(TaskFile, {"data": data, "judge": judge}, f"--data {data}")
+    made = make_judge(judge, "--judge", allow_code_execution=allow_code_execution)
+    words = ("--data", data, "--judge", judge)
+    return _named(DataTask(file, made, Path(data).stem, words), f"--data {data}")
+
+
+def _named(task: DataTask, where: str) -> DataTask:
+    if task.name in GENERATED:
+        raise InputError(
+            f"{where}: {task.name} is the name of a generated task: give this one another name"
+        )
+    return task
+
 
 __all__ = [
     "DEFAULT_TASKS",

@@ -4,20 +4,201 @@
     Square each. Make each at most 20. Add them up. Return that plus 4.
 
 The tests compare what the response returns with what the reference returns, both in the small
-Python of `d2f.tasks.mini_python`: what a model wrote is not run as code.
+Python of `d2f.tasks.sandbox`: what a model wrote is not run as code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from d2f.tasks import coding_grammar as grammar
-from d2f.tasks.mini_python import Function, Refused
 from d2f.tasks.problem import Problem, pick, pick_integer
+from d2f.tasks.sandbox import Function, Refused
+
+# What the functions of the task `coding` are made of: in words, as lines of Python, and in effect.
+#
+# In words and lines, {items} is the list, {n} one number of it, {k} and {m} are constants.
+
+NAMES = tuple(
+    "compute measure evaluate collect reduce combine process transform gather rate weigh assess "
+    "review digest settle derive".split()
+)
+# What the list is called, and one of its numbers.
+ITEMS = tuple((f"{one}s", one) for one in "number value score price size point age weight".split())
+OPENINGS = (
+    "Write a Python function {name}({items}) of a list of whole numbers.",
+    "Write {name}, a Python function of a list of whole numbers called {items}.",
+    "In Python, define {name}({items}) for a list of whole numbers.",
+    "I need a Python function {name} that takes a list of whole numbers, {items}.",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that a function does.
+
+    words: one of them says it. lines: of Python. effect: what the lines do, as a function of what
+    is there and of the constants. among: what k, and m, may be.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    lines: tuple[str, ...]
+    effect: Callable[..., Any]
+    among: tuple[range, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result(Part):
+    """What becomes of the numbers that are left; its lines stand before the loop. add: lines at the
+    end of the loop's body. is_ordered: whether their order counts. is_list: else it is a number."""
+
+    title: str = ""
+    variable: str = ""
+    add: tuple[str, ...] = ()
+    is_ordered: bool = False
+    is_list: bool = False
+
+
+SMALL, MIDDLE, LARGE = range(2, 10), range(1, 21), range(5, 31)
+FEW = range(2, 6)
+
+# Done to the list, before the loop.
+CUTS = (
+    Part("all", ("",), (), lambda xs: xs),
+    Part("skip", ("Leave out the first {k}.", "Pass over the first {k}."),
+         ("{items} = {items}[{k}:]",), lambda xs, k: xs[k:], (FEW,)),
+    Part("only", ("Use no more than the first {k}.", "Stop after the first {k}."),
+         ("{items} = {items}[:{k}]",), lambda xs, k: xs[:k], (range(3, 8),)),
+    Part("second", ("Use every second one.", "Take every other one."),
+         ("{items} = {items}[::2]",), lambda xs: xs[::2]),
+)  # fmt: skip
+# As well, where the order counts.
+ORDERS = (
+    Part("back", ("Go from the last to the first.", "Go through them backwards."),
+         ("{items} = {items}[::-1]",), lambda xs: xs[::-1]),
+    Part("sort", ("Sort them.", "Go from the smallest to the largest."),
+         ("{items} = sorted({items})",), sorted),
+)  # fmt: skip
+
+# Done to each number in turn. effect: the number that it becomes, None where it is left out.
+STEPS = (
+    Part("multiple", ("Keep only multiples of {k}.", "Leave out all but multiples of {k}."),
+         ("if {n} % {k} != 0:", "    continue"),
+         lambda n, k: None if n % k else n, (FEW,)),
+    Part("indivisible", ("Leave out multiples of {k}.", "Keep only what is no multiple of {k}."),
+         ("if {n} % {k} == 0:", "    continue"),
+         lambda n, k: n if n % k else None, (FEW,)),
+    Part("above", ("Keep only those above {k}.", "Leave out those of {k} or less."),
+         ("if {n} <= {k}:", "    continue"),
+         lambda n, k: n if n > k else None, (MIDDLE,)),
+    Part("below", ("Keep only those below {k}.", "Leave out those of {k} or more."),
+         ("if {n} >= {k}:", "    continue"),
+         lambda n, k: n if n < k else None, (LARGE,)),
+    Part("least", ("Keep only those of {k} or more.", "Leave out those below {k}."),
+         ("if {n} < {k}:", "    continue"),
+         lambda n, k: n if n >= k else None, (MIDDLE,)),
+    Part("most", ("Keep only those of {k} or less.", "Leave out those above {k}."),
+         ("if {n} > {k}:", "    continue"),
+         lambda n, k: n if n <= k else None, (LARGE,)),
+    Part("add", ("Add {k} to each.", "Increase each by {k}."),
+         ("{n} = {n} + {k}",), lambda n, k: n + k, (MIDDLE,)),
+    Part("subtract", ("Subtract {k} from each.", "Decrease each by {k}."),
+         ("{n} = {n} - {k}",), lambda n, k: n - k, (MIDDLE,)),
+    Part("multiply", ("Multiply each by {k}.", "Take {k} times each."),
+         ("{n} = {n} * {k}",), lambda n, k: n * k, (SMALL,)),
+    Part("square", ("Square each.", "Multiply each by itself."),
+         ("{n} = {n} * {n}",), lambda n: n * n),
+    Part("divide", ("Divide each by {k}, rounding down.", "Divide each by {k} and round down."),
+         ("{n} = {n} // {k}",), lambda n, k: n // k, (SMALL,)),
+    Part("remainder", ("Take the remainder of each by {k}.", "Reduce each modulo {k}."),
+         ("{n} = {n} % {k}",), lambda n, k: n % k, (range(3, 21),)),
+    Part("absolute", ("Drop the sign of each.", "Take the absolute value of each."),
+         ("{n} = abs({n})",), lambda n: abs(n)),
+    Part("distance", ("Take the distance of each from {k}.", "Find how far each is from {k}."),
+         ("{n} = abs({n} - {k})",), lambda n, k: abs(n - k), (MIDDLE,)),
+    Part("raise", ("Raise those below {k} to {k}.", "Make each at least {k}."),
+         ("{n} = max({n}, {k})",), lambda n, k: max(n, k), (MIDDLE,)),
+    Part("cap", ("Lower those above {k} to {k}.", "Make each at most {k}."),
+         ("{n} = min({n}, {k})",), lambda n, k: min(n, k), (LARGE,)),
+    Part("lower above", ("Take {m} off those above {k}.", "Subtract {m} from those above {k}."),
+         ("if {n} > {k}:", "    {n} = {n} - {m}"),
+         lambda n, k, m: n - m if n > k else n, (MIDDLE, SMALL)),
+    Part("lift below", ("Add {m} to those below {k}.", "Increase those below {k} by {m}."),
+         ("if {n} < {k}:", "    {n} = {n} + {m}"),
+         lambda n, k, m: n + m if n < k else n, (MIDDLE, SMALL)),
+    Part("grow", ("Multiply multiples of {k} by {m}.", "Take {m} times the multiples of {k}."),
+         ("if {n} % {k} == 0:", "    {n} = {n} * {m}"),
+         lambda n, k, m: n if n % k else n * m, (FEW, SMALL)),
+    Part("fork", ("Add {k} to even ones, subtract {m} from odd ones.",
+                  "Increase even ones by {k} and decrease odd ones by {m}."),
+         ("if {n} % 2 == 0:", "    {n} = {n} + {k}", "else:", "    {n} = {n} - {m}"),
+         lambda n, k, m: n - m if n % 2 else n + k, (SMALL, SMALL)),
+)  # fmt: skip
+
+RESULTS = (
+    Result("sum", ("Add them up.", "Take the sum."), ("total = 0",), sum,
+           title="Sum", variable="total", add=("total += {n}",)),
+    Result("count", ("Count those above {k}.", "Take how many are above {k}."), ("count = 0",),
+           lambda xs, k: sum(x > k for x in xs), (MIDDLE,),
+           title="Count", variable="count", add=("if {n} > {k}:", "    count += 1")),
+    Result("largest", ("Find the largest, or {k} if none is larger.",
+                       "Take the largest of them and {k}."),
+           ("best = {k}",), lambda xs, k: max([k, *xs]), (MIDDLE,),
+           title="Largest", variable="best", add=("if {n} > best:", "    best = {n}")),
+    Result("smallest", ("Find the smallest, or {k} if none is smaller.",
+                        "Take the smallest of them and {k}."),
+           ("best = {k}",), lambda xs, k: min([k, *xs]), (LARGE,),
+           title="Smallest", variable="best", add=("if {n} < best:", "    best = {n}")),
+    Result("turns", ("Add and subtract them in turn.",
+                     "Add the first, subtract the second, and so on."),
+           ("total = 0", "sign = 1"), lambda xs: sum(xs[::2]) - sum(xs[1::2]),
+           title="Alternating sum", variable="total",
+           add=("total += sign * {n}", "sign = -sign"), is_ordered=True),
+    Result("rises", ("Count those above the one before, the first against {k}.",
+                     "Take how many exceed the one before, which is {k} at first."),
+           ("count = 0", "before = {k}"),
+           lambda xs, k: sum(b > a for a, b in pairwise([k, *xs])), (MIDDLE,),
+           title="Number of rises", variable="count",
+           add=("if {n} > before:", "    count += 1", "before = {n}"), is_ordered=True),
+    Result("list", ("List them.", "Put them in a list."), ("result = []",), lambda xs: xs,
+           title="List", variable="result", add=("result.append({n})",),
+           is_ordered=True, is_list=True),
+    Result("totals", ("List the running totals.", "Put the sum so far in a list at each."),
+           ("total = 0", "result = []"), lambda xs: list(accumulate(xs)),
+           title="Running totals", variable="result",
+           add=("total += {n}", "result.append(total)"), is_ordered=True, is_list=True),
+    Result("records", ("List the largest so far at each, from {k} on.",
+                       "Put the largest so far, at least {k}, in a list at each."),
+           ("best = {k}", "result = []"),
+           lambda xs, k: list(accumulate(xs, max, initial=k))[1:], (MIDDLE,),
+           title="Running maximum", variable="result",
+           add=("best = max(best, {n})", "result.append(best)"), is_ordered=True, is_list=True),
+)  # fmt: skip
+
+# What is returned of {variable}, a number or a list.
+_AS_IT_IS = Part("as it is", ("Return it.", "Return that."), ("return {variable}",), lambda x: x)
+NUMBER_ENDS = (
+    _AS_IT_IS,
+    Part("times", ("Return {k} times that.", "Return it times {k}."),
+         ("return {variable} * {k}",), lambda x, k: x * k, (SMALL,)),
+    Part("plus", ("Return that plus {k}.", "Return {k} more than that."),
+         ("return {variable} + {k}",), lambda x, k: x + k, (MIDDLE,)),
+    Part("from", ("Return {k} minus that.", "Return that subtracted from {k}."),
+         ("return {k} - {variable}",), lambda x, k: k - x, (LARGE,)),
+)  # fmt: skip
+LIST_ENDS = (
+    _AS_IT_IS,
+    Part("end", ("Return its last {k}.", "Return the last {k} of it."),
+         ("return {variable}[-{k}:]",), lambda x, k: x[-k:], (FEW,)),
+    Part("turned", ("Return it in reverse.", "Return it back to front."),
+         ("return {variable}[::-1]",), lambda x: x[::-1]),
+)  # fmt: skip
+
 
 MIN_STEPS, MAX_STEPS = 3, 6
 NUMBERS = range(-20, 41)  # in the tests
@@ -31,7 +212,7 @@ LEAST_LEFT = 7  # of the numbers of PROBES, after any step
 class Filled:
     """A part of the grammar with its constants."""
 
-    part: grammar.Part
+    part: Part
     constants: tuple[int, ...]
 
     @property
@@ -65,9 +246,9 @@ class Description:
 
     def write(self, rng: np.random.Generator) -> Problem:
         """The problem, with the names and the wording from rng."""
-        items, n = pick(rng, grammar.ITEMS)
-        names = {"name": pick(rng, grammar.NAMES), "items": items, "n": n}
-        sentences = [pick(rng, grammar.OPENINGS).format(**names)]
+        items, n = pick(rng, ITEMS)
+        names = {"name": pick(rng, NAMES), "items": items, "n": n}
+        sentences = [pick(rng, OPENINGS).format(**names)]
         for part in (self.cut, *self.steps, self.result, self.end):
             sentences.append(part.fill(pick(rng, part.part.words), **names))
         question = " ".join(filter(None, sentences))
@@ -75,7 +256,7 @@ class Description:
 
     def _code(self, names: dict[str, str]) -> str:
         result = self.result.part
-        assert isinstance(result, grammar.Result)
+        assert isinstance(result, Result)
         names = {**names, "variable": result.variable}
         before = [(self.cut, self.cut.part.lines), (self.result, result.lines)]
         each = [*((step, step.part.lines) for step in self.steps), (self.result, result.add)]
@@ -102,10 +283,10 @@ class Description:
 
 def draw(rng: np.random.Generator) -> Description:
     """A description of MIN_STEPS to MAX_STEPS different steps, none of them in vain."""
-    result = pick(rng, grammar.RESULTS)
-    cuts = grammar.CUTS + grammar.ORDERS if result.is_ordered else grammar.CUTS
+    result = pick(rng, RESULTS)
+    cuts = CUTS + ORDERS if result.is_ordered else CUTS
     cut = _fill(rng, pick(rng, cuts))
-    end = _fill(rng, pick(rng, grammar.LIST_ENDS if result.is_list else grammar.NUMBER_ENDS))
+    end = _fill(rng, pick(rng, LIST_ENDS if result.is_list else NUMBER_ENDS))
     while True:
         found = Description(cut, _draw_steps(rng), _fill(rng, result), end)
         if _all_matter(found):
@@ -133,7 +314,7 @@ def tests(problem: Problem) -> list[list[int]]:
     return [[], [0], *PROBES, *drawn, [NUMBERS[i] for i in rng.permutation(len(NUMBERS)).tolist()]]
 
 
-def _fill(rng: np.random.Generator, part: grammar.Part) -> Filled:
+def _fill(rng: np.random.Generator, part: Part) -> Filled:
     return Filled(part, tuple(pick(rng, among) for among in part.among))
 
 
@@ -142,8 +323,8 @@ def _draw_steps(rng: np.random.Generator) -> tuple[Filled, ...]:
     count = pick_integer(rng, MIN_STEPS, MAX_STEPS)
     steps: list[Filled] = []
     numbers = [number for probe in PROBES for number in probe]
-    for place in rng.permutation(len(grammar.STEPS)).tolist():
-        step = _fill(rng, grammar.STEPS[place])
+    for place in rng.permutation(len(STEPS)).tolist():
+        step = _fill(rng, STEPS[place])
         after = _apply([step], numbers)
         if after != numbers and len(after) >= LEAST_LEFT:
             steps.append(step)

@@ -4,29 +4,294 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, field_validator, model_validator
 
-from d2f.data_records import BadRecord
-from d2f.errors import InputError
-from d2f.tasks.judges import Judge
-from d2f.tasks.judges.own import Own
-from d2f.tasks.problem import Message, Problem
-from d2f.tasks.task import ALL, Task
-from d2f.tasks.task_file import TaskFile
-from d2f.tasks.task_rows import (
-    USUAL_PROMPTS,
-    USUAL_REFERENCES,
-    Place,
-    Row,
-    TaskRows,
-    key_of,
-    read_row,
-)
-from d2f.tasks.templates import columns_of, render
+from d2f.config import Section, Seed, Switch, Text, Tokens, read_mapping
+from d2f.data import BadRecord, Source, Table, open_records
+from d2f.errors import InputError, one_line, repr_of
+from d2f.shipped import EVALUATION, shipped
+from d2f.tasks.judges import Judge, Own
+from d2f.tasks.problem import Message, Problem, columns_of, render
+from d2f.tasks.task import ALL, SPLITS, Task
+
+# A task of a user's own data, as YAML says it.
+#
+# data: openai/gsm8k
+# dataset_config: main
+# splits: {heldout: test, tuning: "train[:500]", train: "train[500:]"}
+# prompt: "Question: {{ question }}\nAnswer:"
+# reference: "{{ answer }}"
+# few_shot: {count: 4, split: train}
+# example: " {{ answer }}"
+# chat: false
+# stop: ["Question:"]
+# judge: numeric
+
+Split = Literal["train", "tuning", "heldout"]
+Template = Annotated[str, Field(min_length=1, max_length=20_000)]
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$")]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class FewShot(Section):
+    """Solved examples before the problem: written here, or rows of a split."""
+
+    count: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """How many rows of the split."""
+    split: Split = "train"
+    """Where they are taken from."""
+    seed: Seed | None = None
+    """Draw other rows for each problem; default: the same for all, the first of the split."""
+    examples: Annotated[tuple[dict[str, Any], ...], Field(max_length=1000)] = ()
+    """Written out: rows with the columns that prompt and example read."""
+    turns: Switch = True
+    """In a chat each is a turn of user and assistant, else all stand in the user's message."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> FewShot:
+        if (self.count is None) == (not self.examples):
+            raise ValueError("exactly one of count and examples must be given")
+        if self.examples and self.seed is not None:
+            raise ValueError("seed draws rows of a split: leave it out where examples are written")
+        return self
+
+
+class TaskFile(Section):
+    """One task. Templates are Jinja's, over the columns of a row, and kept to the letter."""
+
+    like: Text | None = None
+    """Another task file, by its path from this one or by the name that it ships under, whose keys
+    hold where this one has none: those of a mapping one by one, and null takes one away."""
+    name: TaskName | None = None
+    """As in reports; default: the file's name."""
+    data: Text
+    """A file of rows (JSONL; parquet by its ending), beside this one or by its path, or a data set:
+    a folder of save_to_disk, or what load_dataset takes."""
+    dataset_config: Text | None = None
+    """The data set's configuration, where it has several."""
+    split: Text | None = None
+    """The data set's split that shares are taken of; default train."""
+    splits: Annotated[dict[Split, Share | Text], Field(min_length=1)] = {  # noqa: RUF012
+        "tuning": 0.2,
+        "heldout": 0.8,
+    }
+    """Where the problems of each split are: a share of the rows of data, by a hash of each row, so
+    that they never meet; or a split of the data set by name, or another file. Default: 0.2 for
+    tuning, 0.8 held out."""
+    prompt: Template | None = None
+    """Default: the column messages, prompt or question."""
+    reference: Template | None = None
+    """What the judge compares with; default: the column reference, answer or response."""
+    example: Template | None = None
+    """The response of a few-shot example; default: its reference. What stands in one text follows
+    the prompt at once: begin it with a blank where one belongs there."""
+    system: Template | None = None
+    """The system message of a chat; without a chat the text that stands first."""
+    chat: Switch = True
+    """Through the model's chat template; else the text as it is."""
+    gen_prefix: Template | None = None
+    """The beginning of the response, which the prompt holds already and the model goes on from: to
+    the letter behind what the chat template opens the answer with, without a chat behind the text.
+    Examples have none but what `example` says."""
+    judge_gen_prefix: Switch = False
+    """Let the judge read it before the response; else it reads what the model wrote alone."""
+    few_shot: FewShot | None = None
+    """Solved examples before the problem; default: none."""
+    separator: str = Field(default="\n\n", max_length=100)
+    """Between examples, where they stand in one text."""
+    stop: Annotated[tuple[Text, ...], Field(max_length=100)] = ()
+    """Strings that end a response."""
+    max_new_tokens: Tokens = 256
+    """Most tokens of a response."""
+    judge: Text | dict[str, Any]
+    """A name, or a mapping of name and options: exact, numeric, choice, regex, math, contains,
+    python, or a function of your own as module:function."""
+
+    @field_validator("prompt", "reference", "example", "system", "gen_prefix")
+    @classmethod
+    def _readable(cls, template: str | None) -> str | None:
+        if template is not None:
+            columns_of(template)
+        return template
+
+    @model_validator(mode="after")
+    def _go_together(self) -> TaskFile:
+        shares = [share for share in self.splits.values() if not isinstance(share, str)]
+        named = [place for place in self.splits.values() if isinstance(place, str)]
+        if sum(shares) > 1 + 1e-9:
+            raise ValueError(f"splits: shares must add up to at most 1, got {sum(shares):g}")
+        twice = next((place for place in named if named.count(place) > 1), None)
+        if shares and (self.split or "train") in named:
+            twice = self.split or "train"
+        if twice is not None:
+            raise ValueError(
+                f"splits must be disjoint, got {twice!r} for two: give shares of it, or parts such "
+                "as train[:500] and train[500:]"
+            )
+        if self.judge_gen_prefix and self.gen_prefix is None:
+            raise ValueError("judge_gen_prefix needs a gen_prefix")
+        few = self.few_shot
+        if few is not None and few.count is not None and few.split not in self.splits:
+            raise ValueError(
+                f"few_shot.split must be one of splits, {', '.join(self.splits)}, got {few.split!r}"
+            )
+        return self
+
+
+# The rows of a task file's data, by split.
+
+USUAL_PROMPTS = ("messages", "prompt", "question")
+USUAL_REFERENCES = ("reference", "answer", "response")
+_FILES = (".jsonl", ".json", ".parquet")
+Row = Mapping[str, Any]
+Place = tuple[Source, int]
+"""A row: its source, and its number there."""
+
+
+class TaskRows:
+    """The rows of a task, read when they are first asked for. name: the task's, in errors. folder:
+    beside which data may lie. columns: those that are read by name, None for all that there are."""
+
+    def __init__(self, file: TaskFile, name: str, folder: Path, columns: set[str] | None):
+        self.file, self.name, self.folder, self.columns = file, name, folder, columns
+        self._sources: dict[str, Source] = {}
+        self._splits: dict[str, list[Place]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which opens the data itself."""
+        return {**vars(self), "_sources": {}, "_splits": {}}
+
+    def of(self, split: str) -> list[Place]:
+        """The rows of a split. Raises InputError where there is none."""
+        if split not in self._splits:
+            self._splits[split] = self._of(split)
+        return self._splits[split]
+
+    def _of(self, split: str) -> list[Place]:
+        splits = {str(name): place for name, place in self.file.splits.items()}
+        shares = {name: value for name, value in splits.items() if not isinstance(value, str)}
+        if split == ALL and shares:
+            return self._whole(None)
+        place = splits.get(split)
+        if place is None:
+            known = [*splits, *([ALL] if shares else [])]
+            raise InputError(
+                f"{self.name} has no split {split}, it has {', '.join(known)}: `splits` of a task "
+                "file says where they are"
+            )
+        if isinstance(place, str):
+            return self._whole(place)
+        # The shares lie one after the other in [0, 1): where a row's hash falls is its split.
+        before = SPLITS[: SPLITS.index(split)]
+        low = sum(share for name, share in shares.items() if name in before)
+        whole = self._whole(None)
+        rows = [row for row in whole if low <= _fraction(row) < low + place]
+        if not rows:
+            raise InputError(
+                f"{self.name}: none of the {len(whole)} rows of {whole[0][0].name} fell into the "
+                f"share {place:g} of the {split} split: give it a larger one"
+            )
+        return rows
+
+    @property
+    def are_shares(self) -> bool:
+        """Whether the splits are parts of one whole."""
+        return all(not isinstance(place, str) for place in self.file.splits.values())
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the data that the splits are in."""
+        places = {place if isinstance(place, str) else None for place in self.file.splits.values()}
+        return sorted(self._source(place).digest for place in places)
+
+    def _whole(self, place: str | None) -> list[Place]:
+        source = self._source(place)
+        return [(source, number) for number in range(len(source))]
+
+    def _source(self, place: str | None) -> Source:
+        """A split of the data set, or another file; place: None for data's own."""
+        kept = place or ""
+        if kept not in self._sources:
+            try:
+                self._sources[kept] = self._open(place)
+            except InputError as error:
+                raise InputError(f"{self.name}: {error}") from error
+        return self._sources[kept]
+
+    def _open(self, place: str | None) -> Source:
+        file = self.file
+        path = self._path(file.data)
+        if path is None:
+            folder = self.folder / file.data
+            source = open_records(
+                str(folder) if folder.is_dir() else file.data,
+                is_file=False,
+                config=file.dataset_config,
+                split=place or file.split,
+            )
+        elif file.dataset_config is not None or file.split is not None:
+            raise InputError("dataset_config and split are for data sets, not for a file")
+        else:
+            other = path if place is None else self._path(place)
+            if other is None:
+                raise InputError(
+                    f"splits: expected a share or another file, got {place!r}: {file.data} is a "
+                    "file, which has no splits of its own"
+                )
+            source = open_records(str(other), is_file=True)
+        if isinstance(source, Table):
+            self._select(source)
+        return source
+
+    def _path(self, name: str) -> Path | None:
+        """The file of that name, beside the task's or by its path; None where it is none."""
+        for path in (self.folder / name, Path(name)):
+            if path.is_file():
+                return path
+        if name.endswith(_FILES):
+            raise InputError(f"{name}: there is no such file")
+        return None
+
+    def _select(self, table: Table) -> None:
+        """Read only what is needed. Raises InputError for a column that there is not."""
+        if self.columns is None:
+            return
+        lacking = sorted(self.columns - set(table.columns))
+        if lacking:
+            raise InputError(
+                f"{table.name} has no column {', '.join(lacking)}, it has "
+                f"{', '.join(table.columns)}"
+            )
+        usual = {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(table.columns)
+        table.select(sorted(self.columns | usual))
+
+
+def read_row(place: Place) -> Row:
+    """A row's columns. Raises BadRecord."""
+    source, number = place
+    row = source.record(number)
+    if not isinstance(row, Mapping):
+        raise BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
+    return row
+
+
+def key_of(row: Any) -> str:
+    """A row's content as a hash."""
+    content = json.dumps(row, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _fraction(place: Place) -> float:
+    """Where in [0, 1) a row lies, by its content alone: equal rows are in one split."""
+    source, number = place
+    return int(key_of(source.attempt(number))[:13], 16) / 16**13
 
 
 class DataTask(Task):
@@ -219,3 +484,96 @@ def _messages(value: Any) -> list[Message]:
             f"{str(value)[:60]!r}"
         )
     return [_message(turn["role"], turn["content"]) for turn in value]
+
+
+# A task file that builds on another one, by its key `like`.
+#
+#     sums.yaml                             hard-sums.yaml                read as
+#     data: sums.jsonl                      like: sums.yaml               data: sums.jsonl
+#     splits: {tuning: 0.5, heldout: 0.5}   splits: {heldout: 1.0,        splits: {heldout: 1.0}
+#     stop: ["Question:"]                            tuning: null}        judge: {name: numeric,
+#     judge: {name: numeric}                judge: {tolerance: 0.5}               tolerance: 0.5}
+#                                           stop: null
+#
+# A mapping's keys go over those of the other's mapping, any other value takes the other's place,
+# and
+# null takes a key away. A judge of another name has none of the options, and a name is not
+# inherited.
+
+
+def read_task_file(path: Path) -> dict[str, Any]:
+    """The keys of a task file with those that it inherits; what it leaves open is not checked yet.
+    Files that another folder's task names keep their place. Raises InputError."""
+    return _read(path, ())
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """above: the files that come to this one by their `like`."""
+    values = read_mapping(path)
+    other = values.pop("like", None)
+    if above or other is not None:
+        # Said of the file that has it, not of the one that inherits it.
+        unknown = [key for key in values if key not in TaskFile.model_fields]
+        if unknown:
+            raise InputError(f"{path}: {one_line(str(unknown[0]))[:60]}: there is no such key")
+        if isinstance(values.get("judge"), str):
+            values["judge"] = {"name": values["judge"]}
+    if other is None:
+        return values
+    found = _find(other, path)
+    chain = (*above, path)
+    if found.resolve() in [one.resolve() for one in chain]:
+        names = " -> ".join(map(str, [*chain, found]))
+        raise InputError(f"{path}: like: task files build on one another in a circle: {names}")
+    below = _moved(_read(found, chain), found.parent, path.parent)
+    below.pop("name", None)
+    return _over(below, values)
+
+
+def _find(other: Any, path: Path) -> Path:
+    """A task file by its path from the one that names it, or by the name that it ships under."""
+    known = shipped(*EVALUATION)
+    if isinstance(other, str) and other:
+        beside = path.parent / other
+        if os.path.isfile(beside):  # unlike Path's, of any name
+            return beside
+        if other in known:
+            return known[other]
+    raise InputError(
+        f"{path}: like: expected another task file, by its path from this one or by a name among "
+        f"{', '.join(known)}, got {repr_of(other)}"
+    )
+
+
+def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Values over those of `below`."""
+    merged = dict(below)
+    for key, value in values.items():
+        there = below.get(key)
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, dict) and isinstance(there, dict) and not _other_judge(value, there):
+            merged[key] = _over(there, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _other_judge(value: dict[str, Any], there: dict[str, Any]) -> bool:
+    """Whether these are the options of another judge, which has none of the first one's."""
+    return "name" in value and value["name"] != there.get("name")
+
+
+def _moved(values: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]:
+    """With files that lie beside a task file by their paths from another folder."""
+    data, splits = values.get("data"), values.get("splits")
+    if not isinstance(data, str) or not os.path.exists(folder / data):
+        return values  # a data set of the hub
+    moved: dict[str, Any] = {"data": os.path.relpath(folder / data, to)}
+    if isinstance(splits, dict) and os.path.isfile(folder / data):
+        files = {
+            k: v for k, v in splits.items() if isinstance(v, str) and os.path.isfile(folder / v)
+        }
+        there = {split: os.path.relpath(folder / file, to) for split, file in files.items()}
+        moved |= {"splits": splits | there}
+    return values | moved

@@ -3,12 +3,126 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
 
 from d2f.errors import InputError
-from d2f.tasks.problem import Problem
-from d2f.tasks.registry import ANSWER, RESPONSE_LENGTH, TASKS, check
-from d2f.tasks.splits import SPLITS, make_problems
+from d2f.tasks import coding, countdown, story, sudoku
+from d2f.tasks.problem import Draft, Problem
+
+# The tasks by name: how each draws a problem and how each judges a response.
+
+DRAW: dict[str, Callable[[np.random.Generator], Draft]] = {
+    "story": story.draw,
+    "countdown": countdown.draw,
+    "sudoku": sudoku.draw,
+    "coding": coding.draw,
+}
+CHECK: dict[str, Callable[[Problem, str], bool]] = {
+    "story": story.check,
+    "countdown": countdown.check,
+    "sudoku": sudoku.check,
+    "coding": coding.check,
+}
+ANSWER: dict[str, Callable[[str], str | None]] = {"story": story.answer, "sudoku": sudoku.answer}
+"""What a response answers, of the tasks whose answers can be told equal."""
+TASKS: tuple[str, ...] = tuple(DRAW)
+DEFAULT_TASKS = ("story", "countdown", "sudoku")
+"""Those that the bundled models were trained on: what a command takes where none is named."""
+RESPONSE_LENGTH: dict[str, int] = {"story": 64, "countdown": 32, "sudoku": 32, "coding": 224}
+"""Tokens that hold any response of a task, with its end: what a benchmark of it decodes."""
+
+
+def number_of(kind: str, name: str, names: Sequence[str]) -> int:
+    """The place of name in names. Raises ValueError, naming the kind, where it is none of them."""
+    if name not in names:
+        raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")
+    return names.index(name)
+
+
+def check(problem: Problem, text: str) -> bool:
+    """Whether text, a decoded response, solves the problem. No string makes it raise.
+
+    story: the integer after the first "####" counts, whatever the steps and the rest say.
+    countdown: every line is checked, and nothing may follow the last step.
+    sudoku: the grid must be the solution, and nothing may follow it.
+    coding: a function of the asked name must pass the tests, and nothing may follow it.
+
+    Raises ValueError if the problem's task is none of TASKS.
+    """
+    number_of("task", problem.task, TASKS)
+    return CHECK[problem.task](problem, text)
+
+
+# Which split a problem belongs to, and random access to the problems of a split.
+
+SPLITS: tuple[str, ...] = ("train", "tuning", "heldout")
+MAX_REPEATS = 500  # repeated keys in a row after which a split counts as exhausted
+MAX_COUNT = 100_000  # distinct problems at a time: about a minute and a half of drawing
+
+
+def split_of(key: str) -> str:
+    """The split of every problem with this key: 5% heldout, 5% tuning, 90% train.
+
+    It depends on the key alone, so splits stay disjoint whatever seeds they are drawn with.
+    """
+    # A digest, since Python's own hash() of text differs from one process to the next.
+    bucket = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") % 100
+    if bucket < 5:
+        return "heldout"
+    return "tuning" if bucket < 10 else "train"
+
+
+def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
+    """The problem at index, a function of the arguments alone. Other indexes may repeat its key.
+
+    Raises ValueError for an unknown task or split, and for a negative index or seed.
+    """
+    task_number = number_of("task", task, TASKS)
+    split_number = number_of("split", split, SPLITS)
+    _require_not_negative("index", index)
+    _require_not_negative("seed", seed)
+    rng = np.random.default_rng([seed, task_number, split_number, index])
+    draw = DRAW[task]
+    draft = draw(rng)
+    while split_of(draft.key) != split:  # one in twenty is heldout
+        draft = draw(rng)
+    return draft.write(rng)
+
+
+def make_problems(task: str, split: str, count: int, seed: int = 0) -> list[Problem]:
+    """The first count problems with distinct keys, walking the indexes from 0.
+
+    Raises ValueError as make_problem does, for a count that is negative or above MAX_COUNT, before
+    any is drawn, and for one beyond what the split holds (MAX_REPEATS repeats in a row).
+    """
+    _require_not_negative("count", count)
+    if count > MAX_COUNT:
+        raise ValueError(f"count must be at most {MAX_COUNT}, got {count}")
+    number_of("task", task, TASKS)
+    number_of("split", split, SPLITS)
+    found: dict[str, Problem] = {}
+    index = repeats = 0
+    while len(found) < count:
+        problem = make_problem(task, split, index, seed)
+        index += 1
+        repeats = repeats + 1 if problem.key in found else 0
+        found.setdefault(problem.key, problem)
+        if repeats == MAX_REPEATS:
+            raise ValueError(
+                f"count must be at most about {len(found)}, the distinct problems found in "
+                f"the {split} split of {task}, got {count}"
+            )
+    return list(found.values())
+
+
+def _require_not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more, got {value}")
+
 
 ALL = "all"
 """In place of a split: every row of a task's data, where its splits are shares of it."""

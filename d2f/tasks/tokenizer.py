@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from d2f.tasks.registry import DEFAULT_TASKS
-from d2f.tasks.splits import make_problem
+from d2f.tasks.task import DEFAULT_TASKS, make_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Hashable, Sequence
 
 from decode.decoders.base import Session
-from decode.engine.step import Step
+from decode.step import Step
 
 AUTO = "auto"
 

@@ -10,11 +10,9 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.span_makers import prefix
-from decode.decoders.base import Card, Decoder, Session
-from decode.decoders.options import max_new_tokens_option
-from decode.engine.result import BlockView
-from decode.engine.step import Predictions, Step
+from d2f.spans import prefix
+from decode.decoders.base import Card, Decoder, Session, max_new_tokens_option
+from decode.step import BlockView, Predictions, Step
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,223 @@ answer. It never touches the model, so it can be tested with made-up predictions
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin
 
 import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError, repr_of
-from decode.decoders.checks import is_number
-from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS, option, options_of
-from decode.engine.result import BlockView, Revealed, TokenLikelihood
-from decode.engine.sampling_options import Sampling, sample_seed
-from decode.engine.step import Ints, Predictions, Step
+from d2f.spans import block_ends
+from decode.step import (
+    BlockView,
+    Ints,
+    Predictions,
+    Revealed,
+    Sampling,
+    Step,
+    TokenLikelihood,
+    sample_seed,
+)
+
+# What an option may be: an error names the option, what it may be and what came.
+
+MOST = 2**20  # tokens, forwards or states
+
+
+def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
+    """Raise InputError unless value is a whole number of at least `least`, and by default no more
+    than a response can have tokens: what counts them up would not end."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {repr_of(value)}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most}, got {repr_of(value)}")
+
+
+def ratio(name: str, value: object) -> None:
+    """Raise InputError unless value lies in [0, 1]."""
+    if not (is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
+        raise InputError(f"{name} must lie in [0, 1], got {repr_of(value)}")
+
+
+def not_negative(name: str, value: object) -> None:
+    """Raise InputError unless value is a finite number of at least 0."""
+    if not (is_number(value) and value >= 0):  # type: ignore[operator]
+        raise InputError(f"{name} must be a finite number of at least 0, got {repr_of(value)}")
+
+
+def boolean(name: str, value: object) -> None:
+    """Raise InputError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, got {repr_of(value)}")
+
+
+def one_of(name: str, value: object, words: Iterable[str]) -> None:
+    """Raise InputError unless value is one of the words."""
+    if not isinstance(value, str) or value not in tuple(words):
+        raise InputError(f"{name} must be one of {', '.join(words)}, got {repr_of(value)}")
+
+
+def greedy_only(what: str, temperature: float) -> None:
+    """Raise InputError unless decoding is greedy, which is what drafts are checked against."""
+    if temperature:
+        raise InputError(
+            f"{what} needs temperature 0: what it drafts is checked against greedy decoding, got "
+            f"{repr_of(temperature)}"
+        )
+
+
+def is_number(value: object) -> bool:
+    """Whether value is a finite number, as a float says it."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+# Options of decoders: dataclass fields that say what they mean, what they may be, what to try.
+#
+# A decoder declares `tau: float = option(0.9, "confidence from which ...", check=ratio)` once;
+# flags,
+# configuration keys, their checks, the grids of tuning and the reference page are read from it.
+
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_BLOCK_SIZE = 32
+Check = Callable[[str, object], None]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one decoder.
+
+    kind: int, float, bool, or the words to choose from. words: those that a number's option takes
+    in place of one, as "auto". may_be_none: whether None is a value.
+    default: the value; shown: the default in words. search: the values that tuning tries where none
+    are given. unit: what stands for a number in --help. check: raises InputError for a bad value.
+    """
+
+    name: str
+    kind: type | tuple[str, ...]
+    words: tuple[str, ...]
+    may_be_none: bool
+    default: Any
+    help: str
+    shown: str
+    search: tuple[int | float, ...]
+    unit: str
+    check: Check | None
+
+    @property
+    def is_number(self) -> bool:
+        return self.kind in (int, float)
+
+    def verify(self, value: object) -> None:
+        """Raise InputError unless value is one that the option can have."""
+        if value is None and self.may_be_none:
+            return
+        if isinstance(value, str) and value in self.words:
+            return
+        if isinstance(self.kind, tuple):
+            one_of(self.name, value, self.kind)
+        elif self.kind is bool:
+            boolean(self.name, value)
+        elif self.check is not None:
+            self.check(self.name, value)
+        elif self.kind is int:
+            whole_number(self.name, value)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    shown: str | None = None,
+    search: tuple[int | float, ...] = (),
+    unit: str | None = None,
+    check: Check | None = None,
+) -> Any:
+    """A field of a decoder's options (see `Option`). Its annotation is a number, bool or Literal, a
+    number or a Literal, or None with one of them. A whole number is at least 1 unless a check says
+    otherwise."""
+    about = {"help": help, "shown": shown, "search": search, "unit": unit, "check": check}
+    return field(default=default, metadata=about)
+
+
+def max_new_tokens_option() -> Any:
+    """The option of that name, which every decoder has."""
+    return option(
+        None,
+        "longest response, in tokens, at least 1, kept exactly",
+        shown=f"the task's, for prompts {DEFAULT_MAX_NEW_TOKENS}, less where the context leaves "
+        "less",
+    )
+
+
+def block_size_option(default: int | None, shown: str | None = None) -> Any:
+    """The option of that name."""
+    return option(default, "tokens a block, at least 1", shown=shown)
+
+
+def early_exit_option(otherwise: str = "decode all") -> Any:
+    """The option of that name."""
+    return option(
+        True,
+        f"stop once the first end token and all before it are decoded, or {otherwise}",
+        shown="stop",
+    )
+
+
+@cache
+def options_of(decoder: type) -> tuple[Option, ...]:
+    """The options of a decoder's class, in the order of its fields; fields that were not made by
+    `option` are none."""
+    # Annotations are text here (from __future__ import annotations) and have to be resolved.
+    hints = typing.get_type_hints(decoder)
+    return tuple(
+        _option(field, hints[field.name]) for field in fields(decoder) if "help" in field.metadata
+    )
+
+
+def default_grid(decoder: type) -> dict[str, tuple[int | float, ...]]:
+    """The values that are searched where none are given, by option."""
+    return {o.name: o.search for o in options_of(decoder) if o.search}
+
+
+def _option(field: Any, hint: Any) -> Option:
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+    others = [p for p in parts if p is not type(None) and get_origin(p) is not Literal]
+    kind: Any = others[0] if others else words
+    number = kind in (int, float) or (kind is bool and not words)
+    if len(others) > 1 or not (number or (words and kind is words)):
+        raise InputError(
+            f"the option {field.name} of a decoder must be annotated as int, float, bool or "
+            f"Literal, a number and a Literal, or one of them and None, got {field.type}"
+        )
+    about = field.metadata
+    shown = _in_words(field.default) if about["shown"] is None else about["shown"]
+    unit = about["unit"] or ("N" if kind is int else "SHARE")
+    optional = type(None) in parts
+    words = () if kind is words else words
+    return Option(
+        field.name, kind, words, optional, field.default, about["help"], shown, about["search"],
+        unit, about["check"],
+    )  # fmt: skip
+
+
+def _in_words(default: object) -> str:
+    if default is None:
+        return "off"
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
 @dataclass(frozen=True)
@@ -113,7 +317,7 @@ class Decoder(abc.ABC):
 
     def sampled(self, prompt: int, sample: int) -> Decoder:
         """This decoder for one sample of one of several prompts that share it: with a seed of its
-        own (`decode.engine.sampling_options.sample_seed`). A greedy one has no use for a seed and
+        own (`decode.step.sample_seed`). A greedy one has no use for a seed and
         stays as it is."""
         if self.sampling.greedy:
             return self
@@ -241,3 +445,70 @@ class MaskedSession(Session):
         """Tokens of sequence positions ``[start, end)``, None where masked."""
         tokens, masked = self.x[start:end].tolist(), self.masked[start:end].tolist()
         return tuple(None if m else token for token, m in zip(tokens, masked, strict=True))
+
+
+# What a position of a request sees, by the mask that its model was trained under.
+
+MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]
+
+SDAR_BLOCK_SIZE = 4
+
+
+def mask_kind(contract: Contract) -> MaskKind:
+    """The mask that a model of this contract decodes under. Block-causal blocks begin at the
+    prompt's end, absolute ones at position 0."""
+    # A D2F student's mask is that of its training, whatever its family's.
+    if contract.objective == "d2f" and contract.block_size is not None:
+        return "block-causal"
+    # SDAR, TraDo: the prompt is cut into blocks too.
+    if contract.prompt_rule == "block_causal":
+        return "absolute block-causal"
+    return "causal" if contract.prompt_rule == "causal" else "bidirectional"
+
+
+def visible_ends(length: int, prompt_length: int, contract: Contract) -> Ints:
+    """Where what each position sees ends, int64 ``[length]``: position p sees ``[0, ends[p])``."""
+    kind = mask_kind(contract)
+    if kind == "causal":
+        return np.arange(1, length + 1)
+    if kind == "bidirectional":
+        return np.full(length, length, dtype=np.int64)
+    if kind == "block-causal":
+        assert contract.block_size is not None
+        return block_ends(length, prompt_length, contract.block_size)
+    return block_ends(length, 0, contract.block_size or SDAR_BLOCK_SIZE)
+
+
+# Decisions that a session took back, and what became of them.
+
+
+class Revocations:
+    """Takes decided positions of a session back and keeps its counts.
+
+    drafted: tokens decided, again or for the first time. revoked: decisions taken back.
+    revoked_changed: how many of these hold another token now than the one taken back; the others
+    hold the same one, or none yet.
+    """
+
+    def __init__(self, session: MaskedSession):
+        self.session = session
+        self.taken: list[tuple[int, int]] = []  # position, the token taken back
+        session.counts |= {"drafted": 0, "revoked": 0, "revoked_changed": 0}
+
+    def revoke(self, positions: Ints) -> None:
+        """Mask decided positions of the sequence again."""
+        session = self.session
+        assert session.contract.mask_id is not None
+        self.taken += [(int(p), int(session.x[p])) for p in positions]
+        session.x[positions] = session.contract.mask_id
+        # Keys and values stay in the slots: the next forward feeds the mask and overwrites them.
+        session.masked[positions] = True
+
+    def count(self) -> None:
+        """Bring the counts up to date, once after each step's decisions."""
+        x, masked, counts = self.session.x, self.session.masked, self.session.counts
+        counts["drafted"] += len(self.session.revealed)
+        counts["revoked"] = len(self.taken)
+        counts["revoked_changed"] = sum(
+            bool(not masked[p] and x[p] != token) for p, token in self.taken
+        )

@@ -24,20 +24,22 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.span_makers import block_ends
-from decode.decoders.base import Card, Decoder, MaskedSession
-from decode.decoders.checks import ratio
-from decode.decoders.options import (
+from d2f.spans import block_ends
+from decode.decoders.base import (
     DEFAULT_BLOCK_SIZE,
+    SDAR_BLOCK_SIZE,
+    Card,
+    Decoder,
+    MaskedSession,
     block_size_option,
     early_exit_option,
+    mask_kind,
     max_new_tokens_option,
     option,
+    ratio,
 )
-from decode.decoders.static import reveal_count
-from decode.decoders.visibility import SDAR_BLOCK_SIZE, mask_kind
-from decode.engine.result import BlockState, BlockView
-from decode.engine.step import Floats, Ints, Predictions, Step, feed
+from decode.decoders.unmask import reveal_count
+from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]

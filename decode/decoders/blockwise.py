@@ -34,17 +34,18 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.span_makers import prefix
-from decode.decoders.base import Decoder, MaskedSession
-from decode.decoders.options import (
+from d2f.spans import prefix
+from decode.decoders.base import (
+    Decoder,
+    MaskedSession,
     block_size_option,
     early_exit_option,
+    mask_kind,
     max_new_tokens_option,
     option,
+    visible_ends,
 )
-from decode.decoders.visibility import mask_kind, visible_ends
-from decode.engine.result import BlockState, BlockView
-from decode.engine.step import Ints, Predictions, Step
+from decode.step import BlockState, BlockView, Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
 # Of the cards of all decoders here.

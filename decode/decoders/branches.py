@@ -1,6 +1,6 @@
 """Several states of one request in one forward: its own rows in its own slots, and beside them
 branches, which are rows of other states of the same sequence in scratch slots (FreeDave's
-candidates, arXiv 2510.00294; their spans: `d2f.span_makers.branch_spans`).
+candidates, arXiv 2510.00294; their spans: `d2f.spans.branch_spans`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from d2f.span_makers import branch_spans, widened
-from decode.engine.step import Ints, Predictions, Step
+from d2f.spans import branch_spans, widened
+from decode.step import Ints, Predictions, Step
 
 
 @dataclass(frozen=True)

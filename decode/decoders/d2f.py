@@ -11,19 +11,21 @@ from typing import Any, ClassVar, Literal
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.adaptive import AUTO
-from decode.decoders.base import Card, Decoder
-from decode.decoders.checks import greedy_only, ratio
+from decode.decoders.base import (
+    DEFAULT_BLOCK_SIZE,
+    Card,
+    Decoder,
+    block_size_option,
+    early_exit_option,
+    greedy_only,
+    mask_kind,
+    max_new_tokens_option,
+    option,
+    ratio,
+)
 from decode.decoders.d2f_lossless import WIDTHS, LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
 from decode.decoders.d2f_session import D2FSession, Pick, PipelineRules
-from decode.decoders.options import (
-    DEFAULT_BLOCK_SIZE,
-    block_size_option,
-    early_exit_option,
-    max_new_tokens_option,
-    option,
-)
-from decode.decoders.visibility import mask_kind
 
 Revoke = Literal["always", "commit"]
 

@@ -32,7 +32,7 @@ from d2f.contract import Contract
 from decode.decoders.adaptive import Adaptive
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.d2f_session import D2FSession, PipelineRules
-from decode.engine.step import Predictions, Step
+from decode.step import Predictions, Step
 
 WIDTHS = (1, 2, 3, 4, 6)  # among which the states of lossless "auto" are chosen
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.base import MaskedSession
-from decode.engine.result import BlockState, BlockView
-from decode.engine.step import Floats, Ints, Predictions, Step, feed
+from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
 
 Pick = Literal["confidence", "entropy", "margin"]
 

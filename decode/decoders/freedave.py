@@ -45,15 +45,11 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.adaptive import AUTO, Adaptive
-from decode.decoders.base import Card
+from decode.decoders.base import Card, greedy_only, mask_kind, not_negative, option
 from decode.decoders.blockwise import CACHE, MODELS
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.checks import greedy_only, not_negative
-from decode.decoders.options import option
-from decode.decoders.static import Static, StaticSession
-from decode.decoders.threshold import sure
-from decode.decoders.visibility import mask_kind
-from decode.engine.step import Floats, Ints, Predictions, Step
+from decode.decoders.unmask import Static, StaticSession, sure
+from decode.step import Floats, Ints, Predictions, Step
 
 Drafting = Literal["tree", "batch"]
 WIDTHS = (1, 2, 3, 4, 6, 8)  # among which drafts of "auto" are chosen

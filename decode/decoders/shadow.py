@@ -27,8 +27,8 @@ from dataclasses import replace
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.span_makers import shadow_spans, widened
-from decode.engine.step import Floats, Ints, Step
+from d2f.spans import shadow_spans, widened
+from decode.step import Floats, Ints, Step
 
 
 def shadow_slots(positions: int, contract: Contract) -> int:

@@ -1,5 +1,5 @@
 """WeDLM's streaming decoding (arXiv 2512.22737, section 4): its options. The window is in
-`decode.decoders.wedlm_session`, its lossless variant in `decode.decoders.wedlm_verified`.
+`decode.decoders.wedlm`, its lossless variant in `decode.decoders.wedlm`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,336 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.adaptive import AUTO
-from decode.decoders.base import Card, Decoder
-from decode.decoders.checks import not_negative
-from decode.decoders.options import max_new_tokens_option, option
-from decode.decoders.visibility import mask_kind
-from decode.decoders.wedlm_session import Refill, WeDLMSession, WindowRules
-from decode.decoders.wedlm_verified import VerifiedSession
+from d2f.spans import prefix
+from decode.decoders.adaptive import AUTO, Adaptive
+from decode.decoders.base import (
+    Card,
+    Decoder,
+    MaskedSession,
+    mask_kind,
+    max_new_tokens_option,
+    not_negative,
+    option,
+)
+from decode.step import BlockView, Floats, Ints, Predictions, Step
+
+# WeDLM's streaming decoding (arXiv 2512.22737, section 4): parallel decoding under a causal mask.
+#
+# A window of masks follows what is decoded. Each forward feeds the window reordered, filled slots
+# before masked ones, each kind in ascending order, causally in that order and with the positions of
+# the text: a filled slot sees what is filled before it, a masked one all that is filled and the
+# masks
+# before it. Masks of low entropy are filled, earlier ones more readily. Filled slots that follow
+# the
+# decoded text without a gap are fed as any causal model feeds them, so their keys and values are
+# final: they are committed. Filled tokens are never revised.
+#
+# Prompt ``7 8`` at positions 0 1, a window of 4, m the mask id; a row at slot s sees ``[0, s]``::
+#
+#     forward          slot 0  1  2  3  4  5  6
+#     1    token            7  8  m  m  m  m          fills positions 2 and 4 (say with a and c)
+#          position         0  1  2  3  4  5
+#     2    token                  a  c  m  m          a's row is final, no gap is before it; c's is
+#          position               2  4  3  5          not, it does not see position 3, which is
+# filled
+#     3    token                     b  c  m  m       with b. c is fed anew, at the slot of its
+#          position                  3  4  5  6       position; the window moved on by a's slot
+#
+# The published algorithm feeds the prompt in a forward of its own and discards its logits, and ends
+# with one that only commits the last tokens. Both are left out here, the tokens are the same: the
+# prompt is fed with the first window, and nothing is fed once the response is known. So `forwards`
+# counts every call of the model, the prompt's included, and is two less than the calls there.
+
+Refill = Literal["paper", "repository", "block"]
+
+
+@dataclass(frozen=True)
+class WindowRules:
+    """The options of `decode.decoders.wedlm.WeDLM` as its sessions read them, once the length is
+    known. length: new tokens, at most; overhang: positions beyond it that may be decoded. window:
+    slots, None where the engine chooses."""
+
+    length: int
+    overhang: int
+    window: int | None
+    entropy_threshold: float | None
+    distance_penalty: float
+    refill: Refill
+    bidirectional: bool
+
+
+class WeDLMSession(MaskedSession):
+    """One request. The rows of a step, in their physical order, take the slots that follow the
+    committed ones: a committed row's slot is its position, every row sees the slots up to its own.
+
+    limit: where the response ends; with refill ``repository`` x goes on beyond it. committed: rows
+    before it are fed no longer. end: of the window, from the first step on. wanted: int64 ``[N]``,
+    the masks of the window, ascending. counts: ``window_rows`` after the prompt's, in all forwards.
+    """
+
+    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
+        super().__init__(prompt, rules.length + rules.overhang, contract)
+        self.rules = rules
+        self.limit = len(prompt) + rules.length
+        self.committed = 0
+        self.wanted: Ints = np.zeros(0, dtype=np.int64)
+        self.counts["window_rows"] = 0
+
+    @property
+    def leading(self) -> int:
+        """The first masked position."""
+        return int(np.argmax(self.masked)) if self.masked.any() else len(self.x)
+
+    @property
+    def settled(self) -> list[int]:
+        return self.x[self.prompt_length : min(self.leading, self.limit)].tolist()
+
+    @property
+    def tokens(self) -> list[int]:
+        part = slice(self.prompt_length, self.limit)
+        return self.x[part][~self.masked[part]].tolist()
+
+    @property
+    def done(self) -> bool:
+        """Whether the response is known up to its first end id or its limit."""
+        settled = self.settled
+        ended = any(token in self.contract.end_ids for token in settled)
+        return ended or len(settled) == self.rules.length
+
+    def step(self) -> Step | None:
+        if self.done:
+            return None
+        leading, begin = self.leading, self.begin_of_window
+        step = self.feed_window(leading)
+        # Its rows saw no mask: final with this forward. Block by block, only a whole window is.
+        part = self.rules.refill == "block" and leading < begin + self.window
+        self.committed = begin if part else leading
+        return step
+
+    @property
+    def begin_of_window(self) -> int:
+        return max(self.committed, self.prompt_length)
+
+    @property
+    def window(self) -> int:
+        """Its slots."""
+        assert self.rules.window is not None
+        return self.rules.window
+
+    def end_of_window(self, leading: int) -> int:
+        """Where what is fed ends, the first mask being at `leading`."""
+        begin = self.begin_of_window
+        end = begin + self.window
+        if self.rules.refill == "repository" or leading >= end:
+            # The official code appends before it commits: up to 2 W rows, and more masks compete.
+            end += leading - begin  # a mask for each slot that this forward commits
+        return min(end, len(self.x))
+
+    def feed_window(self, first: int) -> Step:
+        """The step that reads the filled rows from position `first` up to the first mask, then
+        the masks of the window. It feeds what is not committed, at first with it the prompt."""
+        leading, begin = self.leading, self.begin_of_window
+        self.end = self.end_of_window(leading)
+        fed = np.arange(self.committed, self.end)
+        filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
+        # Observed tokens come first, so that under a causal mask every mask sees all of them, also
+        # those to its right in the text.
+        order = np.concatenate((filled, self.wanted))
+        ends = fed + 1
+        if self.rules.bidirectional:
+            # A window that is filled is committed causally, beside the next one's masks.
+            ends[fed >= (leading if leading >= begin + self.window else begin)] = self.end
+        self.counts["window_rows"] += int((fed >= self.prompt_length).sum())
+        return Step(
+            tokens=self.x[order],
+            # RoPE has the positions of the text; a row is visible by its slot. The two agree for
+            # all that is committed, and a filled slot behind a gap is fed anew until the gap is
+            # closed.
+            positions=order,
+            slots=fed,
+            spans=prefix(ends),
+            read=np.concatenate(  # by slot: the filled rows before the gap, then the masks
+                (np.arange(first, leading) - self.committed, np.arange(len(filled), len(fed)))
+            ),
+            cached=self.committed,
+            uncertainty=len(self.wanted) > 0,  # which masks to fill is all that it is for
+        )
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        assert predictions.entropy is not None
+        for i in self.choose(self.wanted, predictions.entropy):
+            confidence = float(predictions.confidence[i])
+            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+
+    def choose(self, masks: Ints, entropy: Floats) -> Ints:
+        """Which of the masks at these positions, ascending, to fill, as indices. All in fp32, as in
+        the official code."""
+        # Only what has no gap before it is committed, so earlier masks are filled more readily.
+        distance = (masks - masks[0]).astype(np.float32)
+        penalised = entropy + distance * self.rules.distance_penalty
+        threshold = self.rules.entropy_threshold
+        # Strictly below, as the official code has it.
+        chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
+        # None below the threshold: the lowest, so that every forward fills a mask.
+        return chosen if len(chosen) else penalised.argmin(keepdims=True)
+
+    def reveal(self, position: int, token: int, confidence: float) -> None:
+        super().reveal(position, token, confidence)
+        if position >= self.limit:
+            self.revealed.pop()  # of no response
+
+    def blocks(self) -> list[BlockView]:
+        views, first = [], self.prompt_length
+        start, end = max(self.committed, first), min(self.end, self.limit)
+        if start > first:
+            views.append(BlockView(0, start - first, "cached", self.view(first, start)))
+        if end > start:
+            tokens = self.view(start, end)
+            views.append(BlockView(start - first, end - first, "fully active", tokens))
+        return views
+
+
+# WeDLM's streaming decoding (`decode.decoders.wedlm`) without loss: what its masks are
+# filled with are drafts, of which the same forwards confirm what greedy decoding would give.
+#
+# With verify="ar" only what greedy autoregressive decoding of the same model would give is
+# committed.
+# The row of a filled slot without a gap before it, read for nothing otherwise, predicts the next
+# position as in any causal model. So each forward checks the tokens that masks were filled with
+# before (drafts), from left to right: one that is the greedy next token stays, the first that is
+# not
+# becomes that token and all after it are masked again, and where all stay the last row says one
+# token
+# more. The response is the greedy one whatever the drafts are (up to the rounding of forwards with
+# other rows in them), at least one token a forward. Drafts hold where the model was trained on next
+# tokens too, as WeDLM's are. The prompt and window there, but forward 1 fills positions 3 and 4;
+# the
+# row of position 1, the prompt's last, gives a::
+#
+#     forward          slot 2  3  4  5  6
+#     2    token            a  b  c  m         the rows of a, b, c give the tokens of positions 3 4
+# 5:
+#                                              x  .  .    b is wrong: x, and c is masked again
+#                                              b  x  .    b is right, c is wrong: x
+#                                              b  c  d    both are right, and d is known for nothing
+#     3    token               x  m  m  m      after the first of these; x is fed for its row, which
+#                                              gives position 4
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # among which a window of "auto" is chosen
+
+
+class VerifiedSession(WeDLMSession, Adaptive):
+    """One request with verify="ar". Positions before `known` are verified, all but the last of them
+    committed; filled ones from there on are drafts.
+
+    counts: accepted, drafts that were the greedy next token; rejected, those that were not, with
+    the drafts after them.
+    """
+
+    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
+        super().__init__(prompt, contract, rules)
+        self.known = len(prompt)
+        self.counts |= {"accepted": 0, "rejected": 0}
+        if rules.window is None:
+            own = (rules.entropy_threshold, rules.distance_penalty, rules.refill)
+            self.widen_by(WIDTHS, ("wedlm", *own))
+            self.rows_alone = 1
+
+    @property
+    def done(self) -> bool:
+        # Nothing is verified behind an end id, so only the last token can be one.
+        length = self.known - self.prompt_length
+        ended = length > 0 and int(self.x[self.known - 1]) in self.contract.end_ids
+        return ended or length == self.rules.length
+
+    @property
+    def window(self) -> int:
+        return self.width if self.widths else super().window
+
+    def end_of_window(self, leading: int) -> int:
+        if self.widths and self.width == 1:
+            # No mask: as autoregressive decoding feeds it. Drafts that are left cost a row a token
+            # too, and save forwards.
+            return leading
+        return super().end_of_window(leading)
+
+    @property
+    def settled(self) -> list[int]:
+        return self.x[self.prompt_length : self.known].tolist()
+
+    tokens = settled
+
+    def step(self) -> Step | None:
+        return self.feed_step() if self.proceed() else None
+
+    def proceed(self) -> bool:
+        return not self.done
+
+    def feed_step(self) -> Step:
+        if self.widths and self.width == 1 and self.masked[self.known]:  # no draft is left
+            return self._feed_known()
+        return self.feed_window(self.known - 1)
+
+    def _feed_known(self) -> Step:
+        """What `feed_window` gives without drafts and masks, as autoregressive decoding has it, in
+        less time: at high load there is one for each token."""
+        self.end = self.known
+        fed = np.arange(self.committed, self.known)
+        self.wanted = fed[:0]
+        self.counts["window_rows"] += self.known - self.begin_of_window
+        read = np.array([self.known - 1 - self.committed])
+        return Step(self.x[fed], fed, fed, prefix(fed + 1), read, cached=self.committed)
+
+    def accept(self, predictions: Predictions) -> None:
+        self.revealed = []
+        if not len(self.wanted) and self.masked[self.known]:  # the last known token alone was read
+            token, confidence = int(predictions.token[0]), float(predictions.confidence[0])
+            self.reveal(self.known, token, confidence)
+            self.committed, self.known = self.known, self.known + 1
+            return
+        # Rows known - 1, known, ...: each predicts the next position, as in any causal model.
+        filled = len(predictions.token) - len(self.wanted)
+        ahead = slice(self.known, self.known + filled)
+        found = predictions.token[:filled].tolist(), predictions.confidence[:filled].tolist()
+        drafts = self.x[ahead].tolist(), self.masked[ahead].tolist()
+        # Where the response ends before the rows do, the last drafts are behind it.
+        for token, confidence, draft, masked in zip(*found, *drafts, strict=False):
+            drafted, right = not masked, draft == token
+            self.reveal(self.known, token, confidence)
+            self.known += 1
+            self.counts["accepted"] += int(drafted and right)
+            if drafted and not right:  # the rows after it saw a wrong token
+                self._undo_drafts()
+                break
+            if self.done:
+                break
+        else:
+            # No draft was wrong and the response goes on: what the masks say rests on right tokens.
+            self._draft(filled, predictions)
+        # The row of the last known token has not been fed with it yet.
+        self.committed = self.known - 1
+
+    def _undo_drafts(self) -> None:
+        drafts = ~self.masked[self.known :]
+        self.counts["rejected"] += 1 + int(drafts.sum())
+        assert self.contract.mask_id is not None
+        self.x[self.known :] = self.contract.mask_id
+        self.masked[self.known :] = True
+
+    def _draft(self, filled: int, predictions: Predictions) -> None:
+        """Fill masks, whose predictions follow those of the `filled` rows; the first mask is known
+        by now."""
+        masks, own = self.wanted[1:], slice(filled + 1, None)
+        if len(masks):
+            assert predictions.entropy is not None
+            chosen = self.choose(masks, predictions.entropy[own])
+            self.x[masks[chosen]] = predictions.token[own][chosen]
+            self.masked[masks[chosen]] = False
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,10 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card
+from decode.decoders.base import Card, Revocations, block_size_option, option, ratio
 from decode.decoders.blockwise import CACHE, MODELS, Blockwise, BlockwiseSession
-from decode.decoders.checks import ratio
-from decode.decoders.options import block_size_option, option
-from decode.decoders.revocations import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
-from decode.engine.step import Ints, Predictions, Step
+from decode.step import Ints, Predictions, Step
 
 
 @dataclass(frozen=True)

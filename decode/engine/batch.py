@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from d2f.attention import Segment, SpanPlan
-from d2f.span_makers import widened
+from d2f.spans import widened
 from decode.engine.request import Request
-from decode.engine.step import Ints, Step
+from decode.step import Ints, Step
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,15 @@ from d2f.cache import SlotCache, SlotPool
 from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders.checks import boolean, whole_number
+from decode.decoders.base import boolean, whole_number
 from decode.engine.batch import FlatRows, join
-from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted
-from decode.engine.lent_graphs import lent_graphs_of
+from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted, lent_graphs_of
 from decode.engine.pieces import share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
-from decode.engine.result import Event
 from decode.engine.row_budget import RowBudget
 from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
-from decode.engine.step import Predictions, Step
+from decode.step import Event, Predictions, Step
 
 
 class Engine:

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from d2f.device import ThreadChoice
 from d2f.model import DiffusionModel
-from d2f.thread_choice import ThreadChoice
 from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import CostCurve, Numbers
 

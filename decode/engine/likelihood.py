@@ -39,11 +39,9 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from d2f.span_makers import stack
-from decode.decoders.base import Decoder, Session
-from decode.decoders.visibility import mask_kind, visible_ends
-from decode.engine.result import BlockView, TokenLikelihood
-from decode.engine.step import Ints, Predictions, Step
+from d2f.spans import stack
+from decode.decoders.base import Decoder, Session, mask_kind, visible_ends
+from decode.step import BlockView, Ints, Predictions, Step, TokenLikelihood
 
 ROWS = 256  # most rows of a forward, where no block has more
 

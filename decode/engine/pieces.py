@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from decode.engine.step import Ints, Predictions, Step
+from decode.step import Ints, Predictions, Step
 
 # Of prompts in one forward, where none is cut: many long ones together would need the memory of
 # tens of thousands of rows at once, and gain nothing by it.

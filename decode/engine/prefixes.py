@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from d2f.cache import SlotCache
-from d2f.span_makers import widened
+from d2f.spans import widened
 from decode.engine.pieces import Feed
-from decode.engine.step import Ints, Step
+from decode.step import Ints, Step
 
 
 class Source:

@@ -10,8 +10,7 @@ from typing import Any
 from d2f import chat
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
-from decode.decoders.base import Decoder
-from decode.decoders.options import DEFAULT_MAX_NEW_TOKENS
+from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS, Decoder
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Message | Sequence[Message]

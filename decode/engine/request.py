@@ -9,9 +9,8 @@ from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.decoders.adaptive import Adaptive
 from decode.decoders.base import Decoder
 from decode.engine.pieces import Feed
-from decode.engine.result import Event, FinishReason, Result
 from decode.engine.sampling import Sampler
-from decode.engine.step import Predictions, Step
+from decode.step import Event, FinishReason, Predictions, Result, Step
 
 
 class Request:

@@ -44,7 +44,7 @@ from decode.decoders.adaptive import Adaptive
 from decode.engine.cost_curve import Numbers
 from decode.engine.learned import Yields, learned_of
 from decode.engine.request import Request
-from decode.engine.step import Ints, Step
+from decode.step import Ints, Step
 
 EVERY = 16  # forwards from one choice to the next, where about as many requests run
 SELDOM = 64  # at most, where it goes on as it was: twice as many each time

@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2f.native_confidence import scored
-from decode.engine.sampling_options import Sampling
-from decode.engine.step import Ints, Predictions
-from triton_kernels.choice import use_kernel
+from d2f.cpu.rows import scored
+from decode.step import Ints, Predictions, Sampling
 from triton_kernels.confidence import confidence_of_logits, confidence_reference, without
+from triton_kernels.dispatch import use_kernel
 from triton_kernels.draws import Draws
 
 # Lines of the array that says how rows are drawn. What is no whole number is there as the bits of
@@ -121,7 +120,7 @@ def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
 def table_of(logits: Tensor, wanted: Wanted, *, native: bool = False) -> Tensor:
     """What is wanted of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what `Predictions`
     has, in its order: so that it crosses from the device in one transfer. native: by
-    `d2f.native_confidence`, drawn rows, too, so that no row's values depend on its neighbours."""
+    `d2f.cpu.rows`, drawn rows, too, so that no row's values depend on its neighbours."""
     queried, lines = (
         None if given is None else torch.from_numpy(given).to(logits.device)
         for given in (wanted.queried, wanted.draws)

@@ -3,21 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from d2f.errors import EngineClosedError
+from d2f.errors import EngineClosedError, InputError, repr_of
 from decode.decoders import Decoder
+from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import EventStream
-from decode.engine.result import Event, Result, TokenLikelihood
-from decode.server.api_error import ApiError, as_api_error
-from decode.server.logprobs import ResponseLogprobs, TokenLogprob
-from decode.server.request_prompts import Job
-from decode.server.served_model import ServedModel
-from decode.server.settled_text import SettledText
+from decode.engine.likelihood import Likelihood
+from decode.engine.prompts import Prompt, check, encode
+from decode.server.models import Kind, ServedModel
+from decode.server.protocol import ApiError, Asked, as_api_error
+from decode.server.text import ResponseLogprobs, SettledText, TokenLogprob
+from decode.step import Event, Result, TokenLikelihood
+
+# The prompts of a request as ids with a decoder each, checked before any of them starts.
+
+Job = tuple[list[int], Decoder]
+
+
+def make_jobs(
+    served: ServedModel, prompts: Sequence[Prompt], decoder: Decoder, field: str, *, fixed: bool
+) -> list[Job]:
+    """Each prompt's ids and its decoder. field: the one that the prompts came in. fixed: the
+    length of the response is the request's own; else it is less where the context leaves less.
+
+    Raises ApiError (400) for the first that cannot be decoded.
+    """
+    jobs = []
+    for place, prompt in enumerate(prompts):
+        where = field if len(prompts) == 1 else f"{field} {place}"
+        try:
+            ids = encode(served.model, prompt, where, raw=True)
+            job = ids, _fitted(served, ids, decoder, where, fixed)
+            check(served.model, *job, where)
+        except InputError as error:
+            raise ApiError(400, str(error), param=field) from error
+        jobs.append(job)
+    return jobs
+
+
+def _fitted(
+    served: ServedModel, ids: list[int], decoder: Decoder, where: str, fixed: bool
+) -> Decoder:
+    """The decoder with a length that fits behind the prompt. Raises ApiError."""
+    room = served.context_length - len(ids) - decoder.overhang
+    length = decoder.length
+    if not fixed:
+        length = min(length, max(room, 1))
+    if length > room:
+        after = f", and {decoder.overhang} positions after them" if decoder.overhang else ""
+        raise ApiError(
+            400,
+            f"{where} has {len(ids)} tokens and the response {length}{after}: the context of "
+            f"{served.name} is {served.context_length}",
+            param=where.partition(" ")[0],
+            code="context_length_exceeded",
+        )
+    length_option: Any = {"max_new_tokens": length}  # a field of every decoder, not of their base
+    return replace(decoder, **length_option)
+
 
 Outcome = Literal["finished", "cancelled", "failed", "refused", "timeout"]
 
@@ -247,3 +296,87 @@ class Generation:
     def calls(self) -> list[tuple[int, int]]:
         """(rows fed, rows cached) of the forwards of all choices, and of likelihoods."""
         return [call for choice in self._all for call in choice.calls]
+
+
+# The decoder of a request: its own fields over the operator's options.
+
+
+def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decoder:
+    """The decoder that a request asks for, its seed that of the whole request. most: tokens of a
+    response, where the request says it. Raises ApiError (400), which names the field."""
+    kind = _kind(served, asked)
+    values = _own_options(kind, asked)
+    for name in common_options():
+        value = getattr(asked, name)
+        if name == "top_k" and value in (0, -1):  # vLLM's words for off
+            values[name] = None
+        elif value is not None:
+            values[name] = value
+    if asked.stops is not None:
+        values["stop"] = asked.stops
+    if most is not None:
+        values["max_new_tokens"] = most
+    for option in options_of(kind):
+        if option.name in values:
+            try:
+                option.verify(values[option.name])
+            except InputError as error:
+                raise ApiError(400, str(error), param=option.name) from error
+    values = served.options(kind) | values
+    values.setdefault("seed", secrets.randbits(48))
+    try:
+        decoder = kind(**kind.completed(values, served.model.contract))
+        decoder.check(served.model.contract)
+    except InputError as error:  # options that do not go together
+        raise ApiError(400, str(error), param="decoder") from error
+    if decoder.sampling.greedy:
+        decoder = replace(decoder, seed=0)
+        if asked.n > 1:
+            raise ApiError(
+                400,
+                f"n is {asked.n}, and greedy decoding gives the same answer each time: expected "
+                "n 1, or a temperature above 0",
+                param="n",
+            )
+    return decoder
+
+
+def likelihood_of(served: ServedModel) -> Likelihood:
+    """What reads the likelihoods of prompts. Raises ApiError (400) for a bidirectional model."""
+    try:
+        return Likelihood.of(served.model.contract)
+    except InputError as error:
+        raise ApiError(400, f"echo with logprobs: {error}", param="echo") from error
+
+
+def _kind(served: ServedModel, asked: Asked) -> Kind:
+    if asked.decoder is None:
+        return served.default
+    # Looked up and never imported: what a client names is no code to be run.
+    kind = served.decoders.get(asked.decoder)
+    if kind is None:
+        raise ApiError(
+            400,
+            f"decoder must be one of {', '.join(served.decoders)} for the model {served.name}, got "
+            f"{repr_of(asked.decoder)}",
+            param="decoder",
+            code="decoder_not_found",
+        )
+    return kind
+
+
+def _own_options(kind: Kind, asked: Asked) -> dict[str, Any]:
+    """The fields that are options of the decoder."""
+    given = asked.model_extra or {}
+    # max_tokens is what OpenAI calls the length.
+    known = [option.name for option in options_of(kind) if option.name != "max_new_tokens"]
+    for name in given:
+        if name not in known:
+            raise ApiError(
+                400,
+                f"there is no field {name}, and no such option of the decoder {kind.name}, which "
+                f"has {', '.join(known)}",
+                param=name,
+                code="unknown_field",
+            )
+    return dict(given)

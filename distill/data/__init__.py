@@ -13,11 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distill.data.epoch import Plan, plan
-    from distill.data.held_out import hold_out
-    from distill.data.packing import fill_rows, lay_out
     from distill.data.samples import HeldOut, Placed, Sample
-    from distill.data.stream import Stream, make_stream
+    from distill.data.stream import Plan, Stream, fill_rows, hold_out, lay_out, make_stream, plan
 
 __all__ = [
     "HeldOut",
@@ -35,14 +32,14 @@ __all__ = [
 _HOMES = {
     "HeldOut": "samples",
     "Placed": "samples",
-    "Plan": "epoch",
+    "Plan": "stream",
     "Sample": "samples",
     "Stream": "stream",
-    "fill_rows": "packing",
-    "hold_out": "held_out",
-    "lay_out": "packing",
+    "fill_rows": "stream",
+    "hold_out": "stream",
+    "lay_out": "stream",
     "make_stream": "stream",
-    "plan": "epoch",
+    "plan": "stream",
 }
 
 

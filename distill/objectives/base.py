@@ -4,23 +4,120 @@ its loss."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import cache
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from d2f import noise, spans
-from d2f.attention import Way
+from d2f.attention import Segment, SpanPlan, Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
 from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
-from distill.objectives.last_layer import read_rows_only
-from distill.objectives.training_plan import TrainingPlan
+
+# How a training step attends: in plain PyTorch a part of the queries at a time, each over only the
+# keys that its spans reach.
+
+ROWS = 256  # queries of a part: fewer reach fewer keys in vain, and are more calls
+
+
+class TrainingPlan(SpanPlan):
+    """A `SpanPlan` of a packed step. Compiled layers (`distill.sharding`) leave it out
+    of their graphs, so that these hold for any spans and for each way to compute them.
+
+    read: int64 ``[N]``, which of the R x L places the loss reads (`last_layer`).
+    """
+
+    def __init__(self, spans: Tensor, read: Tensor, way: Way | None = None):
+        # Reading spans would wait for a GPU, whose kernels skip keys by themselves.
+        segments = parts_of(spans) if spans.device.type == "cpu" else None
+        super().__init__(spans, segments, way)
+        self.read = read
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        layer: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        return super().attend(layer, query, key, value, scale)
+
+
+def parts_of(spans: Tensor, rows: int = ROWS) -> list[Segment]:
+    """Queries in parts of `rows`, each with the keys from the first to the last that any of them
+    sees in any sequence of the batch; spans int32 ``[B, T, K, 2]`` on the CPU. Block-causal, blocks
+    of 2, in parts of 3 queries::
+
+        query    0      1      2      3      4      5
+        sees     [0,2)  [0,2)  [0,4)  [0,4)  [0,6)  [0,6)
+        part     keys 0 to 3          keys 0 to 5
+    """
+    parts = []
+    for first in range(0, spans.shape[1], rows):
+        queries = slice(first, min(first + rows, spans.shape[1]))
+        starts, ends = spans[:, queries].unbind(-1)  # [B, rows, K]
+        filled = ends > starts
+        if not filled.any():  # rows that pad: a key is masked for all of them
+            parts.append(Segment(queries, slice(0, 1)))
+            continue
+        low, high = int(starts[filled].min()), int(ends[filled].max())
+        seen = (ends - starts).clamp(min=0).sum(-1)  # [B, rows]; the ranges of a row are apart
+        parts.append(Segment(queries, slice(low, high), whole=bool((seen == high - low).all())))
+    return parts
+
+
+# The last decoder layer of a training step, computed only as far as the loss reads it.
+#
+# Its keys and values come from all places; behind its attention nothing but the places that the
+# loss
+# reads is of use: about a third of a step's, and of the layer mostly the MLP::
+#
+#     hidden [R, L, C] -> norm, attention, sum -> index [1, N, C] -> norm, MLP, sum -> [1, N, C]
+#
+# By its operations that is about a tenth of a step of four layers and a hundredth of one of 32.
+
+
+def read_rows_only(backbone: PreTrainedModel) -> None:
+    """Have the last layer, and the norm behind it, compute what a `TrainingPlan` says is read;
+    forwards under any other plan stay as they are. In place; a second call changes nothing."""
+    layer: Any = backbone.model.layers[-1]
+    # As FSDP does: a class of its own, with the layer's weights and names.
+    layer.__class__ = _reading(layer.__class__)
+
+
+@cache
+def _reading(kind: Any) -> Any:
+    """The class of a last layer, for layers of Llama's structure (Qwen2's and Qwen3's too)."""
+    if getattr(kind, "reads", False):
+        return kind
+
+    class Reading(kind):
+        reads = True
+
+        def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+            plan = given.get("spans")
+            if not isinstance(plan, TrainingPlan):
+                out: Tensor = super().forward(hidden_states, **given)
+                return out
+            normed = self.input_layernorm(hidden_states)
+            attended, _ = self.self_attn(hidden_states=normed, **given)
+            read = (hidden_states + attended).flatten(0, 1).index_select(0, plan.read)[None]
+            return read + self.mlp(self.post_attention_layernorm(read))
+
+    Reading.__name__ = kind.__name__  # by which FSDP finds the layers
+    return Reading
+
 
 Rows = list[list[Placed]]
 
@@ -29,7 +126,7 @@ Rows = list[list[Placed]]
 class Batch:
     """One process's part of a step.
 
-    input_ids, positions: int64 ``[R, L]``, packed rows (`distill.data.packing`). spans: int32
+    input_ids, positions: int64 ``[R, L]``, packed rows (`distill.data.stream`). spans: int32
     ``[R, L, 1, 2]``; teacher_spans: the same for the D2F teacher. rows: int64 ``[N]``, which of the
     R x L places the loss reads; targets: int64 ``[N]``, the clean ids they predict; weight: fp32
     ``[N]``, normalised over the whole step.
@@ -254,3 +351,45 @@ def samples_of(rows: Rows) -> Iterator[tuple[int, Placed]]:
 def logit_bytes(config: TrainConfig) -> int:
     """Of a logit as the head gives it."""
     return 4 if config.mixed_precision == "no" else 2
+
+
+# Losses on logits, of which only a part of the rows is there at a time: each part's logits are
+# made again for its gradient.
+
+LOGITS_BYTES = 64 << 20  # of the fp32 logits that are there at a time
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    """How many rows' logits fit into `LOGITS_BYTES`, at least one."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size))
+
+
+def sum_in_parts(loss: Callable[..., Tensor], columns: Sequence[Tensor], rows: int) -> Tensor:
+    """Sum of loss(*part), a scalar, over the columns ``[N, ...]`` cut into parts of `rows`; N may
+    be 0."""
+    total = columns[0].new_zeros((), dtype=torch.float32)
+    for part in zip(*(column.split(rows) for column in columns), strict=True):
+        total = total + checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+def linear_reverse_kl(
+    student_hidden: Tensor, teacher_hidden: Tensor, head: Tensor, weight: Tensor
+) -> Tensor:
+    """Sum over rows of weight x KL(student || teacher), D2F's equation 3 (arXiv 2508.09192), in
+    fp32: with s and t the softmax of student and teacher, sum_v s_v (log s_v - log t_v).
+
+    student_hidden, teacher_hidden: ``[N, C]``, the latter without gradient. head: ``[V, C]``,
+    frozen. weight: ``[N]``. The other direction is `triton_kernels.masked_kl`.
+    """
+
+    def of_part(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+        log_s, log_t = (
+            F.linear(hidden, head).log_softmax(-1, dtype=torch.float32)  # [n, V]
+            for hidden in (student, teacher)
+        )
+        return ((log_s.exp() * (log_s - log_t)).sum(-1) * weight).sum()
+
+    # Two models' logits share the bound.
+    rows = max(1, rows_at_a_time(len(head)) // 2)
+    return sum_in_parts(of_part, (student_hidden, teacher_hidden.detach(), weight), rows)

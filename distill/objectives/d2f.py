@@ -22,13 +22,13 @@ import numpy as np
 from torch import Tensor
 
 from d2f import noise, spans
+from d2f.checkpoint import folder_of
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.families import FAMILIES
-from d2f.hub import folder_of
 from d2f.model import DiffusionModel
 from d2f.models import resolve
-from d2f.pipeline_states import read_states
+from d2f.noise import read_states
 from distill.config import TrainConfig
 from distill.data import Sample
 from distill.objectives.base import (
@@ -36,12 +36,13 @@ from distill.objectives.base import (
     Objective,
     Rows,
     full_spans,
+    linear_reverse_kl,
     logit_bytes,
+    rows_at_a_time,
     weighted_cross_entropy,
 )
 from distill.objectives.kinds import KINDS
-from distill.objectives.logit_parts import linear_reverse_kl, rows_at_a_time
-from distill.run.sharding import gathered
+from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
 
 

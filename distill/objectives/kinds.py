@@ -39,7 +39,7 @@ class Kind:
         return False
 
     def reads(self, keys: TrainKeys) -> set[str]:
-        """Which of the keys that some runs do not read (`distill.unread_keys`) it reads, but for
+        """Which of the keys that some runs do not read (`distill.config`) it reads, but for
         those that follow from what is above."""
         return set()
 

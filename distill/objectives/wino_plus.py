@@ -38,18 +38,11 @@ from d2f import noise, spans
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import TrainConfig
+from distill.config_keys import Data
 from distill.data import HeldOut, Sample, lay_out
-from distill.data.data_config import Data
-from distill.objectives.base import Batch, Objective, Rows, full_spans
-from distill.objectives.logit_parts import rows_at_a_time, sum_in_parts
-from distill.rollouts.trajectories import (
-    Rollout,
-    State,
-    StateStream,
-    read_rollouts,
-    tokenizer_hash,
-)
-from distill.run.sharding import gathered
+from distill.objectives.base import Batch, Objective, Rows, full_spans, rows_at_a_time, sum_in_parts
+from distill.rollouts import Rollout, State, StateStream, read_rollouts, tokenizer_hash
+from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
 

@@ -29,9 +29,8 @@ from tiny import POISON, fresh_model, poisoned_model, random_model
 import decode
 import decode.engine.async_engine
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
-from decode.engine import cache_size
-from decode.engine.cache_size import default_slots
-from decode.engine.engine_thread import EngineThread
+from decode.engine import async_engine as cache_size
+from decode.engine.async_engine import EngineThread, default_slots
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from tiny import random_model
 
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 
 
 @pytest.fixture(scope="session")

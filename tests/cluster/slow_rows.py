@@ -3,7 +3,7 @@
 import signal
 import time
 
-from decode.reporting import ledger
+from decode import ledger
 
 # Tests that run in a shell's background have it ignored, and so would the command.
 signal.signal(signal.SIGINT, signal.default_int_handler)

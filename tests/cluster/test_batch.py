@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny import POISON, poisoned_model
 
 from decode import batch
-from decode.batching.batch_rows import COLUMNS, FIELDS, asked
-from decode.commands import timed_loop
+from decode import loop as timed_loop
+from decode.batch import COLUMNS, FIELDS, asked
 
 
 def lines_of(data: bytes) -> list:
@@ -72,7 +72,7 @@ def test_a_run_killed_anywhere_goes_on_without_doing_or_losing_a_row_twice(
     kept = max(0, ledger[:cut].count(b"\n") - 1)
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.batching.batch_rows.results", counting(asked))
+        patch.setattr("decode.batch.results", counting(asked))
         assert answered(saved, rows, folder, "--temperature", "0.9") == expected
     good = sum(line["error"] is None for line in lines_of(ledger)[1 : kept + 1])
     assert len(asked) == len(set(asked)) == len(ROWS) - len(BAD) - good
@@ -149,7 +149,7 @@ def test_a_row_that_fails_in_decoding_is_a_bad_row_and_the_others_are_answered(
     saved, tmp_path, monkeypatch
 ):
     model = poisoned_model()
-    monkeypatch.setattr("decode.cluster.workers.load", lambda options: (model, "poisoned"))
+    monkeypatch.setattr("decode.workers.load", lambda options: (model, "poisoned"))
     (tmp_path / "rows.jsonl").write_text(f'{{"ids": [3, 4]}}\n{{"ids": [3, {POISON}]}}\n')
     found = answered(saved, tmp_path / "rows.jsonl", tmp_path / "out")
     (bad,) = lines_of(found["bad.jsonl"])
@@ -160,7 +160,7 @@ def test_a_row_that_fails_in_decoding_is_a_bad_row_and_the_others_are_answered(
 @pytest.fixture
 def unloadable(monkeypatch):
     """Weights that nobody may read."""
-    monkeypatch.setattr("decode.cluster.workers.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("decode.workers.load", lambda *_: pytest.fail("weights were read"))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_other_rows_are_another_run(saved, whole, unloadable, tmp_path, capsys):
 def test_without_ray_several_workers_are_an_error_that_names_the_extra(
     saved, unloadable, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("decode.reporting.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("decode.cli.find_spec", lambda name: None)
     rows = write_rows(tmp_path / "rows.jsonl")
     assert batch.main(command(saved, rows, tmp_path / "out", "--workers", "2")) == 2
     assert "pip install 'd2f-toolkit[ray]'" in capsys.readouterr().err

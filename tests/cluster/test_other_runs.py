@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decode import evaluate, tune
-from distill.rollouts import __main__ as rollouts
+from distill import rollouts
 
 COMMANDS = {
     "evaluate": (evaluate.main, "--split heldout --max-new-tokens 16", "--split tuning"),
@@ -27,7 +27,7 @@ def test_another_runs_output_is_refused_before_weights_are_read(
     words = ["--model", saved, "--tasks", "sudoku", "--problems", "2", *more.split()]
     words += ["--output", str(tmp_path / "out")]
     assert main(words) == 0
-    monkeypatch.setattr("decode.cluster.workers.load", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("decode.workers.load", lambda *_: pytest.fail("weights were read"))
     assert main([*words, *other.split()]) == 2
     flag = other.split()[0].removeprefix("--")
     error = capsys.readouterr().err

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f.errors import InputError
-from decode.cluster.ray_session import share
+from decode.workers import share
 
 NODES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=4)
 

@@ -21,10 +21,9 @@ from batch_runs import ROWS, answered, command, files, write_rows
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode import batch, evaluate, tune
-from decode.batching.batch_flags import parse
-from decode.cluster.ray_session import ray_session
-from decode.cluster.workers import RayWorkers
-from distill.rollouts import __main__ as rollouts
+from decode.cli import parse_batch_flags as parse
+from decode.workers import RayWorkers, ray_session
+from distill import rollouts
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,9 +7,9 @@ import sys
 import time
 from types import SimpleNamespace
 
-from decode.comparison import measure as measuring
-from decode.comparison.calm import wait_for_calm
-from decode.comparison.measure import Planned
+from decode.compare import __main__ as measuring
+from decode.compare.__main__ import Planned
+from decode.compare.entries import wait_for_calm
 
 # Computes until it is told to stop, then waits.
 SPINS = """

@@ -16,11 +16,9 @@ import d2f
 import decode
 from d2f.errors import InputError
 from d2f.tasks import make_problems
-from decode.compare import main
-from decode.comparison.comparison_config import read_config
-from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.measure import plan
-from decode.comparison.workload import make_workloads
+from decode.compare.__main__ import main, plan
+from decode.compare.config import make_workloads, read_config
+from decode.compare.report import ComparisonReport
 from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone

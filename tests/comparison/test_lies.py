@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2f.errors import InputError
-from decode.compare import main
-from decode.comparison.answers import Answer
-from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.completions import ignored_limit
-from decode.comparison.served import check_endpoint
+from decode.compare.__main__ import main
+from decode.compare.client import Answer, check_endpoint, ignored_limit
+from decode.compare.report import ComparisonReport
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_served import QUICK, ask
 

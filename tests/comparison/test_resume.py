@@ -15,11 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f.errors import InputError
-from decode.compare import main
-from decode.comparison.comparison_report import ComparisonReport
-from decode.comparison.measure import plan
-from decode.comparison.records import Judged, Record
-from decode.comparison.runs_ledger import RunsLedger
+from decode.compare.__main__ import main, plan
+from decode.compare.report import ComparisonReport, Judged, Record, RunsLedger
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
 
@@ -170,8 +167,7 @@ def test_a_run_measured_twice_is_refused(tmp_path):
 
 
 def test_settings_machine_prompts_and_models_decide(tmp_path):
-    from decode.comparison.comparison_config import read_config
-    from decode.comparison.comparison_identity import identity
+    from decode.compare.config import identity, read_config
 
     model = tmp_path / "model"
     model.mkdir()

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from d2f.errors import InputError
-from decode.comparison.comparison_config import Endpoint, Limits
-from decode.comparison.served import Client, check_endpoint
+from decode.compare.client import Client, check_endpoint
+from decode.compare.config import Endpoint, Limits
 from tests.comparison.endpoint import answering, endpoint
 
 QUICK = Limits(connect=2.0, silence=0.3, request=1.0)

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from d2f.errors import InputError
-from decode.comparison.comparison_config import Vllm
-from decode.comparison.server import ServerError, VllmServer, check_python
+from decode.compare.config import Vllm
+from decode.compare.server import ServerError, VllmServer, check_python
 
 
 def entry(mode="good", **more):
@@ -64,8 +64,8 @@ def test_it_goes_with_the_command_however_that_ends(fake_python, tmp_path, numbe
     """And so does the process that it started, which a signal to its parent does not reach."""
     script = (
         "import pathlib, sys, time\n"
-        "from decode.comparison.comparison_config import Vllm\n"
-        "from decode.comparison.server import VllmServer\n"
+        "from decode.compare.config import Vllm\n"
+        "from decode.compare.server import VllmServer\n"
         "entry = Vllm(name='served', kind='vllm', model='tiny-ar')\n"
         "with VllmServer(entry, sys.argv[1], pathlib.Path(sys.argv[2])):\n"
         "    print('healthy', flush=True); time.sleep(600)\n"

@@ -8,11 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f.tasks import before_stop
-from decode.comparison.answers import Answer, Run
-from decode.comparison.records import Judged, Record, as_json, from_json, judge
-from decode.comparison.statistics import accuracies, faster_at, speeds_of
-from decode.comparison.workload import Item, Workload
-from decode.reporting.intervals import paired
+from decode.compare.client import Answer, Run
+from decode.compare.config import Item, Workload
+from decode.compare.report import (
+    Judged,
+    Record,
+    accuracies,
+    as_json,
+    faster_at,
+    from_json,
+    judge,
+    speeds_of,
+)
+from decode.report import paired
 
 
 def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="x", **more):

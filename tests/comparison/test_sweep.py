@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from d2f.errors import InputError
-from decode.compare import main
-from decode.comparison.comparison_config import read_config
-from decode.comparison.comparison_report import ComparisonReport
+from decode.compare.__main__ import main
+from decode.compare.config import read_config
+from decode.compare.report import ComparisonReport
 
 SWEPT = {
     "name": "threshold", "kind": "ours", "model": "tiny-teacher", "decoder": "threshold",

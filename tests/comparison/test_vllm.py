@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decode.comparison.comparison_report import ComparisonReport
+from decode.compare.report import ComparisonReport
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"

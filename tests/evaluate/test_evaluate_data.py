@@ -157,7 +157,7 @@ def test_half_of_the_data_is_not_taken_for_all_of_it(data, capsys):
     ],
 )
 def test_bad_input_is_a_line_before_any_work(data, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr("decode.commands.load_model.load", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr("decode.cli.load", lambda _: pytest.fail("loaded"))
     assert main(arguments) == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: ") and message in said.err.splitlines()[0]

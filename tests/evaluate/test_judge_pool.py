@@ -12,18 +12,17 @@ from importlib.util import find_spec
 import pytest
 from judged_responses import PROBLEM, MadeUp
 
-from d2f.errors import InputError, RequestError
 from d2f.tasks import find_task
-from d2f.yaml_core import dump
-from decode.cluster.workers import OneWorker
-from decode.commands import timed_loop
-from decode.commands.live_display import Silent
-from decode.commands.prompt_jobs import PromptJob, Source
+from d2f.config import dump
+from d2f.errors import InputError, RequestError
+from decode import loop as timed_loop
 from decode.decoders import find_decoder
-from decode.engine.result import Event, Result
+from decode.display import Silent
 from decode.evaluate import main
-from decode.evaluation.judge_pool import JudgePool
-from decode.reporting.record import Output
+from decode.jobs import Output, PromptJob, Source
+from decode.loop import JudgePool
+from decode.step import Event, Result
+from decode.workers import OneWorker
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f.tasks import find_task
-from decode.evaluation.scores import line, majority, pass_at_k, score
-from decode.reporting.intervals import wilson
-from decode.reporting.record import Record
+from decode.evaluate import line, majority, pass_at_k, score
+from decode.jobs import Record
+from decode.report import wilson
 
 STORY = find_task("story")
 

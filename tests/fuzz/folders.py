@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import decode
 from d2f.adapters import new_lora
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from d2f.model import DiffusionModel
 from tests.fuzz.odd import TEXT, VALUES
 

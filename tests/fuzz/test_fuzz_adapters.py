@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from tests.fuzz.folders import (
     ADAPTER,
     change,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2Config
 
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from tests.fuzz.folders import (
     BASES,
     NATIVE,

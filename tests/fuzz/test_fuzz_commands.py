@@ -14,11 +14,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import d2f.command
-from decode import compare, evaluate, pipeline, record_states, tune
-from decode.commands.load_model import outline
-from distill import convert, train
+from decode import evaluate, pipeline, record_states, tune
+from decode.cli import outline
+from decode.compare import __main__ as compare
+from distill import convert, rollouts, train
 from distill.data import __main__ as data
-from distill.rollouts import __main__ as rollouts
 from tests.fuzz.commands import flags_of, reached, run_command
 from tests.fuzz.odd import NUMBERS, TEXT, VALUES
 from tests.fuzz.outcome import attempt, budget
@@ -99,13 +99,13 @@ def without_the_expensive_part(monkeypatch, tmp_path):
     (place / "odd.jsonl").write_text('{"prompt": 3}\n')
     monkeypatch.chdir(place)
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
-    monkeypatch.setattr("decode.commands.load_model.outline", functools.cache(outline))
-    monkeypatch.setattr("decode.commands.load_model.load", reached)
-    monkeypatch.setattr("decode.cluster.workers.load", reached)
+    monkeypatch.setattr("decode.cli.outline", functools.cache(outline))
+    monkeypatch.setattr("decode.cli.load", reached)
+    monkeypatch.setattr("decode.workers.load", reached)
     monkeypatch.setattr("decode.compare._run", reached)
     monkeypatch.setattr("distill.convert._make_room", reached)
     monkeypatch.setattr("distill.check.check", reached)
-    monkeypatch.setattr("distill.data.inspection.show", reached)
+    monkeypatch.setattr("distill.data.__main__.show", reached)
     monkeypatch.setattr("distill.train.train", reached)
 
 

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ablation.ablation_config import read_ablation
-from d2f.configuration import read_mapping
-from d2f.yaml_core import dump
-from decode.commands.decoder_settings import split
-from decode.comparison.comparison_config import read_config as read_comparison
+from d2f.config import dump, read_mapping
+from decode.cli import split
+from decode.compare.config import read_config as read_comparison
 from distill.config import read_config
 from tests.fuzz.odd import LEAVES, TEXT, VALUES, damaged
 from tests.fuzz.outcome import attempt, budget

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from tests.fuzz.folders import NATIVE, change, edited, laid, put, put_json, tokens
 from tests.fuzz.odd import VALUES, damaged
 from tests.fuzz.outcome import attempt, budget

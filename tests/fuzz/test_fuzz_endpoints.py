@@ -12,12 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from decode.comparison.answers import Answer
-from decode.comparison.comparison_config import Endpoint, Limits
-from decode.comparison.completions import ignored_limit
-from decode.comparison.entry_prompts import count_tokens
-from decode.comparison.records import judge
-from decode.comparison.served import Client, check_endpoint
+from decode.compare.client import Answer, Client, check_endpoint, ignored_limit
+from decode.compare.config import Endpoint, Limits
+from decode.compare.entries import count_tokens
+from decode.compare.report import judge
 from tests.comparison.endpoint import answering, endpoint
 from tests.fuzz.odd import NUMBERS, TEXT, VALUES, damaged
 from tests.fuzz.outcome import attempt, budget

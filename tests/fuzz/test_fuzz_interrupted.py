@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f.errors import CheckpointError, InputError
-from d2f.load_checkpoint import load
+from d2f.loading import load
 from decode import pipeline, tune
-from decode.comparison.runs_ledger import RunsLedger
-from distill.rollouts import __main__ as rollouts
+from decode.compare.report import RunsLedger
+from distill import rollouts
 from distill.train import train
 from tests.comparison.test_resume import record
 from tests.fuzz.commands import run_command

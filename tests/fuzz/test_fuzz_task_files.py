@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.tasks import Problem, find_task
+from d2f.tasks import find_task
+from d2f.tasks import Problem
+from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import make_judge
-from d2f.tasks.task_file import TaskFile
 from tests.fuzz.odd import LEAVES, TEXT, VALUES, damaged
 from tests.fuzz.outcome import attempt, budget
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2f import chat
-from d2f.load_checkpoint import load
-from d2f.load_tokenizer import load_tokenizer
+from d2f.loading import load, load_tokenizer
 from tests.fuzz.folders import NATIVE, edited, laid, put, put_json, tokens
 from tests.fuzz.odd import TEXT, VALUES, damaged
 from tests.fuzz.outcome import attempt, budget

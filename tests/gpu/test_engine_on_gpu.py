@@ -13,7 +13,7 @@ from tiny import tokenizer
 import d2f
 import decode
 from d2f.attention import SpanPlan
-from d2f.build_model import build
+from d2f.convert import build
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
 from decode.engine.batch import FlatRows
@@ -28,7 +28,7 @@ from decode.engine.sampling import (
     table_of,
     wanted_of,
 )
-from decode.engine.sampling_options import Sampling
+from decode.step import Sampling
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.filterwarnings("error:no CUDA graph|the Triton kernel")

@@ -133,7 +133,7 @@ def test_every_part_is_measured_in_its_order_and_a_dry_run_has_every_module():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_comparison_is_a_valid_configuration(python, device, tmp_path):
     """Without vLLM its entries are left out; what is left is still read."""
-    from decode.comparison.comparison_config import read_config
+    from decode.compare.config import read_config
 
     given = compare_entries.flags(tmp_path, device, python)
     config = read_config(given[1], given[2:])

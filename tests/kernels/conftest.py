@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from d2f import spans as sp
-from d2f.span_makers import shadow_spans
+from d2f.spans import shadow_spans
 
 CUDA = torch.cuda.is_available()
 

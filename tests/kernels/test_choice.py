@@ -8,16 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from triton_kernels import (
-    choice,
-    confidence,
-    confidence_tiles,
-    masked_kl,
-    masked_kl_tiles,
-    span_attention,
-    span_attention_tiles,
-)
-from triton_kernels.self_check import CHECKS
+from triton_kernels import confidence, masked_kl, span_attention
+from triton_kernels import confidence as confidence_tiles
+from triton_kernels import dispatch as choice
+from triton_kernels import masked_kl as masked_kl_tiles
+from triton_kernels import span_attention as span_attention_tiles
+from triton_kernels.dispatch import CHECKS
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from triton_kernels.confidence import confidence_of_logits, confidence_reference
-from triton_kernels.draws import Draws
-from triton_kernels.philox import uniform
+from triton_kernels.draws import Draws, uniform
 
 NAMES = ("token", "probability", "entropy", "margin", "named", "named_log")
 

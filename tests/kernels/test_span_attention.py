@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from triton_kernels import span_attention_tiles as tiles
+from triton_kernels import span_attention as tiles
 from triton_kernels.span_attention import HEAD_DIMS, can_run, span_attention, write_slots
 
 HEADS = [(4, 4), (7, 1), (28, 4), (6, 2)]

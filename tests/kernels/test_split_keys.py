@@ -8,10 +8,10 @@ import torch
 
 import decode
 from benchmarks.span_attention import decoding_spans
-from d2f.build_model import build
+from d2f.convert import build
 from d2f.model import DiffusionModel
 from tests.tiny import tokenizer
-from triton_kernels import span_attention_tiles as tiles
+from triton_kernels import span_attention as tiles
 from triton_kernels.span_attention import span_attention
 
 LLADA = (32, 32, 128)  # heads, key heads, head dimension of LLaDA-8B

@@ -14,8 +14,7 @@ import decode
 from decode.engine import engine
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from triton_kernels.span_attention import span_attention
-from triton_kernels.span_attention_tiles import Shape
+from triton_kernels.span_attention import Shape, span_attention
 
 
 def visited(ranges: np.ndarray, width: int) -> list[int]:

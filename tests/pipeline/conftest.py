@@ -7,8 +7,8 @@ import torch
 from files import CONTEXT
 from safetensors.torch import load_file, save_file
 
-from d2f.build_model import build
-from d2f.save_transformers import save_model
+from d2f.convert import build
+from d2f.saving import save_model
 from d2f.tasks.tokenizer import train_tokenizer
 
 

@@ -6,13 +6,11 @@ import shutil
 import pytest
 from files import TAU
 
-import decode.commands.load_model
+import decode.cli
 from d2f.errors import InputError
-from decode.commands.decoder_settings import DecoderSettings
-from decode.commands.load_model import outline
-from decode.comparison.comparison_config import read_config
-from decode.comparison.contestants import check_entries
-from decode.comparison.workload import make_workloads
+from decode.cli import DecoderSettings, outline
+from decode.compare.config import make_workloads, read_config
+from decode.compare.entries import check_entries
 from decode.decoders import DECODERS
 from decode.pipeline import main
 
@@ -42,7 +40,7 @@ def test_a_value_that_another_decoder_refuses(wino_plus, capsys):
     ],
 )
 def test_before_the_weights_are_read(student, monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(decode.commands.load_model, "load", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr(decode.cli, "load", lambda options: pytest.fail("loaded"))
     assert main(["--model", student, *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
 

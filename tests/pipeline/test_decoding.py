@@ -14,14 +14,13 @@ from rich.console import Console
 
 import d2f
 import decode
-from d2f.save_transformers import save_model
+from d2f.saving import save_model
 from d2f.tasks import DEFAULT_TASKS, make_problems
-from d2f.tasks.registry import RESPONSE_LENGTH
-from decode.commands.live_display import LiveDisplay
-from decode.commands.panels import Running
-from decode.commands.pipeline_flags import parse
+from d2f.tasks.task import RESPONSE_LENGTH
+from decode.cli import parse
 from decode.decoders import DECODERS
-from decode.decoders.options import options_of
+from decode.decoders.base import options_of
+from decode.display import LiveDisplay, Running
 from decode.pipeline import main
 
 # What it prints
@@ -71,15 +70,15 @@ def test_live_display(student, decoder, batch_size):
 
 
 def test_live_display_states_and_marks(tokenizer):
-    view, end = decode.engine.result.BlockView, tokenizer.eos_token_id
+    view, end = decode.step.BlockView, tokenizer.eos_token_id
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
     display = LiveDisplay(console, tokenizer, (end,), total=1, pause=0.0)
     newline = tokenizer("\n")["input_ids"][0]
     states = ["cached", "to cache", "fully active", "semi-active"]
     blocks = [view(2 * i, 2 * i + 2, state, (newline, None)) for i, state in enumerate(states)]
     blocks.append(view(8, 10, "semi-active", (end, None)))
-    source = decode.commands.prompt_jobs.Source("a", "[bold]a", "b")
-    job = decode.commands.prompt_jobs.PromptJob(source, [1], decode.D2F())
+    source = decode.jobs.Source("a", "[bold]a", "b")
+    job = decode.jobs.PromptJob(source, [1], decode.D2F())
     with console.capture() as capture:
         console.print(Running([display._panel(job, decode.Event(0, 1, blocks))]))
     out = capture.get()

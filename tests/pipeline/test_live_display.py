@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from decode.commands import live_display as display
-from decode.commands.live_display import LiveDisplay
-from decode.commands.panels import RequestPanel, Running, ShownBlock, shares, window
+from decode import display
+from decode.display import LiveDisplay, RequestPanel, Running, ShownBlock, shares, window
 from decode.pipeline import main
 
 

@@ -5,9 +5,9 @@ import torch
 from files import TAU, lines_of, prompts_file, untimed
 
 import d2f
-from d2f.save_transformers import save_model
-from decode.commands.live_display import Plain
+from d2f.saving import save_model
 from decode.decoders import DECODERS
+from decode.display import Plain
 from decode.pipeline import main
 
 # Resuming

@@ -21,10 +21,10 @@ from d2f.attention import SpanPlan
 from d2f.contract import Contract
 from d2f.model import DiffusionModel
 from decode import EntropyBounded, Factor, Static, Threshold
+from decode.decoders.base import SDAR_BLOCK_SIZE
 from decode.decoders.blockwise import Blockwise
-from decode.decoders.visibility import SDAR_BLOCK_SIZE
-from decode.engine.result import Revealed
 from decode.engine.sampling import PredictionRequest, Sampler
+from decode.step import Revealed
 from tests.references.predictions import predict
 
 

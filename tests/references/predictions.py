@@ -6,7 +6,7 @@ from torch import Tensor
 
 from d2f.errors import NonFiniteLogitsError
 from decode.engine.sampling import PredictionRequest, split, table_of, wanted_of
-from decode.engine.step import Predictions
+from decode.step import Predictions
 
 
 def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> list[Predictions]:

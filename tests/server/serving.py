@@ -16,11 +16,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from d2f.model import DiffusionModel
-from decode.commands.decoder_settings import DecoderSettings
+from decode.cli import DecoderSettings
 from decode.engine.async_engine import AsyncEngine
 from decode.server.app import create_app
-from decode.server.served_model import ServedModel, serve_model
-from decode.server.settings import Settings
+from decode.server.models import ServedModel, Settings, serve_model
 
 PATIENCE = 30.0  # seconds after which a test has failed
 QUESTION = "Use 3 and 4 to make 12."

@@ -11,7 +11,7 @@ from tiny import random_model
 import d2f
 from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, check, make_problems
-from decode.commands.decoder_settings import DecoderSettings
+from decode.cli import DecoderSettings
 
 
 def samples(served: Served) -> dict[str, float]:

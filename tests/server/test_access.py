@@ -10,8 +10,8 @@ from serving import CHAT, Served, stock
 from test_bad_requests import refused
 from tiny import random_model
 
-from decode.server.logs import LOGGER, set_up_logs
-from decode.server.settings import Settings
+from decode.server.middleware import LOGGER, set_up_logs
+from decode.server.models import Settings
 
 TEXT = {"model": "m", "prompt": [9, 10, 11], "max_tokens": 4}
 KEYS = ("first-key", "second-key")
@@ -151,7 +151,7 @@ def test_an_error_of_the_server_is_logged_and_not_told(lines, monkeypatch):
         def broken(*arguments):
             raise KeyError("a path of the machine")
 
-        monkeypatch.setattr("decode.server.decoding.choose_decoder", broken)
+        monkeypatch.setattr("decode.server.app.choose_decoder", broken)
         message = refused(served.post("/v1/completions", TEXT), 500)
         assert "machine" not in message
         monkeypatch.undo()

@@ -11,7 +11,7 @@ from every_decoder import KINDS, exact_model
 from serving import CHAT, QUESTION, Served, pieces, stock
 
 import decode
-from decode.commands.decoder_settings import DecoderSettings
+from decode.cli import DecoderSettings
 from decode.decoders import Decoder
 
 PROMPT = [9, 10, 11]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving import CHAT, Served, stock
 from tiny import fresh_model
 
-from decode.server.settings import Settings
+from decode.server.models import Settings
 
 TEXT = {"model": "tiny-d2f", "prompt": "1+1", "max_tokens": 4}
 MASK = 1  # id of the bundled models' mask token

@@ -14,9 +14,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from serving import sse
 
-from decode.server.front import create_front
-from decode.server.replica import TOLD, Call
-from decode.server.settings import Settings
+from decode.server.models import Settings
+from decode.server.ray_app import TOLD, Call, create_front
 
 DIED = ActorDiedError()
 NONE = DeploymentUnavailableError(DeploymentID("Replica"))
@@ -121,7 +120,7 @@ def test_without_a_replica_a_request_is_refused(error, code):
 
 
 def test_a_replica_that_says_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("decode.server.forwarding.GRACE_SECONDS", 0)
+    monkeypatch.setattr("decode.server.ray_app.GRACE_SECONDS", 0)
     made = Made([None])
     response = client(made, request_seconds=0.1).post("/v1/completions", json=BODY)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")

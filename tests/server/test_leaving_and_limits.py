@@ -16,7 +16,7 @@ from serving import Gate, Served, listening, sse, stock, wait_until
 from test_bad_requests import refused
 from tiny import fresh_model, random_model
 
-from decode.server.settings import Settings
+from decode.server.models import Settings
 
 LONG = {"model": "m", "prompt": [9, 10, 11], "max_tokens": 40, "decoder": "static"}
 JSON = {"content-type": "application/json"}

@@ -13,8 +13,7 @@ from lm_eval.tasks import TaskManager
 from serving import QUESTION, listening, stock
 
 from d2f.models import HERE
-from decode.harness.harness_model import D2FLM
-from decode.lm_eval import TASKS
+from decode.lm_eval import D2FLM, TASKS
 from decode.server.app import create_app
 
 LIMIT = 8

@@ -11,17 +11,17 @@ from every_decoder import KINDS, exact_model
 from tiny import random_model, tokenizer
 
 import decode
-from decode.engine.result import Event, Result, Revealed
-from decode.server.logprobs import (
+from decode.server.text import (
     LEAST,
     ResponseLogprobs,
+    SettledText,
     TokenLogprob,
     chat_logprobs,
     completion_logprobs,
     token_bytes,
     token_name,
 )
-from decode.server.settled_text import SettledText
+from decode.step import Event, Result, Revealed
 
 REVOKING = [
     ("llada", decode.Wino(8, 16, tau1=0.05, tau2=0.9)),

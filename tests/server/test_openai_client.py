@@ -14,7 +14,7 @@ from tiny import fresh_model, random_model
 import decode
 from decode.engine.likelihood import Likelihood
 from decode.server.app import create_app
-from decode.server.settings import Settings
+from decode.server.models import Settings
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 RAW = f"<|user|>{QUESTION}<|assistant|>"

@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 from serving import listening, stock
 
 from decode.server.app import create_app
-from decode.server.settings import Settings
+from decode.server.models import Settings
 
 REFUSED = {"message": "the <b>queue</b> is full", "type": "x", "param": None, "code": None}
 CHUNK = {"choices": [{"index": 0, "delta": {"content": "<i>4"}, "finish_reason": None}]}

@@ -14,11 +14,8 @@ from safetensors.torch import load_file, save_file
 import decode.serve
 from d2f.errors import InputError
 from d2f.models import resolve
-from decode.commands.serve_flags import parse
-from decode.server.front import _beginning
-from decode.server.ray_application import application
-from decode.server.replica import TOLD, Call, Replica
-from decode.server.replica_metrics import together
+from decode.cli import parse_serve_flags as parse
+from decode.server.ray_app import TOLD, Call, Replica, _beginning, application, together
 
 SHORT = {"model": "m", "prompt": "Use 3 and 4 to make 12.", "max_tokens": 24, "ignore_eos": True}
 
@@ -167,12 +164,10 @@ def test_bad_replicas_are_one_line_before_any_is_started(arguments, says, capsys
 
 
 def test_without_ray_the_error_names_the_extra(capsys, monkeypatch):
-    import decode.reporting.extras
+    import decode.cli
 
-    find = decode.reporting.extras.find_spec
-    monkeypatch.setattr(
-        decode.reporting.extras, "find_spec", lambda n: None if n == "ray" else find(n)
-    )
+    find = decode.cli.find_spec
+    monkeypatch.setattr(decode.cli, "find_spec", lambda n: None if n == "ray" else find(n))
     assert decode.serve.main(["--replicas", "2"]) == 2
     assert "pip install 'd2f-toolkit[ray]'" in capsys.readouterr().err
 

@@ -21,28 +21,27 @@ from serving import PATIENCE, wait_until
 import decode.serve
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.commands import serve_flags
-from decode.commands.decoder_settings import DecoderSettings
+from decode import cli as serve_flags
+from decode.cli import DecoderSettings
 from decode.decoders import Decoder
 from decode.decoders.d2f import D2F
 from decode.decoders.freedave import FreeDave
-from decode.server import load_models
-from decode.server.served_model import check_settings, fitting
-from decode.server.settings import own_names
+from decode.server import models as load_models
+from decode.server.models import check_settings, fitting, own_names
 
 ROOT = Path(__file__).parent.parent.parent
 LONG = {"model": "tiny-ar", "prompt": [9], "max_tokens": 500, "ignore_eos": True}
 
 
 def test_the_defaults_are_careful():
-    options = serve_flags.parse([])
+    options = serve_flags.parse_serve_flags([])
     assert options.model == {"tiny-d2f": "tiny-d2f"}
     assert (options.host, options.api_key, options.cors_origin) == ("127.0.0.1", (), [])
     assert not options.log_prompts and options.public == ("/health", "/ready")
 
 
 def test_models_have_names():
-    parse = serve_flags.parse
+    parse = serve_flags.parse_serve_flags
     assert parse(["--model", "a=tiny-d2f", "--model", "tiny-ar"]).model == {
         "a": "tiny-d2f", "tiny-ar": "tiny-ar",
     }  # fmt: skip
@@ -54,18 +53,20 @@ def test_a_server_for_this_machine_alone_has_its_own_names():
     assert own_names("127.0.0.1") == own_names("::1") == own
     assert own_names("127.0.0.2") == (*own, "127.0.0.2")  # as much a loopback address as the first
     assert own_names("0.0.0.0") == own_names("10.0.0.3") == own_names("::") == ("*",)
-    assert serve_flags.parse(["--allowed-host", "A.Example."]).allowed_host == ["a.example"]
+    assert serve_flags.parse_serve_flags(["--allowed-host", "A.Example."]).allowed_host == [
+        "a.example"
+    ]
 
 
 def test_keys_come_from_the_environment_too(monkeypatch):
     monkeypatch.setenv("D2F_API_KEY", "one two")
-    assert serve_flags.parse([]).api_key == ("one", "two")
-    assert serve_flags.parse(["--api-key", "three"]).api_key == ("three",)
+    assert serve_flags.parse_serve_flags([]).api_key == ("one", "two")
+    assert serve_flags.parse_serve_flags(["--api-key", "three"]).api_key == ("three",)
     for empty in ("", " \n"):  # as of a file that is not there: no reason to let everyone in
         monkeypatch.setenv("D2F_API_KEY", empty)
         with pytest.raises(InputError, match="D2F_API_KEY is set and has no key"):
-            serve_flags.parse([])
-        assert serve_flags.parse(["--api-key", "three"]).api_key == ("three",)
+            serve_flags.parse_serve_flags([])
+        assert serve_flags.parse_serve_flags(["--api-key", "three"]).api_key == ("three",)
 
 
 BAD = [
@@ -115,12 +116,10 @@ def test_a_port_in_use_is_known_before_a_model_is_loaded(capsys, monkeypatch):
 
 
 def test_without_the_extra_the_error_names_it(capsys, monkeypatch):
-    import decode.reporting.extras
+    import decode.cli
 
-    find = decode.reporting.extras.find_spec
-    monkeypatch.setattr(
-        decode.reporting.extras, "find_spec", lambda n: None if n == "uvicorn" else find(n)
-    )
+    find = decode.cli.find_spec
+    monkeypatch.setattr(decode.cli, "find_spec", lambda n: None if n == "uvicorn" else find(n))
     assert decode.serve.main([]) == 2
     error = capsys.readouterr().err
     assert "needs uvicorn" in error and "pip install 'd2f-toolkit[serve]'" in error
@@ -136,7 +135,7 @@ def test_an_option_that_fits_no_model_is_refused(tiny_ar, tiny_d2f):
 
 
 def test_a_length_beyond_the_context_is_noticed(tiny_ar, capsys):
-    options = serve_flags.parse(["--model", tiny_ar.path, "--max-model-len", "99999"])
+    options = serve_flags.parse_serve_flags(["--model", tiny_ar.path, "--max-model-len", "99999"])
     (served,) = load_models.load_models(options, DecoderSettings(None, {}))
     assert served.context_length == tiny_ar.context_length
     holds = f"has a context of {tiny_ar.context_length}, which holds"
@@ -148,7 +147,7 @@ def test_one_request_may_not_hold_up_all_others(tiny_d2f, tiny_ar):
     for model in (tiny_d2f, tiny_ar):
         most = load_models.most_slots(model, 100)
         (served,) = load_models.load_models(
-            serve_flags.parse(["--model", model.path, "--max-model-len", "100"]),
+            serve_flags.parse_serve_flags(["--model", model.path, "--max-model-len", "100"]),
             DecoderSettings(None, {}),
         )
         engine = served.engine._engine

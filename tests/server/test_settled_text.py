@@ -17,9 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from d2f.errors import InputError
 from decode.decoders.base import Decoder, Session
 from decode.engine.request import Request
-from decode.engine.result import Result
-from decode.engine.step import Predictions, Step
-from decode.server.settled_text import SettledText
+from decode.server.text import SettledText
+from decode.step import Predictions, Result, Step
 
 CONTRACT = random_model("llada").contract
 END = 0  # id of the end token, which is special, in every tokenizer below

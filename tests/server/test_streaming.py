@@ -15,11 +15,10 @@ from test_leaving_and_limits import LONG, real
 from tiny import fresh_model, random_model
 
 import decode
-from decode.server import streaming
+from decode.server import stream as streaming
 from decode.server.app import create_app
-from decode.server.served_model import ServedModel
-from decode.server.settings import Settings
-from decode.server.unsent import Unsent
+from decode.server.models import ServedModel, Settings
+from decode.server.stream import Unsent
 
 HEADERS = [(b"content-type", b"application/json"), (b"host", b"localhost")]
 

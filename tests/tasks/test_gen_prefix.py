@@ -7,15 +7,15 @@ import json
 import pytest
 
 from d2f import chat
-from d2f.errors import InputError
-from d2f.load_tokenizer import load_tokenizer
-from d2f.models import resolve
 from d2f.tasks import find_task
-from d2f.yaml_core import dump
-from decode.commands.load_model import outline
-from decode.commands.task_problems import encode_problems
-from decode.comparison.entry_prompts import encode
+from d2f.config import dump
+from d2f.errors import InputError
+from d2f.loading import load_tokenizer
+from d2f.models import resolve
+from decode.cli import outline
+from decode.compare.entries import encode_entry_prompts as encode
 from decode.decoders import find_decoder
+from decode.jobs import encode_problems
 
 ROW = {"question": "1+1?", "answer": "2", "letter": "x"}
 PREFIX = "<b> {{ letter }}\n"

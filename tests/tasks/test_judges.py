@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.data_records import BadRecord
+from d2f.data import BadRecord
 from d2f.errors import InputError
 from d2f.tasks import Problem
 from d2f.tasks.judges import JUDGES, make_judge

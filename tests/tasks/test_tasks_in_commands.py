@@ -15,19 +15,19 @@ from tiny import fresh_model
 import d2f
 from benchmarks.ablation.ablation_config import Decoding, read_ablation
 from benchmarks.ablation.runs import measure
+from d2f.tasks import find_task
 from d2f.errors import InputError
-from d2f.tasks import find_task, make_problems
-from decode.comparison.comparison_config import read_config as read_comparison
-from decode.comparison.entry_prompts import encode_all, tokenizer_of
-from decode.comparison.ours import OursRunner
-from decode.comparison.records import judge
-from decode.comparison.workload import make_workloads
+from d2f.tasks import make_problems
+from decode.compare.config import make_workloads
+from decode.compare.config import read_config as read_comparison
+from decode.compare.entries import OursRunner, encode_all, tokenizer_of
+from decode.compare.report import judge
 from decode.pipeline import main as pipeline
 from decode.tune import main as tune
 from distill.config import parse_config
-from distill.rollouts.__main__ import main as rollouts
-from distill.rollouts.trajectories import read_rollouts
-from distill.run.evaluation import Evaluator
+from distill.evaluation import Evaluator
+from distill.rollouts import main as rollouts
+from distill.rollouts import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 NEVER = "@@never@@"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from decode.engine.result import Result
-from decode.evaluation.judged import Judged
-from decode.reporting.measurements import Measurements
+from decode.evaluate import Judged
+from decode.report import Measurements
+from decode.step import Result
 
 TOKENS = 10  # a problem
 

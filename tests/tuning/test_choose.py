@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from made_up import counted, measured
 
 from d2f.errors import InputError
-from decode.tuning.choose import Goal, choose, frontier, paired_interval, verdict
+from decode.tune import Goal, choose, frontier, paired_interval, verdict
 
 PROBLEMS = 40
 points = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12)

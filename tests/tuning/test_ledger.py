@@ -9,7 +9,7 @@ import pytest
 from made_up import counted
 
 from d2f.errors import InputError, OutputError
-from decode.tuning.tuning_ledger import JobDone, TuningLedger, job
+from decode.tune import JobDone, TuningLedger, job
 
 RUN = {"weights": "aa", "seed": 0, "grid": {"tau_conf": [0.9, 1.0]}}
 

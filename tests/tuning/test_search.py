@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import Model, counted, measured
 
-from decode.tuning.choose import Goal, choose
-from decode.tuning.racing import chances, who_goes_on
-from decode.tuning.search import Plan, make_plan, passes, run_search
+from decode.tune import Goal, Plan, chances, choose, make_plan, passes, run_search, who_goes_on
 
 PERIOD = 8  # of the problems' difficulties: every rung below has whole periods
 RUNGS = (24, 72, 216)
@@ -102,7 +100,7 @@ def test_who_goes_on(monkeypatch):
     assert 6 not in kept  # no bound hangs on it
 
     lost = np.array([1.0, 0, 0]), np.array([1.0, 0, 0])  # what draws may say, now counts as well
-    monkeypatch.setattr("decode.tuning.racing.chances", lambda *arguments: lost)
+    monkeypatch.setattr("decode.tune.chances", lambda *arguments: lost)
     now = [counted(5, 20, 9), counted(19, 20, 8), counted(20, 20, 7)]
     assert who_goes_on(Goal(5), now, eta=3, seed=0) == [1, 2, 0]  # choice and reference first
 

@@ -13,11 +13,9 @@ from rich.console import Console
 
 import d2f
 from decode import pipeline
+from decode import tune as bench
 from decode.decoders import DECODERS
-from decode.tune import main, tune
-from decode.tuning import bench
-from decode.tuning.choose import Goal
-from decode.tuning.tuning_run import Tuning
+from decode.tune import Goal, Tuning, main, tune
 
 SMALL = "--tasks story --problems 60 --heldout 45 --repetitions 2 --tau-add 0.1 --tau-act 1".split()
 
@@ -358,7 +356,7 @@ def test_an_output_that_cannot_be_written(tmp_path, made_up, capsys):
 
 
 def test_without_matplotlib(tmp_path, made_up, monkeypatch, capsys):
-    monkeypatch.setattr("decode.reporting.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("decode.cli.find_spec", lambda name: None)
     arguments = [*SMALL, "--tau-conf", "0.9", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
     assert "figures need matplotlib, which is not installed" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The tokenizer as its tokenizer.json says, whatever the type of the model beside it.
 
-`d2f.save_tokenizer` puts this file beside a model whose type transformers would take for that of
+`d2f.saving` puts this file beside a model whose type transformers would take for that of
 another tokenizer; transformers runs it under ``trust_remote_code=True``.
 """
 

@@ -1,1 +1,0 @@
-"""What `decode.batch` does: its flags, its rows, their ledger, and the files it leaves."""

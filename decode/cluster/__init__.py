@@ -1,1 +1,0 @@
-"""Work beyond one process: Ray started or joined, and workers on it."""

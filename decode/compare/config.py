@@ -1,0 +1,490 @@
+"""What a comparison runs: prompts, rules, and the entries that are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from d2f.config import (
+    Name,
+    Problems,
+    Seconds,
+    Section,
+    Seed,
+    Switch,
+    Text,
+    Threads,
+    Tokens,
+    check,
+    override,
+    read_mapping,
+    shown,
+)
+from d2f.errors import InputError
+from d2f.models import resolve
+from d2f.shipped import COMPARISON, DECODING, find_config
+from d2f.tasks import Problem, Task, find_tasks
+from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
+from decode.jobs import draw_problems
+
+if TYPE_CHECKING:
+    from decode.cli import DecoderSettings
+    from decode.engine.prompts import Prompt
+
+
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
+Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
+Requests = Annotated[int, Field(ge=1, le=10**5)]  # at once
+Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the environment
+
+
+class Entry(Section):
+    """What all kinds of entries have."""
+
+    name: Name
+    """As in the table."""
+    model: Text
+    """Folder, hub name or bundled name."""
+
+
+class Ours(Entry):
+    """A decoder of this project."""
+
+    kind: Literal["ours"]
+    """Which kind of entry this is."""
+    shares: Text | None = None
+    """An earlier entry of this kind whose process and model it uses; the memory that is measured
+    is then that of all. Entries of one sweep share."""
+    sweep: dict[str, tuple[Any, ...]] = Field(default_factory=dict)  # empty once read
+    """Values of one option: the entry becomes one for each, named NAME OPTION VALUE, a line of the
+    figures together."""
+    series: Text | None = None
+    """The line of the figures that it is a point of."""
+    adapter: Text | None = None
+    """Adapter on the model."""
+    quantize: Text | None = None
+    """Weights in few bits, as `--quantize` takes it; the adapter is merged first."""
+    family: Text | None = None
+    """Default: what the checkpoint says."""
+    dtype: Dtype | None = None
+    """Default: float32 on a CPU, bfloat16 elsewhere."""
+    device: Device | None = None
+    """Default: CUDA where there is one."""
+    config: Text | None = None
+    """A YAML of decoder options, by path or name as `decode.pipeline --config` takes; `{task}` in
+    it is replaced."""
+    decoder: Text | None = None
+    """Default: the one that suits the model."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the decoder, over that file."""
+    compile: Switch = False
+    """Compiled, as vLLM does with its own; before anything is measured."""
+    batch_size: Requests | None = None
+    """Most requests in a forward; default: the concurrency."""
+    threads: Threads | None = None
+    """Of a forward on a CPU. Default: the fastest as it runs, up to torch's number."""
+
+
+class Transformers(Entry):
+    """`generate` of transformers, greedy, in batches of the concurrency, as published figures use
+    it: no request enters before the whole batch is done."""
+
+    kind: Literal["transformers"]
+    """Which kind of entry this is."""
+    dtype: Dtype | None = None
+    """Default: float32 on a CPU, bfloat16 elsewhere."""
+    device: Device | None = None
+    """Default: CUDA where there is one."""
+    threads: Threads | None = None
+    """Default: torch's."""
+
+
+class Served(Entry):
+    """What the two served kinds have."""
+
+    stream: Switch = True
+    """Tokens are sent as they are made; without it there is less work for the server and no latency
+    to the first token."""
+    prompt_as: Literal["ids", "text"] = "ids"
+    """How prompts are sent."""
+    body: dict[str, Any] = Field(default_factory=dict)
+    """More fields of each request, e.g. {stop_token_ids: [2]}."""
+
+
+class Vllm(Served):
+    """`vllm serve MODEL`, started and stopped by the command."""
+
+    kind: Literal["vllm"]
+    """Which kind of entry this is."""
+    shares: Text | None = None
+    """An earlier entry of this kind whose server it uses, so that one server is measured in two
+    ways."""
+    python: Text | None = None
+    """Of vLLM's environment; default: vllm_python of the configuration."""
+    dtype: Text = "auto"
+    """As vLLM names it."""
+    prefix_caching: Switch = False
+    """Prompts come again in each repetition; a cache would skip them."""
+    args: tuple[str, ...] = ()
+    """More of the command line."""
+    env: dict[Variable, str] = Field(default_factory=dict)
+    """More of the environment."""
+    startup_seconds: Seconds = 600.0
+    """How long it may take to start."""
+
+
+class Endpoint(Served):
+    """An OpenAI-compatible completions endpoint that is already there. model: the name it
+    serves."""
+
+    kind: Literal["endpoint"]
+    """Which kind of entry this is."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/]\S*$")]
+    """E.g. http://host:8000/v1."""
+    tokenizer: Text
+    """Of that model, for the prompts."""
+    api_key_env: Variable | None = None
+    """The environment variable that holds the key."""
+
+
+AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
+
+
+class Limits(Section):
+    """Seconds after which a served request has failed."""
+
+    connect: Seconds = 10.0
+    """Without a connection."""
+    silence: Seconds = 60.0
+    """Without a byte."""
+    request: Seconds = 600.0
+    """In all."""
+
+
+class CompareConfig(Section):
+    """One comparison. Greedy throughout."""
+
+    output: Text
+    """Folder of the report."""
+    entries: Annotated[tuple[AnyEntry, ...], Field(min_length=1)]
+    """What is compared."""
+    baseline: Text | None = None
+    """The entry that ratios are taken against; default: the first."""
+    tasks: tuple[Text, ...] = ()
+    """Tasks whose problems are decoded: generated ones, or task files. Either they or
+    prompts_file."""
+    allow_code_execution: Switch = False
+    """Let the judge python run what the models write, on this machine."""
+    prompts_file: Text | None = None
+    """Prompts of your own, as decode.pipeline takes them."""
+    split: Literal["tuning", "heldout"] = "heldout"
+    """Of the problems."""
+    seed: Seed = 0
+    """Of the problems."""
+    problems: Problems = 64
+    """A task, timed."""
+    waves: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Timed problems for each request in flight, at least: with one wave alone all begin together
+    and the run ends with few in flight."""
+    accuracy_problems: Annotated[int, Field(ge=0, le=10**6)] = 500
+    """A task, judged, in a pass of their own; 0: only the timed ones."""
+    max_new_tokens: Tokens | None = None
+    """Default: the task's; 256 for prompts."""
+    stop: tuple[Text, ...] = ()
+    """Strings that end a response."""
+    accuracy_concurrency: Requests | None = None
+    """Of the judged pass; default: the highest of concurrency."""
+    concurrency: Annotated[tuple[Requests, ...], Field(min_length=1)] = (1,)
+    """Requests in flight, rising; each is measured."""
+    repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Of each measurement."""
+    warmup: Problems = 4
+    """Requests before each run, not counted; at least the concurrency."""
+    tokenizer: Text | None = None
+    """That counts visible tokens; default: the baseline's."""
+    vllm_python: Text = ".venv-vllm/bin/python"
+    """Python of vLLM's environment."""
+    retries: Annotated[int, Field(ge=0, le=1000)] = 2
+    """Of a served request that failed."""
+    limits: Limits = Limits()
+    """Seconds after which a served request has failed."""
+    figures: Switch = True
+    """Draw them."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompareConfig:
+        names = [entry.name for entry in self.entries]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two entries have one name, {twice}")
+        for i, entry in enumerate(self.entries):
+            if isinstance(entry, Vllm) and entry.shares is not None:
+                servers = [e.name for e in self.entries[:i] if isinstance(e, Vllm) and not e.shares]
+                if entry.shares not in servers:
+                    raise ValueError(
+                        f"{entry.name}: shares must name an earlier entry of kind vllm with a "
+                        f"server of its own, got {entry.shares!r}"
+                    )
+            if isinstance(entry, Ours) and entry.shares is not None:
+                _check_shared(entry, self.entries[:i])
+        if self.baseline is not None and self.baseline not in names:
+            raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
+        if bool(self.tasks) == (self.prompts_file is not None):
+            raise ValueError("exactly one of tasks and prompts_file must be given")
+        if self.tasks:
+            find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
+        if sorted(set(self.concurrency)) != list(self.concurrency):
+            raise ValueError("concurrency must rise, each once")
+        return self
+
+    @cached_property
+    def chosen(self) -> tuple[Task, ...]:
+        """The tasks themselves; none for a prompts file."""
+        if not self.tasks:
+            return ()
+        return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
+
+    @property
+    def reference(self) -> Ours | Transformers | Vllm | Endpoint:
+        """The entry that the others are compared with."""
+        named = [entry for entry in self.entries if entry.name == self.baseline]
+        return (named or self.entries)[0]
+
+
+def _expanded(entry: Any, path: str | Path) -> list[Any]:
+    """An entry's mapping, or where it sweeps an option one for each of its values."""
+    sweep = entry.get("sweep") if isinstance(entry, dict) else None
+    if not sweep:
+        return [entry]
+    well = isinstance(sweep, dict) and len(sweep) == 1
+    values = next(iter(sweep.values())) if well else None
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(
+            f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
+            f"got {shown(sweep)}"
+        )
+    given = entry.get("options") or {}
+    if not isinstance(given, dict):
+        return [entry]  # which the check of all entries refuses
+    option, series = next(iter(sweep)), entry.get("name")
+    base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
+    names = [f"{series} {option} {'none' if value is None else value}" for value in values]
+    entries = []
+    for name, value in zip(names, values, strict=True):
+        one = base | {"name": name, "options": {**given, option: value}}
+        # The first value's entry has the process, the others of the sweep use its model.
+        if name != names[0] and entry.get("shares") is None:
+            one["shares"] = names[0]
+        entries.append(one)
+    return entries
+
+
+def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
+    owners = [e for e in before if isinstance(e, Ours) and e.shares is None]
+    owner = next((e for e in owners if e.name == entry.shares), None)
+    if owner is None:
+        raise ValueError(
+            f"{entry.name}: shares must name an earlier entry of kind ours with a process of its "
+            f"own, got {entry.shares!r}"
+        )
+    # What the one model in the process was made with cannot differ.
+    for key in ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads"):
+        theirs, own = getattr(owner, key), getattr(entry, key)
+        if theirs != own:
+            raise ValueError(
+                f"{entry.name} shares {owner.name}'s process, so its {key} must be {theirs!r}, "
+                f"got {own!r}"
+            )
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
+    """The configuration in a YAML file, or of that name among those that ship with the package,
+    with ``--key value`` overrides. Raises InputError."""
+    values = read_mapping(find_config(path, *COMPARISON))
+    override(values, overrides)
+    if isinstance(values.get("entries"), list):
+        # Before the check, so that each entry of a sweep is checked as if it were written out.
+        values["entries"] = [one for entry in values["entries"] for one in _expanded(entry, path)]
+    config = check(CompareConfig, values, str(path))
+    for entry in config.entries:
+        if isinstance(entry, Ours):
+            for task in config.chosen or (None,):
+                settings = decoder_settings(entry, task.name if task else None)
+                if settings.name is not None:  # else the model decides which decoder it is
+                    length = config.max_new_tokens or (task.response_length if task else 256)
+                    try:
+                        settings.check([length])
+                    except InputError as error:
+                        raise InputError(f"{path}: entry {entry.name}: {error}") from error
+    return config
+
+
+def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
+    """The decoder and options of an entry for a task. Raises InputError."""
+    from decode.cli import DecoderSettings, split
+
+    path = options_file(entry, task)
+    values = (read_mapping(path) if path is not None else {}) | entry.options
+    if entry.decoder is not None:
+        values["decoder"] = entry.decoder
+    where = f"entry {entry.name}: options" + (f" over {path}" if path is not None else "")
+    return DecoderSettings(*split(values, where))
+
+
+def options_file(entry: Ours, task: str | None) -> str | None:
+    """The path of an entry's decoder options for a task. Raises InputError where there are none."""
+    if entry.config is None:
+        return None
+    try:
+        return str(find_config(entry.config.replace("{task}", task or ""), *DECODING))
+    except InputError as error:
+        raise InputError(f"entry {entry.name}: config: {error}") from error
+
+
+# The prompts of a comparison, in one order for every entry.
+
+OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt; text is taken as it is. problem, task: None where nothing can judge the
+    answer."""
+
+    id: str
+    prompt: Any  # decode.engine.prompts.Prompt
+    problem: Problem | None = None
+    task: Task | None = None
+
+    def right(self, text: str) -> bool | None:
+        """Whether text solves the problem, None without one."""
+        if self.problem is None or self.task is None:
+            return None
+        return self.task.right(self.problem, text)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts that share their rules. problems, waves: as `CompareConfig` has them."""
+
+    name: str
+    items: list[Item]
+    problems: int
+    waves: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+
+    @property
+    def task(self) -> str | None:
+        return None if self.name == OWN_PROMPTS else self.name
+
+    def timed(self, concurrency: int) -> int:
+        """How many of items, the first ones, speed is measured on."""
+        return min(len(self.items), max(self.problems, self.waves * concurrency))
+
+
+def make_workloads(config: CompareConfig) -> list[Workload]:
+    """One a task, or the prompts file's. Raises InputError."""
+    stop = config.stop
+    if config.prompts_file is not None:
+        items = _read(config.prompts_file)
+        length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, stop)]
+    workloads = []
+    for task in config.chosen:
+        items = [
+            Item(f"{task.name}-{n}", problem.prompt, problem, task)
+            for n, problem in enumerate(_problems(task, config), 1)
+        ]
+        length = config.max_new_tokens or task.response_length
+        stops = (*task.stop, *stop)
+        workloads.append(Workload(task.name, items, config.problems, config.waves, length, stops))
+    return workloads
+
+
+def _problems(task: Task, config: CompareConfig) -> list[Problem]:
+    """As many as are asked for; of data that has fewer than the default, all that there are. Raises
+    InputError."""
+    where = f"{task.name}: problems"
+    judged, in_waves = config.accuracy_problems, config.waves * config.concurrency[-1]
+    if task.default_count is None:
+        there = len(draw_problems(task, config.split, None, config.seed, where))
+        in_waves = min(in_waves, there)
+        if "accuracy_problems" not in config.model_fields_set:
+            judged = min(judged, there)
+    count = max(config.problems, judged, in_waves)
+    return draw_problems(task, config.split, count, config.seed, where)
+
+
+def _read(path: str) -> list[Item]:
+    from decode.jobs import read_prompts
+
+    items = []
+    for source in read_prompts(path):
+        prompt: Prompt = source.prompt
+        if isinstance(prompt, str):  # one user message, as decode.pipeline takes it
+            prompt = [{"role": "user", "content": prompt}]
+        items.append(Item(str(source.id), prompt))
+    return items
+
+
+# What decides the measurements of a comparison: one that goes on must have the same.
+
+_FREE = {"output", "figures", "entries"}  # of the configuration; entries are told one by one
+
+
+def identity(
+    config: CompareConfig, workloads: Sequence[Workload], about: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings, machine, versions, and digests of prompts and of files that are named, by dotted
+    keys, so that a difference can be told."""
+    found: dict[str, Any] = {"device": about["device"]}
+    found |= {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+    found |= {f"version of {name}": version for name, version in about["versions"].items()}
+    found |= _flat(config.model_dump(mode="json", exclude=_FREE))
+    found["entries"] = [entry.name for entry in config.entries]  # their order is that of the runs
+    found["tasks"] = [task.identity for task in config.chosen]
+    prompts = [[item.id, item.prompt] for workload in workloads for item in workload.items]
+    found["prompts"] = _digest(json.dumps(prompts).encode())
+    for entry in config.entries:
+        key = f"entries.{entry.name}"
+        found |= _flat(entry.model_dump(mode="json"), f"{key}.")
+        if isinstance(entry, Ours):
+            for task in config.chosen or (None,):
+                path = options_file(entry, task.name if task else None)
+                if path is not None:
+                    found[f"content of {path}"] = _digest(Path(path).read_bytes())
+        named = [] if isinstance(entry, Endpoint) else [entry.model]
+        if isinstance(entry, Ours) and entry.adapter is not None:
+            named.append(entry.adapter)
+        for name in named:
+            if Path(resolve(name)).is_dir():
+                found[f"files of {name}"] = _files(Path(resolve(name)))
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat
+
+
+def _files(folder: Path) -> str:
+    """Names, sizes and times: the weights themselves would take longer to read than to measure."""
+    files = sorted((p, p.stat()) for p in folder.rglob("*") if p.is_file())
+    found = [f"{p.relative_to(folder)} {s.st_size} {s.st_mtime_ns}" for p, s in files]
+    return _digest("\n".join(found).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""What `decode.evaluate` does: its flags, the judging of responses, and what follows from it."""

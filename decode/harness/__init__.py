@@ -1,1 +1,0 @@
-"""lm-evaluation-harness on our models: what `decode.lm_eval` runs."""

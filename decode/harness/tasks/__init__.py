@@ -1,1 +1,0 @@
-"""The tiny tasks as tasks of lm-evaluation-harness: its --include_path."""

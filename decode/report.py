@@ -1,0 +1,217 @@
+"""What was measured on problems of a task, one by one, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from d2f.model import DiffusionModel
+from decode.decoders import Decoder
+
+# 95 % intervals: of shares and of their differences, of which none has a width of zero, and of a
+# mean.
+
+Z95 = 1.959964
+
+
+def wilson(right: float, count: float) -> tuple[float, float]:
+    """95 % interval of a share (Wilson's score interval). right: whole or not; of the sum of values
+    in [0, 1] it is wider than needed, as their variance is at most that of a share."""
+    share = right / count
+    middle = (share + Z95 * Z95 / (2 * count)) / (1 + Z95 * Z95 / count)
+    half = (
+        Z95
+        / (1 + Z95 * Z95 / count)
+        * math.sqrt(share * (1 - share) / count + Z95 * Z95 / (4 * count * count))
+    )
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def paired(gained: float, lost: float, count: float) -> tuple[float, float]:
+    """95 % interval of the difference of two shares on the same `count` problems: the differences
+    that a score test does not reject (Tango, Statistics in Medicine 17, 1998; recommended for few
+    pairs by Fagerland, Lydersen and Laake, Statistics in Medicine 33, 2014). Where no pair differs
+    it is z^2 / (count + z^2) on either side, about 3.8 problems.
+
+    gained, lost: problems that only the first, or only the second, is right on; whole or not, as
+    `count` is, where they stand for an effective number of problems.
+    """
+    if not count:
+        return -1.0, 1.0
+    return -_highest(lost, gained, count), _highest(gained, lost, count)
+
+
+def _highest(gained: float, lost: float, count: float) -> float:
+    """The highest difference that the score test does not reject, found by bisection: it rejects
+    all above and none between it and the estimate."""
+    low, high = (gained - lost) / count, 1.0  # the estimate is never rejected
+    # Until no float lies between the two.
+    while low < (middle := (low + high) / 2) < high:
+        # The likeliest share of `lost` where the difference is `middle`: A q^2 + B q + C = 0.
+        a = 2 * count
+        b = (2 * count - gained + lost) * middle - gained - lost
+        c = -lost * middle * (1 - middle)
+        q = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+        # The variance under the tested difference, not that of the observed shares, which is 0
+        # where no pair differs.
+        variance = count * (2 * q + middle * (1 - middle))
+        if (gained - lost - count * middle) ** 2 <= Z95 * Z95 * variance:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and 95 % interval of the mean (Student's t over the values); nan without two values.
+    Needs scipy (the extra `ablation`)."""
+    from scipy.stats import t
+
+    mean, count = sum(values) / len(values), len(values)
+    if count < 2:
+        return mean, math.nan, math.nan
+    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
+    half = float(t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
+    return mean, mean - half, mean + half
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Problems decoded by one decoder; all arrays are [problems].
+
+    right: whether the response solves the problem. tokens: visible ones. forwards: calls of the
+    model that the request was in. seconds: wall time; of problems decoded together each has a
+    share, so that they add up to the time that passed.
+    """
+
+    right: npt.NDArray[np.bool_]
+    tokens: npt.NDArray[np.int64]
+    forwards: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+
+    def first(self, count: int) -> Measurements:
+        """The first `count` problems of it."""
+        part = slice(count)
+        return Measurements(
+            self.right[part], self.tokens[part], self.forwards[part], self.seconds[part]
+        )
+
+    @property
+    def problems(self) -> int:
+        return len(self.right)
+
+    @property
+    def count_right(self) -> int:
+        return int(self.right.sum())
+
+    @property
+    def accuracy(self) -> float:
+        return self.count_right / self.problems
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % of the accuracy."""
+        return wilson(self.count_right, self.problems)
+
+    @property
+    def tokens_per_second(self) -> float:
+        # A ratio of sums: a mean of ratios would count short answers as much as long ones.
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return float(self.tokens.sum() / self.forwards.sum())
+
+    @property
+    def forwards_per_problem(self) -> float:
+        return float(self.forwards.sum() / self.problems)
+
+    @property
+    def seconds_per_problem(self) -> float:
+        return float(self.seconds.sum() / self.problems)
+
+    def numbers(self) -> dict[str, Any]:
+        """Sums and shares, as reports have them."""
+        low, high = self.interval
+        return {
+            "problems": self.problems,
+            "right": self.count_right,
+            "accuracy": self.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "visible_tokens": int(self.tokens.sum()),
+            "forwards": int(self.forwards.sum()),
+            "tokens_per_forward": self.tokens_per_forward,
+        }
+
+
+def joined(parts: list[Measurements]) -> Measurements:
+    """Parts one after another. parts: at least one."""
+    names = [field.name for field in fields(Measurements)]
+    return Measurements(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
+
+
+# The machine and the versions that something was measured on.
+
+
+def environment(model: DiffusionModel) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cuda = model.device.type == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "threads": model.threads,
+        "dtype": model.precision,
+        "compiled": model.is_compiled,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    """The CPU's name."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for entry in information.read_text().splitlines():
+            if entry.startswith("model name"):
+                return entry.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+# Tables in Markdown.
+
+
+def markdown_table(columns: Sequence[str], entries: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a table, an entry a line."""
+    lines = [columns, *([str(cell) for cell in entry] for entry in entries)]
+    head, *rest = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return [head, "|---" * len(columns) + "|", *rest]
+
+
+# What a user should know of a model and a decoder before they run.
+
+_told: WeakSet[DiffusionModel] = WeakSet()
+
+
+def doubt_of(model: DiffusionModel, decoder: Decoder) -> str | None:
+    """Why the decoder may decode the model badly, the first time that it is asked; None where it
+    should not. An official adapter, which does not say what trained it, is taken at its word."""
+    doubt = decoder.doubt(model.contract)
+    if doubt is None or model in _told:
+        return None
+    if model.contract.objective is None and model.is_adapted:
+        return None
+    _told.add(model)
+    return f"{model.path or 'the model'} {doubt}"

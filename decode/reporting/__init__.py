@@ -1,1 +1,0 @@
-"""How a command says what it found: statistics, tables, figures, run files, places to write."""

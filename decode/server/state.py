@@ -1,0 +1,161 @@
+"""Counts for Prometheus, at /metrics. docs/serving.md says what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fastapi import Request
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from d2f.errors import repr_of
+from decode.server.generation import Generation
+from decode.server.models import ServedModel, Settings
+from decode.server.protocol import ApiError
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_RATES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
+_WHOSE = ("model", "decoder")
+
+
+class Metrics:
+    """The counts of one application, in a registry of its own."""
+
+    def __init__(self, models: Mapping[str, ServedModel]):
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Engines(models))
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"d2f_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            return Histogram(f"d2f_{name}", text, _WHOSE, buckets=[*buckets], registry=registry)
+
+        self._responses = counter("http_responses", "Answers by route.", "route", "status")
+        self._requests = counter(
+            "requests", "Requests for text, by how they ended.", *_WHOSE, "outcome"
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *_WHOSE)
+        self._tokens = counter("tokens", "Visible tokens of responses.", *_WHOSE)
+        self._forwards = counter("request_forwards", "Forwards, one for each in it.", *_WHOSE)
+        self._rows = counter("request_rows", "Rows fed for requests.", *_WHOSE)
+        self._rate = histogram("tokens_per_forward", "Of a response.", _RATES)
+        self._whole = histogram("request_seconds", "From their coming to the end.", _SECONDS)
+        self._first = histogram(
+            "time_to_first_token_seconds", "From their coming to the first final token.", _SECONDS
+        )
+        self._gap = histogram(
+            "inter_token_seconds",
+            "From one moment at which tokens became final to the next.",
+            _GAPS,
+        )
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an answer."""
+        self._responses.labels(route, str(status)).inc()
+
+    def ended(self, generation: Generation) -> None:
+        """Count a request for text that has ended, however it did."""
+        whose = generation.served.name, generation.decoder.name
+        self._requests.labels(*whose, generation.outcome).inc()
+        if generation.outcome == "refused":
+            return
+        calls = generation.calls
+        self._prompt_tokens.labels(*whose).inc(generation.prompt_tokens)
+        self._whole.labels(*whose).observe(generation.seconds)
+        self._forwards.labels(*whose).inc(len(calls))
+        self._rows.labels(*whose).inc(sum(fed for fed, _ in calls))
+        self._tokens.labels(*whose).inc(generation.tokens)
+        rate, first, gap = (
+            metric.labels(*whose) for metric in (self._rate, self._first, self._gap)
+        )
+        for choice in generation.choices:
+            if choice.result is not None and choice.calls:
+                rate.observe(choice.tokens / len(choice.calls))
+            if choice.grew:
+                first.observe(choice.grew[0] - generation.began)
+            for one, next in pairwise(choice.grew):
+                gap.observe(next - one)
+
+
+class _Engines(Collector):
+    """What the engines say of themselves when they are asked."""
+
+    def __init__(self, models: Mapping[str, ServedModel]):
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        gauges = {
+            "running": "Choices in the batch.",
+            "waiting": "Choices that wait for room.",
+            "slots": "Of the cache.",
+            "slots_used": "Those that hold a request, or a prompt that is kept.",
+        }
+        counters = {
+            "finished": "Choices that came to their end.",
+            "cancelled": "Choices whose reader left.",
+            "failed": "Choices that failed.",
+            "refused": "Choices that found the queue full.",
+            "forwards": "Calls of the model.",
+            "rows": "Rows that these fed.",
+        }
+        stats = {name: served.engine.stats for name, served in self._models.items()}
+        for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text in names.items():
+                family = kind(f"d2f_engine_{name}", text, labels=("model",))
+                for model, found in stats.items():
+                    family.add_metric((model,), getattr(found, name))
+                yield family
+
+
+# What the routes of one application share.
+
+
+@dataclass(eq=False)
+class ServerState:
+    """models: by the names that they are served under. in_flight: requests that are not answered
+    to their end. draining: whether new ones are refused, as it is about to end."""
+
+    models: Mapping[str, ServedModel]
+    settings: Settings
+    metrics: Metrics
+    in_flight: int = 0
+    draining: bool = False
+
+    def find(self, name: str) -> ServedModel:
+        """The served model of that name. Raises ApiError (404)."""
+        if name not in self.models:
+            raise ApiError(
+                404,
+                f"there is no model {repr_of(name)}: expected one of {', '.join(self.models)}",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models[name]
+
+    async def is_ready(self) -> bool:
+        """Whether a request would be taken."""
+        return not self.draining and not any(m.engine.closed for m in self.models.values())
+
+    async def metrics_text(self) -> bytes:
+        """All counts, as Prometheus reads them."""
+        return self.metrics.text()
+
+    async def cancel(self) -> None:
+        """End what runs with an error, and take no more."""
+        for served in self.models.values():
+            await served.engine.close(finish=False)
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the application that a request came to."""
+    state: ServerState = request.app.state.server
+    return state

@@ -1,0 +1,382 @@
+"""What may be sent of a response while it is decoded: text that is never taken back.
+
+Settled ids (`decode.step.Event`) only grow, but their text may not be sent as it stands.
+With the stop string "END"::
+
+    settled    text of all of them    may be sent
+    a          "2 "                   "2 "
+    a b        "2 �"                   "2 "           b has two of the four bytes of an emoji
+    a b c      "2 🙂E"                 "2 🙂"         an END may begin here
+    a b c d    "2 🙂Eve"               "2 🙂Eve"
+
+What the text of more ids may still change depends on the tokenizer:
+
+- byte-level, as those of all diffusion families: the text is that of the bytes in a row, so only
+  an incomplete last character changes, and what is before a complete one is never looked at again.
+- SentencePiece's kinds: the first token loses its space, and a run of byte tokens is text only if
+  the whole run is: a run at the end waits. The ids are decoded anew each time.
+- any other: nothing is sent before the end.
+
+`tokenizers.decoders.DecodeStream` sends a run of bytes that the next byte may break, loses what is
+incomplete at the end and knows no stop strings: its pieces are not always `Result.text`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
+from openai.types.completion_choice import Logprobs
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from decode.step import Event, Result, TokenLikelihood
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+# Decoders of the library tokenizers whose text of a token depends on those before it at most.
+_LOCAL = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+# `clean_up_tokenization` replaces ten patterns of 2 to 4 characters one after the other. Each may
+# wait for its length - 1 more characters: more than these at the end it never changes.
+_CLEANED = 19
+
+
+class SettledText:
+    """The text of one response, in pieces. `add` gives what became final, `finish` the rest: all
+    pieces together are `Result.text`. Of a stop string nothing is in any piece, not even a
+    beginning that is completed later, nor of what is at or behind an end id.
+
+    stop, end_ids: those of the request. tokenizer: the model's; None, and all text is empty. sent:
+    characters of the pieces so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str],
+        end_ids: Iterable[int],
+    ):
+        self._growing = growing_text(tokenizer)
+        self._stop, self._end_ids = tuple(stop), frozenset(end_ids)
+        self._taken = 0  # ids that were looked at
+        self._ended = False
+        self.sent = 0
+        self._unsent = ""  # final too, but a stop string may begin in it
+
+    def add(self, settled: Sequence[int]) -> str:
+        """New final text, perhaps none. settled: all ids so far, which begin with those of the
+        call before."""
+        if self._ended:
+            return ""
+        new = list(settled[self._taken :])
+        self._taken += len(new)
+        ends = [i for i, token in enumerate(new) if token in self._end_ids]
+        if ends:
+            self._ended, new = True, new[: ends[0]]
+        # No stop string begins in what was sent: it would have been held back.
+        text = self._unsent + self._growing.add(new)
+        cut = min((_beginning(text, stop) for stop in self._stop), default=len(text))
+        self._unsent = text[cut:]
+        self.sent += cut
+        return text[:cut]
+
+    def finish(self, result: Result) -> str:
+        """What `Result.text` has beyond the pieces so far; of a request that failed, nothing."""
+        piece = (result.text or "")[self.sent :]
+        self.sent += len(piece)
+        return piece
+
+
+def _beginning(text: str, stop: str) -> int:
+    """Where `stop` begins in the text, or may at its end; the text's length where it does not."""
+    found = text.find(stop)
+    if found >= 0:
+        return found
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return len(text) - length
+    return len(text)
+
+
+class GrowingText(Protocol):
+    """Text of ids that come bit by bit. whole: whether all of it is final."""
+
+    whole: bool
+
+    def add(self, new: list[int]) -> str:
+        """What became final with these."""
+
+
+class _Bytes:
+    """Of a byte-level tokenizer. Ids before the last complete character are done with."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
+        core: Any = tokenizer
+        # What `tokenizer.decode` calls, which takes ten times as long.
+        self._decode = core.backend_tokenizer.decode
+        self._skip = skip
+        self.whole = True
+        self._open: list[int] = []  # the last of them may have the beginning of a character
+        self._given = 0  # characters of their text that were given out
+
+    def add(self, new: list[int]) -> str:
+        self._open += new
+        text = str(self._decode(self._open, skip_special_tokens=self._skip))
+        # An incomplete character is one U+FFFD, however many of its bytes are there; any before it
+        # are of bytes that nothing can mend.
+        final = text.removesuffix("\ufffd")
+        piece = final[self._given :]
+        self._given = len(final)
+        self.whole = final == text
+        if self.whole:
+            self._open, self._given = [], 0
+        return piece
+
+
+class _Whole:
+    """Of a SentencePiece tokenizer, or one that cleans its text up."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
+        self._tokenizer, self._skip = tokenizer, skip
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {token for token, what in added if what.special}
+        self._cleaned = _CLEANED if _cleans(tokenizer) else 0
+        self.whole = True
+        self._ids: list[int] = []
+        self._given = 0  # characters
+
+    def add(self, new: list[int]) -> str:
+        self._ids += new
+        end = len(self._ids)
+        while end and self._continues(self._ids[end - 1]):
+            end -= 1
+        text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip))
+        final = text.removesuffix("\ufffd")
+        final = final[: max(self._given, len(final) - self._cleaned)]
+        self.whole = end == len(self._ids) and final == text
+        piece, self._given = final[self._given :], len(final)
+        return piece
+
+    def _continues(self, token: int) -> bool:
+        """Whether the next token may be of the same run of bytes. A special token, which is left
+        out, does not end one."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        return token in self._special or bool(_BYTE.fullmatch(str(name)))
+
+
+class _Held:
+    """Of a tokenizer that nothing is known of, or of none."""
+
+    whole = False
+
+    def add(self, new: list[int]) -> str:
+        return ""
+
+
+def growing_text(
+    tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False
+) -> GrowingText:
+    """By the kind of the tokenizer. special: whether special tokens are written out."""
+    own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
+    if tokenizer is None or decoder is None:
+        return _Held()
+    state = json.loads(decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    if [part["type"] for part in parts] == ["ByteLevel"]:
+        kind = _Whole if _cleans(tokenizer) else _Bytes
+        return kind(tokenizer, not special)
+    return _Whole(tokenizer, not special) if all(map(_is_local, parts)) else _Held()
+
+
+def _is_local(part: dict[str, Any]) -> bool:
+    """Whether what a decoder makes of some tokens stays when more of them come."""
+    # A longer pattern than one character may be completed, what is stripped at the end may not be
+    # the end.
+    pattern = part.get("pattern", {"String": " "}).get("String", "")
+    return part["type"] in _LOCAL and len(pattern) == 1 and not part.get("stop", 0)
+
+
+def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+
+
+# Log-probabilities of a response's tokens, in OpenAI's formats.
+#
+# Of a token that was decoded it is the logarithm of its confidence: its probability under the full
+# softmax, without temperature, top_k and top_p, in the forward that decided it. Where a decoder
+# took
+# a token back, the forward that decided it last. Nothing is kept of the tokens that lost.
+
+LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of a text. logprob: None of the first of a prompt, which nothing predicts. offset:
+    where its characters begin in the text. top: the likeliest token in its place, and its
+    log-probability; None where that is not known."""
+
+    token: int
+    logprob: float | None
+    offset: int
+    top: tuple[int, float] | None = None
+
+
+class ResponseLogprobs:
+    """The tokens of one response with their log-probabilities, in pieces beside those of
+    `decode.server.text.SettledText`: `take` each event, then ask for what goes with the
+    text that was sent. All pieces together are of `Result.tokens`; end: of the end id after them,
+    once it is settled."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_ids: Iterable[int]):
+        self._end_ids = frozenset(end_ids)
+        self._growing = growing_text(tokenizer)
+        self._confidence: dict[int, float] = {}  # by position, of what was decided last
+        self._found: list[TokenLogprob] = []
+        self._whole: list[int] = []  # characters up to each token, where they are whole; else -1
+        self._length = self._sent = 0  # characters that are final, tokens that were sent
+        self.end: TokenLogprob | None = None
+
+    def take(self, event: Event) -> None:
+        """Note what a forward decided and settled."""
+        for one in event.revealed:
+            self._confidence[one.position] = one.confidence
+        for position in range(len(self._found), len(event.settled)):
+            token = event.settled[position]
+            found = TokenLogprob(token, log(self._confidence[position]), self._length)
+            if token in self._end_ids:
+                self.end = found
+                return
+            self._found.append(found)
+            self._length += len(self._growing.add([token]))
+            self._whole.append(self._length if self._growing.whole else -1)
+
+    def within(self, sent: int) -> list[TokenLogprob]:
+        """New tokens whose text lies in the first `sent` characters: no stop string hides them."""
+        end = self._sent
+        for i in range(self._sent, len(self._found)):
+            if 0 <= self._whole[i] <= sent:
+                end = i + 1
+        return self._until(end)
+
+    def finish(self, result: Result) -> list[TokenLogprob]:
+        """The rest of them."""
+        return self._until(len(result.tokens))
+
+    def _until(self, end: int) -> list[TokenLogprob]:
+        first, self._sent = self._sent, end
+        return self._found[first:end]
+
+
+def log(probability: float) -> float:
+    """Its natural logarithm, `LEAST` for 0."""
+    return math.log(probability) if probability > 0 else LEAST
+
+
+def prompt_logprobs(
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: Sequence[int],
+    likelihoods: Iterable[TokenLikelihood],
+) -> list[TokenLogprob]:
+    """All tokens of a prompt. Offsets are in its text with special tokens."""
+    known = {one.position: one for one in likelihoods}
+    growing, offset, found = growing_text(tokenizer, special=True), 0, []
+    for position, token in enumerate(ids):
+        one = known.get(position)
+        if one is None:
+            found.append(TokenLogprob(token, None, offset))
+        else:
+            top = one.top, max(one.top_logprob, LEAST)
+            found.append(TokenLogprob(token, max(one.logprob, LEAST), offset, top))
+        offset += len(growing.add([token]))
+    return found
+
+
+def completion_logprobs(
+    found: Sequence[TokenLogprob],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    top: bool,
+) -> Logprobs:
+    """Those of /v1/completions. top: whether the likeliest token is listed too; where it is not
+    known, the one that was chosen."""
+    names = [token_name(tokenizer, one.token) for one in found]
+    tops = None
+    if top:
+        tops = [_tops(tokenizer, one, name) for one, name in zip(found, names, strict=True)]
+    # The types know no None within these lists, which is what OpenAI sends of a first token.
+    return Logprobs.model_construct(
+        tokens=names,
+        token_logprobs=[one.logprob for one in found],
+        top_logprobs=tops,
+        text_offset=[one.offset for one in found],
+    )
+
+
+def _tops(
+    tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, name: str
+) -> dict[str, float] | None:
+    if one.logprob is None:
+        return None
+    listed = {name: one.logprob}
+    if one.top is not None:
+        token, logprob = one.top
+        other = token_name(tokenizer, token)
+        # Two tokens may have one name: the likelier counts, as the list is of the likeliest.
+        listed[other] = max(logprob, listed.get(other, logprob))
+    return listed
+
+
+def chat_logprobs(
+    found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, *, top: bool
+) -> list[ChatCompletionTokenLogprob]:
+    """Those of /v1/chat/completions, as `content` of a choice's logprobs."""
+    content = []
+    for one in found:
+        assert one.logprob is not None  # a response has something before it
+        name, raw = token_name(tokenizer, one.token), list(token_bytes(tokenizer, one.token))
+        chosen = TopLogprob(token=name, bytes=raw, logprob=one.logprob)
+        content.append(
+            ChatCompletionTokenLogprob(
+                token=name, bytes=raw, logprob=one.logprob, top_logprobs=[chosen] if top else []
+            )
+        )
+    return content
+
+
+def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """A token's text; of one that is only a part of a character its bytes, as OpenAI writes them:
+    ``bytes:\\xf0\\x9f``."""
+    raw = token_bytes(tokenizer, token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """What a token writes, special ones too."""
+    text = str(tokenizer.decode([token], skip_special_tokens=False))
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        return text.encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if name.startswith("<0x"):
+        return bytes([int(name[1:-1], 16)])
+    if all(letter in _BYTE_OF for letter in name):
+        return bytes(_BYTE_OF[letter] for letter in name)
+    return text.encode()
+
+
+def _byte_of() -> dict[str, int]:
+    """The byte that each letter of a byte-level token's name stands for: printable ones, of
+    Latin-1, for themselves, the others in turn for the letters from 256 on (GPT-2)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()

@@ -1,1 +1,0 @@
-"""Trajectories of a decoder on problems that it solves, to train on."""

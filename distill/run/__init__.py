@@ -1,1 +1,0 @@
-"""A run of training: its folder, checkpoints, processes, stops, evaluation and what it leaves."""
