@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from d2f.tasks import find_task
 from d2f.errors import InputError, OutputError
 from d2f.files import locked, write_beside
 from d2f.model import DiffusionModel
 from d2f.quiet import quiet
-from d2f.tasks import Problem, Task
+from d2f.tasks import Problem, Task, find_task
 from decode.api import generate
 from decode.cli import command, followed, say
 from decode.cli import parse_evaluation_flags as parse

@@ -14,10 +14,10 @@ from ray.serve.schema import ServeDeploySchema
 
 from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
-from d2f.tasks import find_task
 from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, find_config
+from d2f.tasks import find_task
 from decode.cli import parse, read_settings
 from decode.cli import parse_serve_flags as parse_serve
 from decode.compare.config import options_file

@@ -11,10 +11,10 @@ import d2f
 from benchmarks.fleet.forward_time import ForwardTime, fitted
 from benchmarks.fleet.recording import Recording, Trace
 from benchmarks.forward import engine_of
-from d2f.tasks import find_task
 from d2f.config import read_mapping
 from d2f.model import DiffusionModel
 from d2f.shipped import DECODING, find_config
+from d2f.tasks import find_task
 from decode.cli import DecoderSettings, split
 from decode.decoders import Decoder, spelled
 from decode.decoders.base import common_options, options_of

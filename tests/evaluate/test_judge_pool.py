@@ -12,9 +12,9 @@ from importlib.util import find_spec
 import pytest
 from judged_responses import PROBLEM, MadeUp
 
-from d2f.tasks import find_task
 from d2f.config import dump
 from d2f.errors import InputError, RequestError
+from d2f.tasks import find_task
 from decode import loop as timed_loop
 from decode.decoders import find_decoder
 from decode.display import Silent

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.tasks import find_task
-from d2f.tasks import Problem
+from d2f.tasks import Problem, find_task
 from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import make_judge
 from tests.fuzz.odd import LEAVES, TEXT, VALUES, damaged

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d2f.tasks import find_task
-from d2f.tasks import TASKS, Problem, check, coding, make_problem, make_problems
+from d2f.tasks import TASKS, Problem, check, coding, find_task, make_problem, make_problems
 from d2f.tasks import coding as grammar
 from d2f.tasks.judges import make_judge
 from d2f.tasks.sandbox import Function, Refused

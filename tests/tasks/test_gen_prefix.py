@@ -7,11 +7,11 @@ import json
 import pytest
 
 from d2f import chat
-from d2f.tasks import find_task
 from d2f.config import dump
 from d2f.errors import InputError
 from d2f.loading import load_tokenizer
 from d2f.models import resolve
+from d2f.tasks import find_task
 from decode.cli import outline
 from decode.compare.entries import encode_entry_prompts as encode
 from decode.decoders import find_decoder

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from d2f.tasks import find_task
 from d2f.config import dump
 from d2f.errors import InputError
+from d2f.tasks import find_task
 from d2f.tasks.data_task import read_task_file
 
 BASE = {

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from jinja2 import Environment
 
-from d2f.tasks import find_task
 from d2f.config import dump
 from d2f.shipped import EVALUATION, shipped
+from d2f.tasks import find_task
 from d2f.tasks.data_task import read_task_file
 from decode.cli import parse_evaluation_flags as parse
 from decode.cli import read_settings

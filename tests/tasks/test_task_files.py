@@ -9,11 +9,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from d2f.tasks import find_task
 from d2f.config import dump
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, shipped
-from d2f.tasks import find_tasks, task_of_data
+from d2f.tasks import find_task, find_tasks, task_of_data
 from d2f.tasks.data_task import read_task_file
 
 ROWS = [

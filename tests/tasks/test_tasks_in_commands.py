@@ -15,9 +15,8 @@ from tiny import fresh_model
 import d2f
 from benchmarks.ablation.ablation_config import Decoding, read_ablation
 from benchmarks.ablation.runs import measure
-from d2f.tasks import find_task
 from d2f.errors import InputError
-from d2f.tasks import make_problems
+from d2f.tasks import find_task, make_problems
 from decode.compare.config import make_workloads
 from decode.compare.config import read_config as read_comparison
 from decode.compare.entries import OursRunner, encode_all, tokenizer_of
