@@ -404,8 +404,8 @@ class AsyncEngine:
 
     A request has the tokens that `decode.generate` gives it alone, whatever runs beside it, fails,
     or leaves. batch_size: most requests in a forward. slots: size of the cache; None takes what
-    `decode.engine.async_engine.default_slots` says. max_waiting: most requests that may wait, besides
-    those that there is room for; one more is refused at once. request_slots, prefill_rows,
+    `decode.engine.async_engine.default_slots` says. max_waiting: most requests that may wait,
+    besides those that there is room for; one more is refused at once. request_slots, prefill_rows,
     reuse_prefixes: as of `decode.engine.engine.Engine`.
 
     Leaving ``async with`` finishes what runs and waits, after an exception it cancels it. An engine
