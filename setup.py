@@ -72,6 +72,7 @@ setup(
         "rich>=13.7",
         "httpx>=0.28",
         "psutil>=6.0",
+        "filelock>=3.24",
         "tqdm>=4.67",
         "wandb>=0.25",
     ],

@@ -16,35 +16,16 @@ def fill_folder(place):
         (folder / "new").write_text("new")
 
 
-def test_a_link_planted_beside_an_output_is_not_followed(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    for planted in ("out.writing", "out.0123456789abcdef.writing"):
-        (tmp_path / planted).symlink_to(victim)
-        write_beside(tmp_path / "out", "content")
-        assert (tmp_path / "out").read_text() == "content"
-        assert victim.read_text() == "precious"
-
-
-def test_a_link_at_the_name_that_is_written_first_is_refused(tmp_path, monkeypatch):
-    """Someone who could guess the name would still gain nothing."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    monkeypatch.setattr("d2f.files.secrets.token_hex", lambda n: "guessed")
-    (tmp_path / "out.guessed.writing").symlink_to(victim)
-    with pytest.raises(OutputError, match="File exists"):
-        write_beside(tmp_path / "out", "content")
-    assert victim.read_text() == "precious" and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("write", [lambda p: write_beside(p, "new"), fill_folder, GrowingFile])
-def test_a_link_in_the_place_itself_is_refused(tmp_path, write):
-    victim, place = tmp_path / "victim", tmp_path / "out"
-    victim.write_text("precious")
-    place.symlink_to(victim)
-    with pytest.raises(OutputError, match=r"out could not be"):
-        write(place)
-    assert place.is_symlink() and victim.read_text() == "precious"
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    for name in ("file", "folder"):
+        (tmp_path / f"to_{name}").symlink_to(name)
+    write_beside(tmp_path / "to_file", "new")
+    fill_folder(tmp_path / "to_folder")
+    assert (tmp_path / "file").read_text() == "new" == (tmp_path / "folder" / "new").read_text()
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["file", "folder", "to_file", "to_folder"]
 
 
 def test_what_a_killed_command_left_does_not_stay(tmp_path):

@@ -1,8 +1,5 @@
-"""One command at a time in an output; the second one says who is there and touches nothing."""
+"""One command at a time in an output; the second one says so and touches nothing."""
 
-import errno
-import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -30,14 +27,12 @@ def hold(folder):
     return process
 
 
-def test_the_second_is_told_who_holds_it_until_the_first_is_killed(tmp_path):
+def test_the_second_is_refused_until_the_first_is_killed(tmp_path):
     out = tmp_path / "out"
     with hold(out) as process:
-        with pytest.raises(OutputError, match=rf"out is being written by process {process.pid} on"):
+        with pytest.raises(OutputError, match="out is being written by another command"):
             with locked(out):
                 raise AssertionError("it is held")
-        with pytest.raises(OutputError, match=r"since 20.* -c .*import pathlib"), locked(out):
-            raise AssertionError("it is held")
         process.send_signal(signal.SIGKILL)
     assert [p.name for p in out.iterdir()] == [".lock"]
     with locked(out):
@@ -67,38 +62,7 @@ def test_a_file_is_held_by_a_lock_beside_it(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_file_that_its_holder_removes_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Else two would hold one output: one the removed file, one the new one."""
-    flock, removed = fcntl.flock, []
-
-    def after_the_holder_left(descriptor, how):
-        if not removed:
-            removed.append((tmp_path / "x.lock").unlink())
-        flock(descriptor, how)
-
-    monkeypatch.setattr("fcntl.flock", after_the_holder_left)
-    with locked_file(tmp_path / "x"):
-        assert removed
-        with pytest.raises(OutputError, match="is being written by"), locked_file(tmp_path / "x"):
-            raise AssertionError("it is held")
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
-    def unsupported(descriptor, how):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", unsupported)
-    with pytest.warns(UserWarning, match="its file system has no locks") as warned:
-        with locked_file(tmp_path / "x"):
-            pass
-    assert warned[0].filename == __file__
-
-
 def test_what_cannot_be_locked(tmp_path):
-    (tmp_path / "x.lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(OutputError, match="x cannot be locked"), locked_file(tmp_path / "x"):
-        raise AssertionError("the lock is a link")
-    assert not (tmp_path / "victim").exists()
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="file cannot be made"), locked(tmp_path / "file"):
         raise AssertionError("it is no folder")
@@ -193,7 +157,7 @@ def test_a_command_whose_output_is_held(tmp_path, monkeypatch, capsys, run, lock
         before = sorted(tmp_path.rglob("*"))
         assert run(out, monkeypatch) == 2
         said = capsys.readouterr().err
-        assert f"out is being written by process {os.getpid()} on " in said, said
+        assert "out is being written by another command" in said, said
         assert [p for p in sorted(tmp_path.rglob("*")) if p.suffix != ".yaml"] == before
 
 
