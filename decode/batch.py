@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from d2f.checkpoint import parse as parse_batch_ledger
 from d2f.data import BadRecord, JsonLines, Source, Table, open_records
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
@@ -30,7 +29,7 @@ from decode.cli import parse_batch_flags as parse
 from decode.decoders import Decoder
 from decode.display import ShownProgress, standard_output
 from decode.engine.prompts import Prompt, checked
-from decode.ledger import Ledger, check_folder, json_line
+from decode.ledger import Ledger, check_folder, json_line, refuse_early
 from decode.loop import EncodedPrompt, results
 from decode.step import Result
 from decode.workers import chunk_size
@@ -62,9 +61,11 @@ def run(options: argparse.Namespace) -> None:
     known = describe(options, shape, "", decoder, facts)
     with locked(check_folder(options.output)) as folder:
         check_free(source, folder)
-        BatchLedger.refuse_early(folder / LEDGER, known)
-        with workers(options) as crew:
-            ledger = BatchLedger(folder / LEDGER, crew.ask(describe, decoder, facts))
+        refuse_early(folder / LEDGER, known, key="row")
+        with (
+            workers(options) as crew,
+            BatchLedger(folder / LEDGER, crew.ask(describe, decoder, facts)) as ledger,
+        ):
             _answer(options, crew, ledger, source, columns, decoder)
         write_files(ledger, source, folder)
         _say_what_is_there(ledger, source, folder)
@@ -104,9 +105,9 @@ def _answer(
 
     if ledger.torn:
         say(f"notice: {ledger.path}: its last line was cut short and is decoded again")
-    if ledger.done:
-        say(f"notice: {len(ledger.done)} of {len(source)} rows are already in {ledger.path}")
-    left = [number for number in range(len(source)) if number not in ledger.done]
+    if ledger.rows:
+        say(f"notice: {len(ledger.rows)} of {len(source)} rows are already in {ledger.path}")
+    left = [number for number in range(len(source)) if number not in ledger.rows]
     work = partial(answer_rows, decoder=decoder, raw=options.raw, batch_size=options.batch_size)
     rows = ((number, asked(source, number, columns)) for number in left)
     size = chunk_size(options.batch_size, len(left), crew.count)
@@ -114,7 +115,7 @@ def _answer(
     with ShownProgress(standard_output(), "rows") as shown:
         shown.begin(len(left))
         for count, (_, answer) in enumerate(crew.spread(work, rows, size), 1):
-            ledger.add(answer)
+            ledger.add(asdict(answer))
             shown.advance()
             if not shown.is_live and count * 10 // len(left) > (count - 1) * 10 // len(left):
                 shown.say(f"{count} of {len(left)} rows")
@@ -267,29 +268,15 @@ def answer_rows(
 _ANSWER = TypeAdapter(Answer)
 
 
-class BatchLedger(Ledger[int, Answer]):
+class BatchLedger(Ledger):
     """The rows that are answered. In memory are their counts alone, not what they say."""
 
-    FILE = "exists and is not a ledger of this command"
-    ENTRY = "an answer of this run"
+    def __init__(self, path: Path, run: dict[str, Any]):
+        super().__init__(path, run, key="row", fields=("row", "forwards", "error"))
 
-    def key(self, entry: Answer) -> int:
-        return entry.row
-
-    def kept(self, entry: Answer) -> Answer:
-        return replace(entry, text=None, tokens=())
-
-    def line(self, entry: Answer) -> str:
-        return json_line(asdict(entry))
-
-    def parsed(self, line: bytes, where: str) -> Answer:
-        values = parse_batch_ledger(line, nan=True)
-        if not isinstance(values, dict) or set(values) != set(Answer.__dataclass_fields__):
-            raise ValueError("not the keys of an answer")
-        answer = _ANSWER.validate_json(line, strict=True)
-        if not 0 <= answer.row < self.run["rows"]:
-            raise ValueError("no row of this run")
-        return answer
+    @property
+    def done(self) -> dict[int, Answer]:
+        return {key: Answer(**row) for key, row in self.rows.items()}
 
     def answers(self) -> Iterator[Answer]:
         """Every answer, whole, in the order of the rows."""
@@ -297,7 +284,7 @@ class BatchLedger(Ledger[int, Answer]):
         # The first line is the run's.
         places = {lines.record(place)["row"]: place for place in range(1, len(lines))}
         for row in sorted(places):
-            yield _ANSWER.validate_json(json.dumps(lines.record(places[row])), strict=True)
+            yield _ANSWER.validate_json(json.dumps(lines.record(places[row])))
 
 
 # The files that a batch job leaves, written when every row has been looked at:

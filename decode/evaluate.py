@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -32,7 +33,7 @@ from decode.cli import parse_evaluation_flags as parse
 from decode.decoders import Decoder
 from decode.display import ShownProgress, Silent, standard_output
 from decode.jobs import Output, PromptJob, Record, draw_problems, encode_problems, task_sources
-from decode.ledger import check_folder, check_place
+from decode.ledger import check_folder, check_place, refuse_early
 from decode.loop import JudgePool, decode
 from decode.report import Measurements, wilson
 from decode.step import Event, Result, p_cache_of
@@ -77,14 +78,14 @@ def _measure(
         say(f"notice: {doubt}")
     output = None
     if folder is not None:
-        output = Output(folder / ANSWERS, settled, [job.source.id for job in every])
+        output = Output(folder / ANSWERS, settled)
         if output.torn:
             say(f"notice: {output.path}: its last line was cut short and is decoded again")
         if output.done:
             say(f"notice: {len(output.done)} of {len(every)} answers are already in {output.path}")
     measured = []
     judges = JudgePool(options.judge_jobs or default_jobs())
-    with ShownProgress(standard_output(), "answers") as shown, judges:
+    with ShownProgress(standard_output(), "answers") as shown, judges, output or nullcontext():
         for task in options.tasks:
             measured.append(
                 evaluate_jobs(
@@ -129,7 +130,7 @@ def _jobs(
     """The decoder options that were given, and what is decoded of each task. From the cheapest
     check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
     from decode.cli import check_options, outline, read_settings
-    from decode.jobs import Output, draw_problems, make_jobs, refuse_equal_samples, task_sources
+    from decode.jobs import draw_problems, make_jobs, refuse_equal_samples, task_sources
 
     settings = read_settings(options)
     length = settings.given.get("max_new_tokens")
@@ -148,7 +149,7 @@ def _jobs(
     }
     every = [job for some in jobs.values() for job in some]
     if folder is not None:
-        Output.refuse_early(folder / ANSWERS, describe(options, shape, "", every))
+        refuse_early(folder / ANSWERS, describe(options, shape, "", every))
     refuse_equal_samples("--samples", options.samples, every)
     return settings.given, jobs
 

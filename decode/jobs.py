@@ -8,12 +8,10 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from d2f import __version__
 from d2f.checkpoint import parse
@@ -25,7 +23,7 @@ from decode.cli import DEFAULT_PROBLEMS, DecoderSettings, check_least, chosen_ta
 from decode.decoders import Decoder, spelled
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import check, encode, fitted
-from decode.ledger import Ledger, check_place, json_line
+from decode.ledger import Ledger, check_place
 from decode.step import Event, Result
 
 # Problems of tasks as prompts.
@@ -390,42 +388,18 @@ class Record:
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds
 
-    @staticmethod
-    def from_json(values: Any) -> Record:
-        """The record of a line. Raises ValueError."""
-        if not isinstance(values, dict) or set(values) != {f.name for f in fields(Record)}:
-            raise ValueError("not the keys of a result")
-        # In JSON mode, as strict validation of Python values would want a Record and not a mapping.
-        record = _RECORD.validate_json(json.dumps(values), strict=True)
-        if record.forwards < 1 or not record.seconds > 0:
-            raise ValueError("nothing is decoded in no forward or no time")
-        return record
 
+class Output(Ledger):
+    """The file of --output. done: its records, by the ids of their prompts."""
 
-_RECORD = TypeAdapter(Record)
-
-
-class Output(Ledger[int | str, Record]):
-    """The file of --output. ids: of the prompts of the run."""
-
-    FILE = "exists and is not an output of this command"
-    ENTRY = "a result of this run"
-
-    def __init__(self, path: str | Path, run: dict[str, Any], ids: Collection[int | str]):
-        self.ids = set(ids)
+    def __init__(self, path: str | Path, run: dict[str, Any]):
         super().__init__(path, run)
+        self.done = {key: Record(**row) for key, row in self.rows.items()}
 
-    def key(self, entry: Record) -> int | str:
-        return entry.id
-
-    def line(self, entry: Record) -> str:
-        return json_line(asdict(entry))
-
-    def parsed(self, line: bytes, where: str) -> Record:
-        record = Record.from_json(parse(line, nan=True))
-        if record.id not in self.ids:
-            raise ValueError("no prompt of this run")
-        return record
+    def add_record(self, record: Record) -> None:
+        """Append a record. Raises OutputError."""
+        self.add(asdict(record))
+        self.done[record.id] = record
 
 
 def make_record(job: PromptJob, result: Result, seconds: float, right: bool | None) -> Record:

@@ -212,7 +212,7 @@ def decode(
             record = make_record(job, result, seconds, right)
             records.append(record)
             if output is not None:
-                output.add(record)
+                output.add_record(record)
             display.finish(job, record)
         waiting.clear()
 

@@ -11,13 +11,14 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.cli import command, followed, parse, say
 from decode.display import is_live, standard_output
-from decode.ledger import hold_output
+from decode.ledger import check_place, refuse_early
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +41,9 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     if followed(options):
         return
     _check_paths(options)
-    with hold_output(options.output):
-        _run(options, console or standard_output())
+    if options.output is not None:
+        check_place(Path(options.output))
+    _run(options, console or standard_output())
 
 
 def _run(options: argparse.Namespace, console: Console) -> None:
@@ -70,24 +72,27 @@ def _run(options: argparse.Namespace, console: Console) -> None:
         shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
         jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
         refuse_equal_samples("--n", options.n, jobs)
+        if options.output is not None:
+            refuse_early(options.output, header(options, shape, "", jobs))
         model, weights = load(options)
         settled = header(options, model, weights, jobs)
         output = None
         if options.output is not None:
-            output = Output(options.output, settled, [job.source.id for job in jobs])
+            output = Output(options.output, settled)
     give_notices(dict.fromkeys(s.task for s in sources if s.task is not None))
     _give_notices(options, model, jobs, output)
     done = dict(output.done) if output is not None else {}
     # Results that --output has from an earlier run of the same settings are not decoded again.
     pending = [job for job in jobs if job.source.id not in done]
-    new, seconds = decode(
-        OneWorker(model),
-        pending,
-        batch_size=options.batch_size,
-        display=_display(options, console, model, len(pending)),
-        output=output,
-        trace=trace,
-    )
+    with output or nullcontext():
+        new, seconds = decode(
+            OneWorker(model),
+            pending,
+            batch_size=options.batch_size,
+            display=_display(options, console, model, len(pending)),
+            output=output,
+            trace=trace,
+        )
     order = {job.source.id: place for place, job in enumerate(jobs)}
     records = sorted([*done.values(), *new], key=lambda record: order[record.id])
     _report(options, console, model, records, new, seconds)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2f.errors import InputError
-from d2f.files import make_folder
+from d2f.files import locked_file, make_folder
 from d2f.quiet import quiet
 from decode.cli import (
     Parser,
@@ -28,7 +28,6 @@ from decode.cli import (
 )
 from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f import D2F
-from decode.ledger import hold_output
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -133,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)
     make_folder(options.output.parent)
-    with quiet(options.verbose), hold_output(options.output):
+    with quiet(options.verbose), locked_file(options.output):
         run(options)
 
 

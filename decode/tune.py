@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 from d2f import __version__
-from d2f.checkpoint import parse as parse_tuning_ledger
 from d2f.config import dump
 from d2f.contract import Contract
 from d2f.errors import InputError
@@ -45,7 +44,7 @@ from decode.decoders.base import default_grid, searchable, whole_number
 from decode.display import ShownProgress, standard_output
 from decode.evaluate import decode_and_judge
 from decode.jobs import encode_problems
-from decode.ledger import Ledger, check_folder, json_line
+from decode.ledger import Ledger, check_folder, refuse_early
 from decode.plots import Panel, Point, Series, save
 from decode.plots import frontier as frontier_tuning_figure
 from decode.report import Measurements, environment, joined, markdown_table, paired
@@ -105,7 +104,7 @@ def _tune(
         display.say(f"notice: {ledger.path}: its last line was cut short and is measured again")
     if ledger.done:
         display.say(f"notice: {len(ledger.done)} measurements are already in {ledger.path}")
-    with display:
+    with display, ledger:
         bench = Bench(
             crew,
             space,
@@ -164,7 +163,7 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     give_notices(tuning.chosen)
     with locked(check_folder(options.output)) as folder:
         known = describe(shape, tuning, space, "", options.workers)
-        TuningLedger.refuse_early(folder / LEDGER, known)
+        refuse_early(folder / LEDGER, known, key="task")
         display = ShownProgress(console, "problems")
         with workers(options) as crew:
             names_of_model = options.model, crew.ask(_adapter)
@@ -360,21 +359,17 @@ class _Line(BaseModel):
     seconds: list[_Seconds]
 
 
-class TuningLedger(Ledger[TuningJob, JobDone]):
+class TuningLedger(Ledger):
     """The jobs done of a tuning run."""
 
-    FILE = "exists and is not a ledger of this command"
-    ENTRY = "a measurement of this run"
-    SYNC = True
+    def __init__(self, path: Path, run: dict[str, Any]):
+        super().__init__(path, run, key=lambda row: JobDone.from_json(row).job, sync=True)
+        self.done = {key: JobDone.from_json(row) for key, row in self.rows.items()}
 
-    def key(self, entry: JobDone) -> TuningJob:
-        return entry.job
-
-    def line(self, entry: JobDone) -> str:
-        return json_line(entry.to_json())
-
-    def parsed(self, line: bytes, where: str) -> JobDone:
-        return JobDone.from_json(parse_tuning_ledger(line, nan=True))
+    def add_done(self, done: JobDone) -> None:
+        """Append a job's measurement. Raises OutputError."""
+        self.add(done.to_json())
+        self.done[done.job] = done
 
     def spent(self, task: str) -> float:
         """Seconds that the search of a task has measured, over all runs."""
@@ -875,7 +870,7 @@ class Bench:
         new = [(job, self._asked(job)) for job in jobs if job not in self.ledger.done]
         work = partial(measure_jobs, batch_size=self.batch_size)
         for _, done in self.crew.spread(work, new, 1):
-            self.ledger.add(done)
+            self.ledger.add_done(done)
 
     def _asked(self, job: TuningJob) -> Asked:
         task = self.tasks[job.task]

@@ -43,7 +43,7 @@ from decode.decoders import DECODERS, Decoder
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.jobs import draw_problems, encode_problems
-from decode.ledger import Ledger, hold_output
+from decode.ledger import Ledger, check_place, refuse_early
 from decode.step import Event, Result
 from distill.config_keys import Data, WinoPlus
 from distill.data import Sample, Stream
@@ -69,8 +69,8 @@ _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's res
 
 def run(options: argparse.Namespace) -> None:
     """Collect what the options say. Raises InputError before any work."""
-    with hold_output(options.output):
-        _run(options)
+    check_place(Path(options.output))
+    _run(options)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -85,13 +85,16 @@ def _run(options: argparse.Namespace) -> None:
     check_options(options)
     shape = outline(options.model, options.adapter)
     jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
-    RolloutLedger.refuse_early(options.output, describe(options, shape, "", jobs))
+    early = describe(options, shape, "", jobs)
+    refuse_early(options.output, early, key="unique_id", header="rollouts")
     give_notices(options.tasks)
-    with workers(options) as crew:
-        file = RolloutLedger(options.output, crew.ask(describe, jobs))
+    with (
+        workers(options) as crew,
+        RolloutLedger(options.output, crew.ask(describe, jobs)) as file,
+    ):
         _collect(options, crew, jobs, file)
     for task in options.tasks:
-        kept = sum(name.startswith(f"{task.name}-") for name in file.done)
+        kept = sum(name.startswith(f"{task.name}-") for name in file.rows)
         print(f"{task.name:<10} {kept} of {options.problems} right and kept")
 
 
@@ -105,13 +108,13 @@ def _collect(
     from decode.workers import chunk_size
 
     order = {job.name: number for number, job in enumerate(jobs)}
-    places = [order.get(name, -1) for name in file.done]
+    places = [order.get(name, -1) for name in file.rows]
     # Rollouts are written in the order of the problems: the last one says how far the run was.
     if -1 in places or places != sorted(places):
         raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
     first = places[-1] + 1 if places else 0
     if first:
-        print(f"{file.path}: going on after {[*file.done][-1]}", file=sys.stderr)
+        print(f"{file.path}: going on after {[*file.rows][-1]}", file=sys.stderr)
     work = partial(
         collect,
         temperatures=options.temperatures,
@@ -135,7 +138,7 @@ def _collect(
             while first in waiting:
                 found = waiting.pop(first)
                 if found is not None:
-                    file.add(found)
+                    file.add_rollout(found)
                 first += 1
 
 
@@ -617,18 +620,12 @@ def make_jobs(
 # the problems.
 
 
-class RolloutLedger(Ledger[str, Rollout]):
+class RolloutLedger(Ledger):
     """The rollouts by the names of their problems."""
 
-    HEADER = "rollouts"
-    FILE = NO_ROLLOUTS
-    ENTRY = "a rollout of this run"
+    def __init__(self, path: str | Path, run: dict[str, Any]):
+        super().__init__(path, run, key="unique_id", header="rollouts")
 
-    def key(self, entry: Rollout) -> str:
-        return entry.unique_id
-
-    def line(self, entry: Rollout) -> str:
-        return entry.model_dump_json() + "\n"
-
-    def parsed(self, line: bytes, where: str) -> Rollout:
-        return parse_rollout(line, where)
+    def add_rollout(self, rollout: Rollout) -> None:
+        """Append a rollout. Raises OutputError."""
+        self.add(rollout.model_dump(mode="json"))

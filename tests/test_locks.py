@@ -75,13 +75,6 @@ def no_work(*args, **more):
     raise AssertionError("work was done without the lock")
 
 
-def run_pipeline(out, monkeypatch):
-    from decode.pipeline import main
-
-    monkeypatch.setattr("decode.cli.load", no_work)
-    return main(["--prompt", "Hi", "--output", str(out)])
-
-
 def run_rollouts(out, monkeypatch):
     from distill.rollouts import main
 
@@ -142,7 +135,6 @@ def run_ablation(out, monkeypatch):
 @pytest.mark.parametrize(
     ("run", "lock"),
     [
-        (run_pipeline, locked_file),
         (run_rollouts, locked_file),
         (run_states, locked_file),
         (run_tune, locked),

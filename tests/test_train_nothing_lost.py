@@ -297,12 +297,14 @@ def test_rollouts_without_room_keep_those_before(tmp_path, monkeypatch):
     )  # fmt: skip
     path = tmp_path / "rollouts.jsonl"
     file = RolloutLedger(path, {"seed": 0})
-    file.add(rollout)
-    monkeypatch.setattr("os.write", full)
+    file.add_rollout(rollout)
+    monkeypatch.setattr("os.fsync", full)
+    file._sync = True
     with pytest.raises(InputError, match=r"No space left.*; what it had before is kept"):
-        file.add(rollout.model_copy(update={"unique_id": "story-2"}))
+        file.add_rollout(rollout.model_copy(update={"unique_id": "story-2"}))
+    file.close()
     again = RolloutLedger(path, {"seed": 0})
-    assert list(again.done) == ["story-1"] and not again.torn
+    assert list(again.rows) == ["story-1"] and not again.torn
 
 
 def test_states_know_their_place_before_they_decode(tmp_path, monkeypatch, capsys):

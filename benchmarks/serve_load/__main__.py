@@ -12,7 +12,6 @@ guidellm needs an environment of its own (`pip install guidellm`), vLLM's is tha
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2f.errors import InputError, one_line
 from d2f.files import make_folder
-from decode.ledger import Ledger, json_line
+from decode.ledger import Ledger
 
 if TYPE_CHECKING:
     from benchmarks.serve_load.load_tools import Load
@@ -41,22 +40,11 @@ SERVERS = (*OURS, *VLLM)
 Run = tuple[str, str, float]  # tool, server, rate
 
 
-class Points(Ledger[Run, dict[str, Any]]):
+class Points(Ledger):
     """The runs that were made."""
 
-    FILE = "is not a file of benchmarks.serve_load"
-    ENTRY = "a run of a load generator"
-
-    def key(self, entry: dict[str, Any]) -> Run:
-        return entry["tool"], entry["server"], entry["rate"]
-
-    def line(self, entry: dict[str, Any]) -> str:
-        return json_line(entry)
-
-    def parsed(self, line: bytes, where: str) -> dict[str, Any]:
-        entry = dict(json.loads(line))
-        self.key(entry)
-        return entry
+    def __init__(self, path: Path, run: dict[str, Any]):
+        super().__init__(path, run, key=lambda row: (row["tool"], row["server"], row["rate"]))
 
 
 def start(name: str, options: argparse.Namespace, logs: Path) -> tuple[Server, str]:
@@ -114,7 +102,7 @@ def work(options: argparse.Namespace, points: Points) -> None:
     from d2f.tasks import make_problems
     from decode.compare.entries import tokenizer_of
 
-    missing = [run for run in runs(options) if run not in points.done]
+    missing = [run for run in runs(options) if run not in points.rows]
     if not missing:
         return
     most = max(_count(rate, options) for rate in options.rates)
@@ -147,7 +135,7 @@ def work(options: argparse.Namespace, points: Points) -> None:
             found = measure(tool, load, problems[:count], options, folder)
             server.check()
             points.add({"tool": tool, "server": name, "rate": rate, **found})
-            print(line(points.done[tool, name, rate]), flush=True)
+            print(line(points.rows[tool, name, rate]), flush=True)
 
 
 def line(point: dict[str, Any]) -> str:
@@ -225,7 +213,7 @@ def _finish(points: Points) -> None:
     from benchmarks.serve_load.load_figure import load_figure
     from decode.plots import save
 
-    found = list(points.done.values())
+    found = list(points.rows.values())
     for point in found:
         print(line(point))
     run = points.run

@@ -112,7 +112,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
     contestants: list[Contestant] = []
     started: dict[str, VllmServer | Worker] = {}
     try:
-        with ExitStack() as stack:
+        with ledger, ExitStack() as stack:
             for entry in config.entries:
                 display.say(f"starting {entry.name} ({entry.kind}: {entry.model})")
                 logs = folder / "logs"
@@ -278,7 +278,7 @@ def measure(
             concurrency=planned.concurrency,
             repetition=planned.repetition,
         )
-        ledger.add(record)
+        ledger.add_record(record)
         show(planned, record)
 
 

@@ -14,13 +14,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
-from d2f.checkpoint import parse
 from d2f.files import write_beside
 from d2f.tasks import before_stop
 from decode.compare.client import Run
 from decode.compare.config import Workload
 from decode.compare.entries import count_tokens
-from decode.ledger import Ledger, json_line
+from decode.ledger import Ledger
 from decode.plots import (
     COLORS,
     MARKERS,
@@ -818,37 +817,24 @@ def _caption(report: ComparisonReport) -> str:
 # The runs of a comparison on disk as they come, so that a killed command goes on where it was.
 
 
-class RunsLedger(Ledger[Key, Record]):
+class RunsLedger(Ledger):
     """The records of a comparison, and in `resumed` the times that it went on before."""
 
-    FILE = "exists and is not of this command"
-    ENTRY = "a run of this comparison"
-    SYNC = True
-
     def __init__(self, path: Path, run: dict[str, Any]):
-        self.resumed: list[dict[str, Any]] = []
-        super().__init__(path, run)
+        super().__init__(path, run, key=_ledger_key, sync=True)
+        lines = self.rows.values()
+        self.done = {r.key: r for row in lines if "runs" in row for r in from_json(row)}
         self.found = bool(self.done)
-        if not self.found:
-            self.resumed = []
+        self.resumed = [row["resumed"] for row in lines if "resumed" in row] if self.found else []
 
     @property
     def records(self) -> list[Record]:
         return list(self.done.values())
 
-    def key(self, entry: Record) -> Key:
-        return entry.key
-
-    def line(self, entry: Record) -> str:
-        return json_line(as_json([entry]))
-
-    def parsed(self, line: bytes, where: str) -> Record | None:
-        values = parse(line, nan=True)
-        if "resumed" in values:
-            self.resumed.append(values["resumed"])
-            return None
-        (record,) = from_json(values)
-        return record
+    def add_record(self, record: Record) -> None:
+        """Append a record. Raises OutputError."""
+        self.add(as_json([record]))
+        self.done[record.key] = record
 
     def begin(self, entries: Collection[str]) -> None:
         """Keep what is complete, and write it. A repetition is complete if each of the entries had
@@ -864,6 +850,13 @@ class RunsLedger(Ledger[Key, Record]):
         if self.found:
             date, kept = time.strftime("%Y-%m-%d %H:%M:%S %z"), len(self.done)
             self.resumed.append({"date": date, "kept": kept, "dropped": len(before) - kept})
-        first = map(json_line, [{self.HEADER: self.run}, *({"resumed": t} for t in self.resumed)])
-        write_beside(self.path, "".join([*first, *map(self.line, self.records)]))
-        self._ready = True
+        notes = [{"resumed": one} for one in self.resumed]
+        self.replace([*notes, *(as_json([record]) for record in self.records)])
+
+
+def _ledger_key(row: dict[str, Any]) -> Any:
+    """The key of a record, or of a note of when the comparison went on."""
+    if "resumed" in row:
+        return id(row)
+    (record,) = from_json(row)
+    return record.key

@@ -112,7 +112,7 @@ def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_pa
     events.append(Event(2, 1, [], [], failed))
     monkeypatch.setattr(timed_loop, "stream", lambda *_, **__: iter(events))
     monkeypatch.setattr(timed_loop, "_warm_up", lambda *_: None)
-    output = Output(tmp_path / "answers.jsonl", {}, [0, 1, 2])
+    output = Output(tmp_path / "answers.jsonl", {})
     with JudgePool(8) as pool, pytest.raises(RequestError, match=r"^2: broken"):
         timed_loop.decode(
             OneWorker(None), jobs, batch_size=3, display=Silent(), output=output, judges=pool

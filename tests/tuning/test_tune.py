@@ -177,14 +177,14 @@ def test_killed_and_resumed_comes_out_the_same(tmp_path, made_up, monkeypatch, c
     assert main([*arguments, str(whole)]) == 0
     written = []
 
-    def die(self, measurement, write=bench.TuningLedger.add):
+    def die(self, measurement, write=bench.TuningLedger.add_done):
         if len(written) == after:
             raise KeyboardInterrupt
         written.append(measurement.job)
         write(self, measurement)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bench.TuningLedger, "add", die)
+        patch.setattr(bench.TuningLedger, "add_done", die)
         assert main([*arguments, str(cut)]) == 130
     assert jobs(cut) == jobs(whole)[:after]
     ledger = cut / "measurements.jsonl"
@@ -321,7 +321,6 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
         (["--problems", "2147483648"], "problems must be at most 1048576, got 2147483648"),
         (["--problems", "200000"], "count must be at most 100000, got 200000"),
         (["--output", ""], "--output is empty: expected a folder"),
-        (["--output", "a\udcff"], r"--output 'a\udcff': expected a name in UTF-8"),
         (["--device", "abacus"], "--device abacus: no such device here"),
         (["--nothing"], "unrecognized arguments: --nothing"),
     ],
@@ -351,7 +350,7 @@ def test_an_output_that_cannot_be_written(tmp_path, made_up, capsys):
     assert f"--output {file}: no folder can be there" in capsys.readouterr().err
     (tmp_path / "measurements.jsonl").write_text("mine\n")
     assert main([*SMALL, "--output", str(tmp_path)]) == 2
-    assert "is not a ledger of this command; nothing was written" in capsys.readouterr().err
+    assert "is not an output of this command; nothing was written" in capsys.readouterr().err
     assert not made_up
 
 

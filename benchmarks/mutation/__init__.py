@@ -1,0 +1,1 @@
+"""How many small faults the tests notice (mutation testing)."""
