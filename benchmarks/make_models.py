@@ -56,14 +56,14 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
     """The model card: recipe, data, steps, hardware, hours, measured table."""
     config = read_config(Path("runs") / name / "config.yaml")
     contract = json.loads((MODELS / name / "d2f_contract.json").read_text())
-    kind = (config.objective, [contract["family"]])
+    kind = (config.objective.name, [contract["family"]])
     lines = [
         *front_matter(name, *kind, reports, license="apache-2.0", language="en"),
         "",
         f"# {name}",
         "",
         f"A model of the family `{contract['family']}` for the tiny tasks of this project, trained "
-        f"by the objective `{config.objective}`. With d2f-toolkit installed:",
+        f"by the objective `{config.objective.name}`. With d2f-toolkit installed:",
         "",
         *snippet(name, reports[0]),
         "",

@@ -19,6 +19,7 @@ from decode.compare.config import CompareConfig
 from decode.decoders import DECODERS
 from decode.decoders.base import Option
 from distill.config import TrainConfig
+from distill.objectives import OBJECTIVES
 
 _HEAD = """\
 # Reference of all configuration keys
@@ -30,6 +31,10 @@ unless the key is a truth value. An unknown key is an error.
 """
 _KINDS: tuple[tuple[str, str, type[Section]], ...] = (
     ("Training", "`accelerate launch distill/train.py --config FILE`", TrainConfig),
+    *(
+        (f"Objective {name}", f"`objective: {{name: {name}, ...}}`", OBJECTIVES[name].section)
+        for name in OBJECTIVES
+    ),
     ("Comparison", "`python -m decode.compare --config FILE`", CompareConfig),
     ("Ablation", "`python -m benchmarks.ablation --config FILE`", Ablation),
     ("Task file", "`--tasks FILE`; [evaluation.md](evaluation.md) shows one", TaskFile),

@@ -47,10 +47,9 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
 from decode.compare.entries import peak_bytes, reset_peak
-from distill.config import TrainConfig
-from distill.config_keys import Data
+from distill.config import Data, TrainConfig
 from distill.objectives.base import Batch
-from distill.objectives.d2f import D2F
+from distill.objectives.d2f import D2F, D2FOptions
 from distill.sharding import compile_layers
 from distill.trainer import measure_attention
 
@@ -88,11 +87,10 @@ def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tenso
 def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
     """The loss as distill/train.py computes it."""
     config = TrainConfig(
-        objective="d2f",
+        objective=D2FOptions(name="d2f", block_size=BLOCK_SIZE),
         output="-",
         init="-",
         steps=1,
-        block_size=BLOCK_SIZE,
         data=Data(tasks={"story": 1.0}),
     )
     objective = D2F(model, config).train()

@@ -85,7 +85,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
         activations=layers * layer,
         # Each layer keeps its input, and one layer at a time is computed again.
         activations_checkpointed=layers * inputs + layer,
-        loss=OBJECTIVES[config.objective].loss_bytes(model, config, reads),
+        loss=OBJECTIVES[config.objective.name].loss_bytes(model, config, reads),
         export=load + 4 * trained * adapted + optimizer + largest,
     )
 
@@ -134,7 +134,7 @@ def is_linear(name: str) -> bool:
 
 def doubts(config: TrainConfig) -> list[str]:
     """A line for each: of the objective (`Objective.doubt`), and of bf16 on a CPU that has none."""
-    found = [OBJECTIVES[config.objective].doubt(config), _emulated_bf16(config)]
+    found = [OBJECTIVES[config.objective.name].doubt(config), _emulated_bf16(config)]
     return [line for line in found if line is not None]
 
 
@@ -214,7 +214,7 @@ class RunForecast:
             ("to write the result", memory.export, ""),
         ]
         lines = [
-            f"{config.objective} on {self.family}: {self.parameters:,} parameters, "
+            f"{config.objective.name} on {self.family}: {self.parameters:,} parameters, "
             f"{self.trained:,} trained ({share:.2f} %)",
             f"a step: {self.tokens_per_step:,} tokens in {config.data.rows} rows of "
             f"{config.data.row_length}, {100 * self.filled:.0f} % filled by "
@@ -240,7 +240,7 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     if config.quantize == "4bit":
         require("bitsandbytes", "quantize: 4bit")
     model = prepare_model(config, "meta")
-    objective = OBJECTIVES[config.objective](model, config)
+    objective = OBJECTIVES[config.objective.name](model, config)
     stream = objective.stream()
     # One real step's share, for how many rows the loss reads.
     batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))

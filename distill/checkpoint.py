@@ -3,7 +3,6 @@ checksum, so that a damaged one is known and the one before it is used."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -12,7 +11,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping
-from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +23,7 @@ from d2f.config import read_mapping
 from d2f.errors import CheckpointError, InputError
 from d2f.files import says_what_is_kept, write_beside
 from d2f.models import resolve
-from distill.config import TrainConfig, parse_config, unread, value_of
+from distill.config import TrainConfig, parse_config
 from distill.log import extension_text, keep_lines
 
 STATE, CHECKSUM = "state.pt", "checksum.json"
@@ -165,7 +163,7 @@ def _drop(place: Path) -> None:
 # What a run reads: its paths, which may be spelled in several ways, and digests of their content,
 # so that a resume knows whether it is still the same.
 
-_FILES = ("data.file", "noise.states", "evaluation.loss_file")
+_FILES = ("data.file", "objective.noise.states", "evaluation.loss_file")
 # Keys whose value is a place. All but the files may be hub names too.
 PATHS = (*_FILES, "data.dataset", "init", "init_adapter", "tokenizer")
 
@@ -182,7 +180,9 @@ def digests(config: TrainConfig) -> dict[str, str]:
 
     found = {}
     for key in _FILES:
-        path = value_of(config, key)
+        path: Any = config
+        for name in key.split("."):
+            path = getattr(path, name, None)
         if path is not None:
             found[key] = file_digest(Path(path))
     if config.data.dataset is not None and Path(config.data.dataset).is_dir():
@@ -315,7 +315,7 @@ class RunFolder:
         """In what another run's configuration, with the digests of what it read, is another than
         this: a phrase for each key. Keys that may change under way do not count."""
         theirs, ours = flat(self._up_to_date(config)), flat(self.config.model_dump(mode="json"))
-        same = _FREE | unread(self.config).keys()
+        same = set(_FREE)
         same |= {key for key in ours if theirs.get(key) == ours[key]}
         # Another spelling of a path is the same run if it leads to the same content.
         same |= {key for key in PATHS if self._is_same_input(key, theirs, ours, inputs)}
@@ -384,15 +384,10 @@ class RunFolder:
 
     def _up_to_date(self, config: dict[str, Any]) -> dict[str, Any]:
         """A configuration of an earlier version as it would be written now."""
-        there = deepcopy(config)
-        for key in unread(self.config):  # an earlier version took them
-            section, _, name = key.rpartition(".")
-            inside = there.get(section) if section else there
-            if isinstance(inside, dict):
-                inside.pop(name, None)
-        with contextlib.suppress(InputError):  # a key that came since then has its default
-            there = parse_config(there, str(self.place)).model_dump(mode="json")
-        return there
+        try:  # a key that came since then has its default
+            return parse_config(config, str(self.place)).model_dump(mode="json")
+        except InputError:
+            return config
 
     def _refuse_another(self, extend: bool) -> None:
         theirs = self._read_config()

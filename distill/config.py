@@ -1,189 +1,511 @@
-"""The typed configuration of a training run, from YAML with command-line overrides.
+"""Read the configuration of a training run: YAML, checked by pydantic, with command-line overrides.
 
-Frozen; an unknown key or a wrong type is an error before any work; the resolved configuration is
-saved with the run.
+Frozen; an unknown key or a wrong type is an error before any work. `TrainConfig` is what a run
+reads; its section `objective` has the keys of the objective that it names, which that objective's
+own file defines (`distill/objectives/`), so a key that nothing reads is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, Field, create_model, model_validator
 
-from d2f.config import check, dump, override, read_mapping
+from d2f.config import (
+    FileSize,
+    Positive,
+    Problems,
+    Ratio,
+    Section,
+    Seed,
+    Share,
+    Switch,
+    Text,
+    Threads,
+    Tokens,
+    Whole,
+    check,
+    dump,
+    override,
+    read_mapping,
+)
+from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, find_config
-from distill.config_keys import TrainKeys, section_keys
-from distill.objectives.kinds import KINDS, Kind
+from d2f.tasks import Task, find_tasks
+from d2f.tasks.task import TASKS
+from distill.objectives import OBJECTIVES
 
-# Keys of a training configuration that nothing would read, given its other keys: each is an error
-# where it has another value than its default, as a key is there to change something. What belongs
-# to
-# a switch (evaluation to eval_every, wandb_mode to tracker, final_lr_share to the schedule, what a
-# weight of 0 leaves out) may stay while the switch is off.
+MOST_PLACES = 2**28  # tokens of a step
 
-_OF_TEXT = ["data." + name for name in (
-    "columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long", "on_bad_row",
-    "measure_rows",
-)]  # fmt: skip
-_OF_TAILS = ["data." + name for name in (
-    "train_on_padding", "padded_share", "short_tail", "tail_weight",
-)]  # fmt: skip
-_OF_DECODING = ["evaluation." + name for name in (
-    "allow_code_execution", "problems", "split", "decoder", "options",
-)]  # fmt: skip
-_OF_FRESH_LORA = [key for key in section_keys("lora") if key != "lora.targets"]
-# Every key that some runs do not read, by what does read it.
-_READERS: list[tuple[str, list[str]]] = [
-    ("a model from scratch, init has its own", ["tokenizer"]),
-    ("a run that trains a fresh adapter", _OF_FRESH_LORA),
-    ("objectives that train an adapter", ["lora.targets"]),
-    ("d2f, wedlm and wino_plus", ["block_size"]),
-    (
-        "objective d2f",
-        ["distill_target", "weighting", "noise.schedule", "noise.monotone_share"],
-    ),
-    ("objective d2f with samples of pipeline states", ["noise.states"]),
-    ("monotone samples of objective d2f (noise.monotone_share)", ["noise.low", "noise.high"]),
-    (
-        "masked_diffusion, and d2f with noise.schedule clean_prefix or samples of pipeline states "
-        "that are drawn (noise.monotone_share below 1, no noise.states)",
-        ["noise.min_ratio"],
-    ),
-    (
-        "objective d2f with samples of pipeline states that are drawn "
-        "(noise.monotone_share below 1, no noise.states)",
-        ["noise.most_active"],
-    ),
-    (
-        "masked_diffusion with noise.uniform_share, d2f with noise.monotone_share below 1",
-        ["noise.far_weight"],
-    ),
-    (
-        "objective masked_diffusion",
-        ["noise.uniform_share", "noise.causal_share", "noise.cart_p"],
-    ),
-    (
-        "uniform samples of objective masked_diffusion (noise.uniform_share)",
-        ["noise.max_ratio"],
-    ),
-    ("objective masked_diffusion with noise.uniform_share below 1", ["noise.block_sizes"]),
-    ("objective wino_plus", section_keys("wino_plus")),
-    ("objective wedlm", section_keys("wedlm")),
-    ("rows of text, and wino_plus reads rollouts", _OF_TEXT),
-    ("evaluations that decode (evaluation.tasks or data.tasks)", _OF_DECODING),
-    (
-        "a held-out loss (evaluation.loss_rows, evaluation.loss_file) of an objective that masks "
-        "by a ratio",
-        ["evaluation.loss_ratios"],
-    ),
-    ("objectives that train on a response's tail (wino_plus.tail is of its own)", _OF_TAILS),
-]
+MaskRatio = Annotated[float, Field(gt=0, le=1)]
+# One size, several with equal shares, or sizes with their shares of the samples.
+BlockSizes = (
+    Tokens
+    | Annotated[tuple[Tokens, ...], Field(min_length=1)]
+    | Annotated[dict[Tokens, Share], Field(min_length=1)]
+)
+_Heads = Annotated[int, Field(ge=1, le=1024)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def unread(config: TrainKeys) -> dict[str, str]:
-    """What would read each key that nothing reads, by the key with dots into its section."""
-    kind = KINDS[config.objective]
-    read = kind.reads(config)
-    if config.init is None:
-        read.add("tokenizer")
-    if kind.trains_adapter(config):
-        read |= {"lora.targets", *(_OF_FRESH_LORA if config.init_adapter is None else ())}
-    if kind.reads_text:
-        read |= {*_OF_TEXT, *(_OF_TAILS if kind.tail else ())}
-    # While the switch eval_every is off, what belongs to it may stay.
-    if config.eval_every is None or config.evaluation.tasks or config.data.tasks:
-        read |= set(_OF_DECODING)
-    if config.evaluation.wants_loss and kind.masks_by_ratio:
-        read.add("evaluation.loss_ratios")
-    return {key: reader for reader, keys in _READERS for key in keys if key not in read}
+def refuse_unread(section: Section, keys: Iterable[str], reader: str, place: str = "") -> None:
+    """Raise ValueError for those of the keys that are given though nothing reads them here.
 
-
-def refuse_unread(config: TrainKeys) -> None:
-    """Raise ValueError for a key that is given though nothing reads it."""
-    given = [
-        f"{key}: nothing reads it here, it is for {reader}; leave it out"
-        for key, reader in unread(config).items()
-        if value_of(config, key) != _default(config, key)
-    ]
+    A resolved configuration has every key, so "given" means another value than the default.
+    reader: what would read them. place: the section's own key with a dot, for the error.
+    """
+    given = [place + key for key in keys if getattr(section, key) != _default(section, key)]
     if given:
-        raise ValueError("; ".join(given))
+        raise ValueError(f"{', '.join(given)}: nothing reads it here, it is for {reader}")
 
 
-def value_of(config: TrainKeys, key: str) -> Any:
-    """The value of a key with dots into its section."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+def _default(section: Section, key: str) -> Any:
+    if isinstance(section, Data) and section.tasks is None and key in _NO_TAIL:
+        return _NO_TAIL[key]
+    return type(section).model_fields[key].get_default(call_default_factory=True)
 
 
-def _default(config: TrainKeys, key: str) -> Any:
-    """The value that a key has where it is not given."""
-    if key in ("data.padded_share", "data.short_tail") and config.data.tasks is None:
-        return 0
-    section, _, name = key.rpartition(".")
-    owner = value_of(config, section) if section else config
-    return type(owner).model_fields[name].get_default(call_default_factory=True)
+class ModelShape(Section):
+    """A model to build from scratch with random weights."""
+
+    hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 256
+    """A multiple of twice the heads (RoPE turns pairs)."""
+    intermediate_size: Annotated[int, Field(ge=1, le=2**18)] = 768
+    """Width of the MLP."""
+    layers: Annotated[int, Field(ge=1, le=1000)] = 4
+    """Decoder layers."""
+    heads: _Heads = 4
+    """Query heads, a multiple of kv_heads."""
+    kv_heads: _Heads = 4
+    """Key and value heads."""
+    context_length: Tokens = 512
+    """Positions that the model is made for."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ModelShape:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(
+                f"hidden_size must be a multiple of 2 x heads {self.heads}, got {self.hidden_size}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}"
+            )
+        return self
 
 
-def _known(name: object) -> object:
-    """Raise what an unknown choice raises. No Literal: an objective may be added to KINDS."""
-    if not isinstance(name, str) or name not in KINDS:
-        *most, last = map(repr, KINDS)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+class Lora(Section):
+    """The adapter that d2f, wino_plus and, where asked for, wedlm train."""
+
+    r: Annotated[int, Field(ge=1, le=8192)] = 32
+    """Rank."""
+    alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
+    """The update is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Of the adapter's input."""
+    targets: Annotated[tuple[_Module, ...], Field(min_length=1)] = (
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    )  # fmt: skip
+    """Linear layers that are adapted, by transformers' names. With init_adapter the default stands
+    for its own; others are its own and further ones, which begin at no change."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Lora:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets must be distinct, got {list(self.targets)}")
+        return self
+
+
+class Evaluation(Section):
+    """What is measured every `eval_every` steps: held-out problems that are decoded (`tasks`), a
+    held-out loss (`loss_rows`, `loss_file`), or both."""
+
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
+    """Generated ones, or task files; default: those of data.tasks."""
+    allow_code_execution: Switch = False
+    """Let the judge python run what the model writes, on this machine."""
+    problems: Problems = 32
+    """Problems of each task."""
+    split: Literal["tuning", "heldout"] = "tuning"
+    """Which problems, of a held-out loss too."""
+    batch_size: Annotated[int, Field(ge=1, le=10**5)] = 32
+    """Most requests, or samples of a held-out loss, in a forward."""
+    decoder: Text | None = None
+    """Default: the one that suits what is trained."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the decoder, by the names of its command-line flags with underscores."""
+    loss_rows: Problems | None = None
+    """Rows of a held-out loss: drawn by the seed from data.file or data.dataset and never trained
+    on, whatever eval_every is; of loss_file at most so many; of data.tasks, problems of `split`.
+    Default: all of loss_file, else none."""
+    loss_file: Text | None = None
+    """A file of its own for the held-out loss, read as data.file."""
+    loss_ratios: Annotated[tuple[MaskRatio, ...], Field(min_length=1, max_length=100)] = (
+        0.1, 0.3, 0.5, 0.7, 0.9,
+    )  # fmt: skip
+    """Mask ratios that the held-out loss is taken at."""
+    best_by: Literal["accuracy", "kl", "cross_entropy"] | None = None
+    """What the best checkpoint has most of (accuracy) or least of. Default: accuracy where tasks
+    are decoded, else kl of d2f that learns by it, else cross_entropy."""
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether a held-out loss is asked for."""
+        return self.loss_rows is not None or self.loss_file is not None
+
+    @model_validator(mode="after")
+    def _known(self) -> Evaluation:
+        if len(set(self.loss_ratios)) < len(self.loss_ratios):
+            raise ValueError(f"loss_ratios must be distinct, got {list(self.loss_ratios)}")
+        try:
+            self.chosen(())
+        except InputError as error:
+            raise ValueError(f"tasks: {error}") from error
+        return self
+
+    def chosen(self, otherwise: Sequence[str]) -> tuple[Task, ...]:
+        """Return the tasks themselves. otherwise: where none are named. Raises InputError."""
+        names = self.tasks or otherwise
+        return find_tasks(names, allow_code_execution=self.allow_code_execution) if names else ()
+
+
+class Optimizer(Section):
+    """AdamW and its rate."""
+
+    lr: Annotated[float, Field(gt=0, le=10)] = 1e-3
+    """Greatest learning rate."""
+    warmup: Annotated[int, Field(ge=0, le=10**9)] = 100
+    """Steps in which the rate rises to lr."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """Of the rate after the warm-up."""
+    final_lr_share: Ratio = 0.05
+    """cosine: share of lr at the end."""
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    """Decay of the two running means."""
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.05
+    """Decoupled, times the rate."""
+    clip: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Norm that gradients are scaled down to."""
+
+
+class Columns(Section):
+    """Where a row has its prompt and response: two text columns, or a list of chat messages."""
+
+    prompt: Text | None = None
+    """Column of the prompt's text."""
+    response: Text | None = None
+    """Column of the response's text."""
+    messages: Text | None = None
+    """Column of a list of chat messages; the last assistant turn is the response."""
+    role: Text = "role"
+    """Key of the role within a message."""
+    content: Text = "content"
+    """Key of the text within a message."""
+    system: Text | None = None
+    """Column of a system message, put first where it is not empty."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Columns:
+        pair = (self.prompt is not None) + (self.response is not None)
+        if pair != (2 if self.messages is None else 0):
+            raise ValueError("columns need either prompt and response, or messages")
+        if self.messages is None and (self.role, self.content) != ("role", "content"):
+            raise ValueError("columns.role and columns.content are names within columns.messages")
+        return self
+
+
+COLUMNS = {
+    # bespokelabs/Bespoke-Stratos-17k and what follows its layout
+    "bespoke-stratos": Columns(
+        messages="conversations", role="from", content="value", system="system"
+    ),
+    # Lansechen/bs17k_collection_filtered_*, which the published D2F models were trained on
+    "d2f-reference": Columns(prompt="question", response="qwen7b_answer"),
+}
+
+
+def _task(name: str) -> str:
+    if name not in TASKS:
+        raise ValueError(f"expected a task among {', '.join(TASKS)}, got {name!r:.60}")
     return name
 
 
-class TrainConfig(TrainKeys):
+_OF_TEXT = (
+    "columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long", "on_bad_row",
+    "measure_rows",
+)  # fmt: skip
+_OF_TAILS = ("train_on_padding", "padded_share", "short_tail", "tail_weight")
+_NO_TAIL = {"padded_share": 0.0, "short_tail": 0}  # of files and data sets, unless asked
+
+
+class Data(Section):
+    """What is trained on: generated tasks with their shares, a file (JSONL; parquet by its ending),
+    or a Hugging Face data set by folder or hub name.
+
+    A row is `prompt` and `response`, or `messages` whose last assistant turn is the response and
+    whose earlier turns are the prompt; `columns` names them otherwise, or is a name of `COLUMNS`.
+
+    Padding. A response ends with one end token; what follows it is the tail, more end tokens.
+    Of a file or data set nothing of it is trained on unless asked. `train_on_padding: true` is the
+    preset for what the published D2F code does: padded_share 1, short_tail 0, tail_weight 1, so
+    each response is filled up with end tokens to its full length, all of them targets. The full
+    length is `max_response` where given, else what the prompt leaves of `row_length` (then a row
+    holds one sample, as there). The published data for LLaDA is `columns: d2f-reference`,
+    `row_length: 1024`, `end_token: "<|eot_id|>"`, `on_long: drop`; for Dream it is
+    `max_prompt: 924` and `on_long: truncate`.
+    """
+
+    tasks: (
+        Annotated[dict[Annotated[str, AfterValidator(_task)], Share], Field(min_length=1)] | None
+    ) = None
+    """Generated tasks with their shares of the samples."""
+    file: Text | None = None
+    """A file of rows: JSONL, or parquet by its ending."""
+    dataset: Text | None = None
+    """A folder of save_to_disk, or what load_dataset takes."""
+    dataset_config: Text | None = None
+    """The data set's configuration, where it has several."""
+    split: Text | None = None
+    """Of the data set; default train."""
+    columns: Text | Columns | None = None
+    """Names of the columns, or one of their presets; default: as the rows say by their keys."""
+    chat_template: Literal["tokenizer", "none"] = "tokenizer"
+    """none: the prompt's text as it is."""
+    end_token: Text | None = None
+    """That ends a response; default the model's first end token."""
+    max_prompt: Tokens | None = None
+    """Tokens; a longer prompt is never cut."""
+    max_response: Tokens | None = None
+    """Tokens, with the end token."""
+    on_long: Literal["error", "drop", "truncate"] = "error"
+    """A sample that is too long: an error, left out, or its response cut (then without end token;
+    left out where the prompt is too long). Counted and reported."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A broken row; skipped ones are counted."""
+    measure_rows: Whole = 100_000
+    """Most rows whose tokens are counted before the first step. Of a larger file only the form is
+    checked then, and lengths are judged as the rows come."""
+    row_length: Tokens = 192
+    """Tokens a packed row."""
+    rows: Annotated[int, Field(ge=1, le=2**16)] = 32
+    """Packed rows a step, over all processes."""
+    train_on_padding: Switch = False
+    """Preset of the three below: responses are filled up with end tokens, all of them targets."""
+    padded_share: Ratio = 0.5
+    """Samples filled to the full response length with end tokens; 0 for files and data sets."""
+    short_tail: Annotated[int, Field(ge=0, le=2**20)] = 7
+    """Most end tokens after the first, in the other samples; 0 for files and data sets."""
+    tail_weight: Ratio = 0.1
+    """Loss weight of end tokens after the first."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tail_of_files(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("tasks") is not None:
+            return values
+        if values.get("train_on_padding") is True:
+            return {"padded_share": 1.0, "short_tail": 0, "tail_weight": 1.0} | values
+        return _NO_TAIL | values
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Data:
+        if sum(s is not None for s in (self.tasks, self.file, self.dataset)) != 1:
+            raise ValueError(
+                "one of data.dataset, data.tasks and data.file must be given, and only one"
+            )
+        if self.dataset is None:
+            refuse_unread(self, ("dataset_config", "split"), "data.dataset only", "data.")
+        if self.tasks is not None:
+            idle = {*_OF_TEXT, "train_on_padding"} - {"chat_template", "end_token"}
+            refuse_unread(self, sorted(idle), "files and data sets only", "data.")
+        if self.rows * self.row_length > MOST_PLACES:
+            raise ValueError(
+                f"data.rows x data.row_length must be at most {MOST_PLACES}, "
+                f"got {self.rows} x {self.row_length}"
+            )
+        if isinstance(self.columns, str) and self.columns not in COLUMNS:
+            raise ValueError(
+                f"data.columns must be one of {', '.join(COLUMNS)}, or name the columns, "
+                f"got {self.columns!r}"
+            )
+        return self
+
+    @property
+    def layout(self) -> Columns | None:
+        """The columns, None where each row says by its keys what it is."""
+        return COLUMNS[self.columns] if isinstance(self.columns, str) else self.columns
+
+
+class Options(Section):
+    """The section `objective`. Each objective subclasses it, in its own file, with the keys that it
+    reads; the class attributes say what the rest of a run must know of it."""
+
+    name: Text
+    """What is trained; see docs/training.md."""
+
+    prompt_rule: ClassVar[str]
+    """What the prompt attends to in the result (`d2f.contract.Contract`)."""
+    masks: ClassVar[bool] = True
+    """Whether it hides tokens behind the model's mask token."""
+    reads_text: ClassVar[bool] = True
+    """Whether it trains on text, a file's or generated; else on rollouts."""
+    has_tail: ClassVar[bool] = True
+    """Whether samples of text carry end tokens after the first."""
+    masks_by_ratio: ClassVar[bool] = False
+    """Whether a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it
+    hides what training would."""
+    has_teacher: ClassVar[bool] = False
+    """Whether it learns a teacher's distribution, so that a held-out KL says how well."""
+
+    @property
+    def trained_lora(self) -> Lora | None:
+        """The adapter that is trained on frozen weights; None where all weights are trained."""
+        return None
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        """Share of the samples that are trained with each block size, in the given order."""
+        return {}
+
+    @property
+    def best_loss(self) -> str:
+        """The held-out loss that the best checkpoint is chosen by."""
+        return "cross_entropy"
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise ValueError for keys outside the section that do not go with it."""
+
+    def contract(self) -> dict[str, object]:
+        """What decoding must know of the result: fields of `d2f.contract.Contract`."""
+        found: dict[str, object] = {"objective": self.name, "prompt_rule": self.prompt_rule}
+        if self.block_shares:  # of several, decoders take the first
+            found["block_size"] = next(iter(self.block_shares))
+        return found
+
+
+def shares_of(sizes: BlockSizes) -> dict[int, float]:
+    """Share of each of the sizes, however they are given."""
+    if isinstance(sizes, int):
+        return {sizes: 1.0}
+    if not isinstance(sizes, dict):
+        return {size: sizes.count(size) / len(sizes) for size in sizes}
+    return {size: share / sum(sizes.values()) for size, share in sizes.items()}
+
+
+class Settings(Section):
+    """The keys of a training run beside `objective`."""
+
+    output: Text
+    """Folder of the run: checkpoints, log, and the result."""
+    steps: Positive
+    """Optimizer steps."""
+    data: Data
+    """What is trained on."""
+    seed: Seed = 0
+    """Of weights, noise, order of the rows and generated problems."""
+    family: Text | None = None
+    """Of the result; default: that of init. A model from scratch needs it."""
+    init: Text | None = None
+    """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""
+    drop_biases: Switch = False
+    """Leave out init's biases where family has no place for them (Dream's or Qwen2's in LLaDA's
+    layout): what they did, training has to learn again. Otherwise that is an error."""
+    init_adapter: Text | None = None
+    """Adapter of init to train on; default: a fresh one."""
+    model: ModelShape | None = None
+    """Shape of a model to start from scratch."""
+    tokenizer: Text | None = None
+    """Of a model from scratch, folder or hub name; default: the tasks' own."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW and its rate."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Autocast of the forward pass; what is trained stays in fp32."""
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of frozen weights."""
+    quantize: Literal["none", "4bit"] = "none"
+    """Of frozen weights (QLoRA)."""
+    gradient_checkpointing: Switch = False
+    """Compute each layer again in the backward pass, for less memory."""
+    compile: Switch = False
+    """Decoder layers through torch.compile: a faster step and less memory after a slow first one;
+    the same curve to rounding. One process or DDP, weights that are not quantised."""
+    gradient_accumulation: Positive = 1
+    """Parts that a process feeds its rows of a step in; data.rows is a multiple of it."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
+    threads: Threads | Literal["auto"] | None = None
+    """Of a step on a CPU; auto measures as it goes which number is fastest (docs/cpu.md), and the
+    same run may then differ in the last digits. Default: torch's, no more than the processors that
+    the process may use."""
+    save_every: Positive = 200
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+    eval_every: Positive | None = None
+    """Steps between evaluations; the last step is one. Default: none."""
+    evaluation: Evaluation = Evaluation()
+    """What is measured then, and what is held back for it."""
+    export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Of the result."""
+    max_shard_size: FileSize = "50GB"
+    """Of the result: most bytes of a file of weights; what is more goes into several."""
+    export_official: Switch = False
+    """Write the result also in the format that the family's own code reads."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """Where values are logged beside log.jsonl; its files lie in output."""
+    wandb_mode: Literal["offline", "online", "disabled"] = "offline"
+    """Of the tracker wandb."""
+    log_every: Positive = 10
+    """Steps between lines of the log."""
+
+
+class TrainConfig(Settings):
     """One training run."""
 
-    objective: Annotated[str, BeforeValidator(_known), WithJsonSchema({"enum": list(KINDS)})]
-    """What is trained; see docs/training.md."""
+    objective: Options
+    """What is trained, by its name, and the keys of that objective."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
+        objective, data, of = self.objective, self.data, f"objective {self.objective.name}"
         if (self.init is None) == (self.model is None):
             raise ValueError("exactly one of init and model must be given")
-        if self.trains_adapter and self.init is None:
-            raise ValueError(
-                f"objective {self.objective} needs init: the model that the adapter is for"
-            )
-        if self.init_adapter is not None and not self.trains_adapter:
-            raise ValueError(
-                f"objective {self.objective} trains no adapter: leave out init_adapter"
-            )
-        self.kind.check(self)
-        if not self.trains_adapter and (self.quantize, self.base_dtype) != ("none", "float32"):
-            raise ValueError(
-                f"quantize and base_dtype are of frozen weights: objective {self.objective} trains "
-                "them all, in float32"
-            )
-        if self.compile and self.quantize != "none":
-            raise ValueError(f"compile needs weights that are not quantised, got {self.quantize}")
-        if self.block_causal and max(self.block_shares) > self.data.row_length:
-            raise ValueError(
-                f"block_size must not exceed data.row_length {self.data.row_length}, "
-                f"got {max(self.block_shares)}"
-            )
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
         if self.drop_biases and (self.init is None or self.family is None):
             raise ValueError("drop_biases needs init and the family that it becomes")
+        if self.init is not None:
+            refuse_unread(self, ["tokenizer"], "a model from scratch, init has its own")
+        if not self.trains_adapter:
+            if self.init_adapter is not None:
+                raise ValueError(f"{of} trains no adapter: leave out init_adapter")
+            if (self.quantize, self.base_dtype) != ("none", "float32"):
+                raise ValueError(
+                    f"quantize and base_dtype are of frozen weights: {of} trains them all, in "
+                    "float32"
+                )
+        elif self.init is None:
+            raise ValueError(f"{of} needs init: the model that the adapter is for")
+        elif self.init_adapter is not None and objective.trained_lora is not None:
+            fresh = ("r", "alpha", "dropout")
+            refuse_unread(objective.trained_lora, fresh, "a fresh adapter", "objective.lora.")
+        if self.compile and self.quantize != "none":
+            raise ValueError(f"compile needs weights that are not quantised, got {self.quantize}")
+        if not objective.reads_text:
+            reader = f"rows of text, and {objective.name} reads rollouts"
+            refuse_unread(data, _OF_TEXT, reader, "data.")
+        if not (objective.reads_text and objective.has_tail):
+            refuse_unread(data, _OF_TAILS, "objectives that train a response's tail", "data.")
+        objective.check(self)
         self._check_evaluation()
-        if self.noise.low > self.noise.high:
-            raise ValueError(
-                f"noise.low must not exceed noise.high {self.noise.high}, got {self.noise.low}"
-            )
-        if self.noise.min_ratio > self.noise.max_ratio:
-            raise ValueError(
-                f"noise.min_ratio must not exceed noise.max_ratio {self.noise.max_ratio}, "
-                f"got {self.noise.min_ratio}"
-            )
-        refuse_unread(self)
         return self
 
     def _check_evaluation(self) -> None:
@@ -197,10 +519,18 @@ class TrainConfig(TrainKeys):
             "accuracy": "" if self.decodes_tasks else "evaluation.tasks or data.tasks",
             "cross_entropy": "" if loss else "evaluation.loss_rows or evaluation.loss_file",
         }
-        lacking["kl"] = lacking["cross_entropy"] if self.kind.has_teacher else "objective d2f"
+        lacking["kl"] = lacking["cross_entropy"] if self.objective.has_teacher else "objective d2f"
         if settings.best_by is not None and lacking[settings.best_by]:
             needs = lacking[settings.best_by]
             raise ValueError(f"evaluation.best_by: {settings.best_by} needs {needs}")
+        # While eval_every is off, the keys of the evaluation may stay.
+        if self.eval_every is not None and not self.decodes_tasks:
+            keys = ("allow_code_execution", "problems", "split", "decoder", "options")
+            reader = "evaluations that decode (evaluation.tasks or data.tasks)"
+            refuse_unread(settings, keys, reader, "evaluation.")
+        if not (loss and self.objective.masks_by_ratio):
+            reader = "a held-out loss of an objective that masks by a ratio"
+            refuse_unread(settings, ["loss_ratios"], reader, "evaluation.")
 
     @property
     def decodes_tasks(self) -> bool:
@@ -210,42 +540,101 @@ class TrainConfig(TrainKeys):
     @property
     def best_by(self) -> str:
         """What the best checkpoint is chosen by."""
-        if self.evaluation.best_by is not None:
-            return self.evaluation.best_by
-        if self.decodes_tasks:
-            return "accuracy"
-        return "kl" if self.kind.has_teacher and self.distill_target != "hard" else "cross_entropy"
-
-    @property
-    def kind(self) -> Kind:
-        """What there is to know of the objective before torch is there."""
-        return KINDS[self.objective]
+        measured = "accuracy" if self.decodes_tasks else self.objective.best_loss
+        return self.evaluation.best_by or measured
 
     @property
     def trains_adapter(self) -> bool:
         """Whether the weights of init stay as they are and a LoRA on them is trained."""
-        return self.kind.trains_adapter(self)
+        return self.objective.trained_lora is not None
 
     @property
-    def block_causal(self) -> bool:
-        """Whether the result is a D2F student."""
-        return self.kind.block_causal(self)
+    def yaml(self) -> str:
+        """The resolved configuration as a file."""
+        values = self.model_dump(mode="json")
+        return dump({"objective": values.pop("objective"), **values})
 
     def save(self, path: Path) -> None:
-        write_beside(path, dump(self.model_dump(mode="json")))
+        write_beside(path, self.yaml)
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a YAML file, or of that name among those that ship with the package,
-    with overrides ``--key value`` (dots into sections).
+    """Read a YAML file, or the configuration of that name among those that ship with the package.
 
-    Raises InputError that names each key, what was expected and what came.
+    overrides: pairs ``--key value``, with dots into sections. Raises InputError that names each
+    key, what was expected and what came.
     """
-    values = read_mapping(find_config(path, *TRAINING))
-    override(values, overrides)
+    values = with_section(read_mapping(find_config(path, *TRAINING)))
+    today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
+    override(values, today)
     return parse_config(values, str(path))
 
 
 def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
-    """A checked configuration. Raises InputError."""
-    return check(TrainConfig, values, source)
+    """Check a configuration. source: names it in errors. Raises InputError."""
+    values = with_section(values)
+    # First without the objective, whose file imports torch: most slips are told before that.
+    check(Settings, {key: value for key, value in values.items() if key != "objective"}, source)
+    try:
+        objective = OBJECTIVES.find(values.get("objective", {}).get("name"))
+    except InputError as error:
+        raise InputError(f"{source}: objective.name: {error}") from error
+    return check(_kind(objective.section), values, source)
+
+
+@cache
+def _kind(section: type[Options]) -> type[TrainConfig]:
+    """`TrainConfig` with the section of one objective."""
+    return create_model("TrainConfig", __base__=TrainConfig, objective=(section, ...))
+
+
+# Files of earlier versions have `objective: d2f` and the keys of all objectives beside it: these
+# keys with their defaults, which are those of today's sections. A resolved file has all of them.
+_EARLIER: dict[str, Any] = {
+    "block_size": 16,
+    "distill_target": "soft",
+    "weighting": "inverse_ratio",
+    "noise": {
+        "schedule": None, "states": None, "low": 0.2, "high": 0.7, "monotone_share": 1.0,
+        "uniform_share": 1.0, "min_ratio": 0.05, "max_ratio": 1.0, "cart_p": None,
+        "block_sizes": [8, 16, 32], "causal_share": 0.0, "far_weight": 1.0, "most_active": None,
+    },
+    "lora": {
+        "r": 32, "alpha": 32, "dropout": 0.1, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    },
+    "wino_plus": {
+        "tau1": 0.6, "tau2": 0.9, "defer_weight": 1.0, "sharpen_weight": 0.1, "scope": "all",
+        "tail": True, "trajectory": "recorded", "mask": "bidirectional", "kl_weight": 0.0,
+    },
+    "wedlm": {"weights": "paper", "ar_weight": 1.0, "attention": "causal", "adapter": False},
+}  # fmt: skip
+_WITHIN = ("wino_plus", "wedlm")  # their keys are now the objective's own
+
+
+def with_section(values: dict[str, Any]) -> dict[str, Any]:
+    """Put what an earlier version's file has beside ``objective: NAME`` into that section, and
+    leave a file of today as it is. What has its default is left out: only one objective read it."""
+    values = deepcopy(values)
+    if isinstance(values.get("objective"), dict):
+        return values
+    section: dict[str, Any] = {"name": values["objective"]} if "objective" in values else {}
+    for key, plain in _EARLIER.items():
+        given = values.pop(key, plain)
+        if isinstance(plain, dict) and isinstance(given, dict):
+            given = {k: v for k, v in given.items() if k not in plain or v != plain[k]}
+            plain = {}
+        if key in _WITHIN and isinstance(given, dict):
+            section |= given
+        elif given != plain:
+            section[key] = given
+    return values | {"objective": section} if section else values
+
+
+def renamed(key: str) -> str:
+    """Return a key (dots lead into sections) of an earlier version as it is named today."""
+    first, dot, rest = key.replace("-", "_").partition(".")
+    if key == "objective":
+        return "objective.name"
+    if first not in _EARLIER:
+        return key
+    return f"objective.{rest}" if first in _WITHIN else f"objective.{first}{dot}{rest}"

@@ -20,7 +20,6 @@ from torch import Tensor
 import d2f
 from d2f.adapters import attach, fingerprint, new_lora, save_adapter
 from d2f.checkpoint import folder_of, stored_dtype
-from d2f.config import dump
 from d2f.convert import build, convert
 from d2f.errors import InputError
 from d2f.files import says_what_is_kept, writing_folder
@@ -33,8 +32,7 @@ from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill import checkpoint, sharding
 from distill.checkpoint import RunFolder, file_digest
-from distill.config import TrainConfig
-from distill.config_keys import Lora
+from distill.config import Lora, TrainConfig
 from distill.data import Stream
 from distill.log import extension_text
 from distill.objectives import OBJECTIVES
@@ -100,7 +98,6 @@ def card(
     log: the run's ``log.jsonl``, which is only read. extended: when the run was given more steps,
     as its `RunFolder` has it.
     """
-    values = config.model_dump(mode="json")
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     last = lines[-1]
     entries = [
@@ -120,11 +117,11 @@ def card(
     table = [f"| {name} | {value} |" for name, value in entries]
     return "\n".join(
         [
-            *front_matter(Path(config.output).name, config.objective),
+            *front_matter(Path(config.output).name, config.objective.name),
             "",
             f"# {Path(config.output).name}",
             "",
-            f"Trained by the objective `{config.objective}`.",
+            f"Trained by the objective `{config.objective.name}`.",
             "",
             "| | |",
             "|---|---|",
@@ -135,7 +132,7 @@ def card(
             "config.yaml, every key resolved:",
             "",
             "```yaml",
-            dump(values).rstrip(),
+            config.yaml.rstrip(),
             "```",
             "",
         ]
@@ -227,11 +224,11 @@ def prepare_model(
             model = build(config.family, tokenizer, **config.model.model_dump())
     # Before an adapter is attached: a wrong family is told as such, not as weights that do not fit.
     check_fits(model, config)
-    if config.trains_adapter:
+    lora = config.objective.trained_lora
+    if lora is not None:
         # Before the adapter is put in, whose own parameters then are the only ones that are
         # trained.
         model.backbone.requires_grad_(False)
-        lora = config.lora
         if config.init_adapter is not None:
             with warnings.catch_warnings():  # on meta: for each tensor that it is not copied
                 warnings.filterwarnings("ignore", message=".*to a meta parameter")
@@ -260,7 +257,7 @@ def check_fits(model: DiffusionModel, config: TrainConfig) -> None:
     """Raise InputError where objective, family and model do not go together."""
     if model.tokenizer is None:
         raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
-    OBJECTIVES[config.objective].check_model(model, config)
+    OBJECTIVES[config.objective.name].check_model(model, config)
     if config.export_official:
         check_official(model)
 
@@ -270,7 +267,7 @@ def as_trained(
 ) -> DiffusionModel:
     """The same modules with the contract of what the run makes of them. hashed: with the hash of
     an adapter's base, which reads some of its weights."""
-    changes = config.kind.contract(config)
+    changes = config.objective.contract()
     if model.adapter is not None:
         assert config.init is not None and model.path is not None
         here = Path(config.init)
@@ -317,7 +314,7 @@ def _on_whole_base(config: TrainConfig, weights: dict[str, Tensor]) -> Diffusion
         model = prepare_model(config, base_dtype=dtype)
     else:
         model = prepare_model(config, "meta")
-    objective = OBJECTIVES[config.objective](model, config)
+    objective = OBJECTIVES[config.objective.name](model, config)
     assert weights.keys() == checkpoint.trainable(objective).keys()
     objective.load_state_dict(weights, strict=False, assign=True)
     model.backbone.tie_weights()  # undone by assigning

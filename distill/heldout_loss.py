@@ -45,8 +45,8 @@ class HeldoutLoss:
         self.batch_size = config.evaluation.batch_size
         # The samples of a forward are of like length, and one that needs too much memory is first.
         self.samples = sorted(held_out.samples, key=len, reverse=True)
-        self.names = ["cross_entropy", *(["kl"] if config.kind.has_teacher else [])]
-        by_ratio = config.kind.masks_by_ratio
+        self.names = ["cross_entropy", *(["kl"] if config.objective.has_teacher else [])]
+        by_ratio = config.objective.masks_by_ratio
         self.ratios: tuple[float | None, ...] = (
             config.evaluation.loss_ratios if by_ratio else (None,)
         )

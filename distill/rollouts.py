@@ -45,7 +45,7 @@ from decode.engine.request import Request
 from decode.jobs import draw_problems, encode_problems
 from decode.ledger import Ledger, check_place, refuse_early
 from decode.step import Event, Result
-from distill.config_keys import Data, WinoPlus
+from distill.config import Data
 from distill.data import Sample, Stream
 
 if TYPE_CHECKING:
@@ -367,7 +367,7 @@ class State(Sample):
 
 
 def state_at(
-    rollout: Rollout, steps: Ints, t: int, settings: WinoPlus, end_ids: tuple[int, ...], index: int
+    rollout: Rollout, steps: Ints, t: int, settings: Any, end_ids: tuple[int, ...], index: int
 ) -> State:
     """The state of a rollout before step t, whose tokens are decided at `steps`.
 
@@ -411,7 +411,7 @@ class StateStream(Stream):
         self,
         data: Data,
         rollouts: list[Rollout],
-        settings: WinoPlus,
+        settings: Any,
         end_ids: tuple[int, ...],
         seed: int,
         chosen: Collection[int] | None = None,

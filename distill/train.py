@@ -66,7 +66,8 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, argparse.Nam
 
     given = options.config
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
-    config = read_config(path, overrides)
+    with quiet(options.verbose):  # the objective's file imports torch
+        config = read_config(path, overrides)
     if given is None and _is_first():
         print(
             f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "

@@ -452,7 +452,7 @@ class Training:
         model = prepare_model(config, accelerator.device if quantized else "cpu")
         if config.compile:
             compile_layers(model.backbone)
-        self.objective = OBJECTIVES[config.objective](model, config)
+        self.objective = OBJECTIVES[config.objective.name](model, config)
         self.objective.train()
         self.stream = self.objective.stream()
         self.evaluator = None

@@ -8,8 +8,7 @@ from typing import Any
 
 from tiny import tokenizer
 
-from distill.config import TrainConfig, parse_config
-from distill.config_keys import Data
+from distill.config import Data, TrainConfig, parse_config
 from distill.data import Sample, Stream
 
 END, MASK = 0, 1  # of the tiny tokenizer
@@ -56,7 +55,7 @@ def long_rows(path: Path) -> str:
 
 
 def run_settings(
-    output: Path, data: dict[str, Any], objective: str = "masked_diffusion", **changes: Any
+    output: Path, data: dict[str, Any], objective: Any = "masked_diffusion", **changes: Any
 ) -> TrainConfig:
     """A training run of a tiny model."""
     family = "causal" if objective == "next_token" else "llada"

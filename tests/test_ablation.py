@@ -188,7 +188,7 @@ def test_what_one_variant_sets_is_not_set_for_the_next(tmp_path):
     """Also where it sets a key within a section that is set for all."""
     variants = [{"name": "soft", "set": {"lora.r": 16}}, {"name": "hard"}]
     plan = read_ablation(written(tmp_path, variants=variants, untrained=[])).plan(tmp_path)
-    assert [run.config.lora.r for run in plan] == [16, 2, 16, 2]
+    assert [run.config.objective.lora.r for run in plan] == [16, 2, 16, 2]
 
 
 def test_each_variant_is_trained_in_each_setting(tmp_path):

@@ -10,7 +10,7 @@ from data_rows import pairs, settings, stream, texts, write
 
 from d2f.data import BadRecord, open_records
 from d2f.errors import InputError
-from distill.config_keys import COLUMNS, MOST_PLACES
+from distill.config import COLUMNS, MOST_PLACES
 from distill.data.samples import read_pair
 
 PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]

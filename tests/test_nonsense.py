@@ -38,15 +38,17 @@ TRAINING = {
     "--block_size 1000000000000": "block_size: expected at most 1048576",
     "--block_size {8: .nan}": "block_size.8: expected a finite number",
     "--noise {low: 0.8}": "noise.low must not exceed noise.high 0.7, got 0.8",
-    "--noise {min_ratio: 0.9, max_ratio: 0.5}": "min_ratio must not exceed .* 0.5, got 0.9",
-    "--noise.min_ratio 0": "noise.min_ratio: expected more than 0, got 0",
-    "--noise.block_sizes []": "noise.block_sizes: expected at least 1 of them",
     "--lora.r 1000000": "lora.r: expected at most 8192",
     "--lora.dropout 1": "lora.dropout: expected less than 1, got 1",
     "--evaluation.tasks [chess]": "evaluation: tasks: expected a task among",
     "--evaluation.options {tau_conf: .nan}": "evaluation.options.tau_conf: expected a finite",
     "--evaluation.problems 2147483648": "evaluation.problems: expected at most 1000000",
     "--output ''": "output: expected text that is not empty",
+}
+MASKING = {
+    "--noise {min_ratio: 0.9, max_ratio: 0.5}": "min_ratio must not exceed .* 0.5, got 0.9",
+    "--noise.min_ratio 0": "noise.min_ratio: expected more than 0, got 0",
+    "--noise.block_sizes []": "noise.block_sizes: expected at least 1 of them",
 }
 COMPARISON = {
     "--problems 2147483648": "problems: expected at most 1000000",
@@ -78,7 +80,8 @@ ABLATION = {
 CASES = [
     (reader, path, words, message)
     for reader, path, cases in (
-        (read_config, "training/tiny-teacher-start", TRAINING),
+        (read_config, "training/tiny-d2f", TRAINING),
+        (read_config, "training/tiny-teacher-start", MASKING),
         (read_comparison, "comparison/compare-tiny", COMPARISON),
         (read_ablation, "ablations/d2f", ABLATION),
     )

@@ -55,7 +55,7 @@ def blocks_of(ratios, size):
 
 @pytest.mark.parametrize(("name", "low"), [("code", 0.2), ("paper", 0.3)])
 def test_the_published_schedules_are_monotone_in_their_bounds(name, low):
-    config = settings(noise={"schedule": name}).noise
+    config = settings(noise={"schedule": name}).objective.noise
     assert (config.low, config.high, config.monotone_share) == (low, 0.7, 1.0)
     made = objective(noise={"schedule": name})
     plain = objective(noise={"low": low, "high": 0.7})
@@ -135,8 +135,8 @@ def test_a_batch_of_a_clean_prefix_reads_the_current_blocks_alone():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "clean_prefix", "states": "s"}, "noise.states: nothing reads it here"),
-        ({"schedule": "clean_prefix", "far_weight": 0.1}, "noise.far_weight: nothing reads it"),
+        ({"schedule": "clean_prefix", "states": "s"}, "noise: states: nothing reads it here"),
+        ({"schedule": "clean_prefix", "far_weight": 0.1}, "noise: far_weight: nothing reads it"),
         ({"schedule": "code", "low": 0.3}, "schedule code sets low to 0.2, got 0.3"),
         ({"schedule": "pipeline", "monotone_share": 0.5}, "sets monotone_share to 0.0, got 0.5"),
         ({"schedule": "sorted"}, "noise.schedule"),
@@ -170,7 +170,7 @@ def test_a_size_is_drawn_per_sample_by_its_share():
         assert torch.equal(made.sample_spans(sample(i)), want)
         ratios, _ = made.state(sample(i))
         assert np.repeat(blocks_of(ratios, drawn[i]), drawn[i])[:24].tolist() == ratios.tolist()
-    assert objective(block_size=[8, 4, 8]).config.block_shares == {8: 2 / 3, 4: 1 / 3}
+    assert objective(block_size=[8, 4, 8]).config.objective.block_shares == {8: 2 / 3, 4: 1 / 3}
 
 
 def test_each_draw_of_a_sample_has_a_stream_of_its_own(monkeypatch):

@@ -83,9 +83,10 @@ def test_the_published_wino_plus_is_two_stages_that_fit_each_other_and_their_col
     stages = [f"llada-8b-wino-plus-{task}" for task in ("gsm8k", "countdown")]
     first, second = map(read_config, stages)
     assert second.init_adapter == f"{first.output}/adapter" and second.init == first.init
-    assert (first.lora.r, first.lora.alpha, first.lora.dropout) == (128, 128, 0.0)
+    lora = first.objective.lora
+    assert (lora.r, lora.alpha, lora.dropout) == (128, 128, 0.0)
     for name, config in zip(stages, (first, second), strict=True):
-        terms = config.wino_plus
+        terms = config.objective
         assert (terms.tau1, terms.tau2, terms.defer_weight, terms.sharpen_weight) == (
             0.6, 0.9, 1.0, 0.1,
         )  # fmt: skip
@@ -93,7 +94,7 @@ def test_the_published_wino_plus_is_two_stages_that_fit_each_other_and_their_col
         lines = text.partition("distill.rollouts ")[2].replace("\\\n#", " ").splitlines()
         asked = parse_rollouts(shlex.split(lines[0]))
         assert asked.output == config.data.file and asked.model == config.init
-        assert config.block_shares == {asked.block_size: 1.0}
+        assert config.objective.block_shares == {asked.block_size: 1.0}
         assert (asked.tau1, asked.tau2) == (terms.tau1, terms.tau2)
         assert asked.temperatures == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
         assert ["train" in task.file.splits for task in asked.tasks] == [True]

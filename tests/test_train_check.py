@@ -19,11 +19,11 @@ from d2f.errors import InputError
 from d2f.saving import save_model
 from distill import train as train_module
 from distill.check import Memory, RunForecast, check, layer_bytes
-from distill.config import read_config
-from distill.config_keys import Lora
+from distill.config import Lora, read_config
 from distill.data import Stream, fill_rows, plan
 from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
+from distill.objectives.d2f import D2FOptions
 from distill.train import train
 from distill.trainer import learning_rate
 
@@ -129,7 +129,8 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
             lora = Lora(dropout=dropout, targets=targets)
             model.backbone.requires_grad_(False)
             new_lora(model, **lora.model_dump())
-            config = config.model_copy(update={"objective": "d2f", "lora": lora})
+            section = D2FOptions(name="d2f", lora=lora)
+            config = config.model_copy(update={"objective": section})
         made = OBJECTIVES[objective](model, config).train()
         stream = Stream(config.data, model.tokenizer, model.end_ids[0], 0, made.tail)
         batch = made.batch(fill_rows(stream, 0)[0], slice(0, 2))

@@ -23,7 +23,7 @@ def test_without_a_configuration_it_is_that_of_the_bundled_student(tmp_path, mon
     config, options = train.parse(["--steps", "3"])
     assert config == read_config("tiny-d2f.yaml", ["--steps", "3"])
     assert (options.check, options.verbose) == (False, False)
-    assert (config.objective, config.init) == ("d2f", "tiny-teacher")
+    assert (config.objective.name, config.init) == ("d2f", "tiny-teacher")
     said = capsys.readouterr().err
     assert said.startswith("notice: no --config: tiny-d2f, which distils the bundled teacher")
     assert "runs/tiny-d2f" in said

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def teacher_warning(config: TrainConfig) -> str | None:
-    return OBJECTIVES[config.objective].doubt(config)
+    return OBJECTIVES[config.objective.name].doubt(config)
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,13 @@ def test_a_file_that_names_a_decoder_and_nothing_else_is_one_of_options(tmp_path
 
 
 FAULTS = {
-    ("--block_size", "[0]"): "block_size.0: expected at least 1, got 0",
-    ("--block_size", "x"): "block_size: expected a whole number or a list or a mapping, got 'x'",
+    ("--block_size", "[0]"): "objective.block_size.0: expected at least 1, got 0",
+    ("--block_size", "x"):
+        r"objective\.block_size: expected a whole number or a list or a mapping, got 'x'",
     ("--optimizer", "[1, 2]"): "optimizer: expected a section of keys, got a list of 2",
     ("--output", "2024"): "output: expected text, got 2024",
     ("--stepz", "3"): "stepz: there is no such key",
-    ("--lora.targets", "[q]"): r"lora\.targets\.0: expected 'q_proj', .*, got 'q'",
+    ("--lora.targets", "[q]"): r"objective\.lora\.targets\.0: expected 'q_proj', .*, got 'q'",
     ("--data.columns", "3"): r"data\.columns: expected text or a section of keys, got 3",
     ("--steps", "~"): "steps: expected a whole number, got null",
     ("--data.tasks", "[" + "x, " * 400 + "x]"):

@@ -148,7 +148,7 @@ def test_packed_streams_see_what_the_paper_allows_and_no_other_sample(packed, si
 def written_out(made: WeDLM, row: list[Sample]) -> float:
     """The loss from the formulas: each sample alone, x_t in the order of the text, a dense mask."""
     model, config = made.model, made.config
-    (size,) = config.block_shares
+    (size,) = config.objective.block_shares
     recover = follow = weights = tokens = 0.0
     for sample in row:
         length, prompt = len(sample), len(sample.prompt)
@@ -162,7 +162,7 @@ def written_out(made: WeDLM, row: list[Sample]) -> float:
         allow[:length, :length] = at <= at[:, None]
         allow[length:, :length] = block < block[:, None]
         own = torch.ones(length, length, dtype=torch.bool)
-        if config.wedlm.attention == "causal":
+        if config.objective.attention == "causal":
             own = streaming_mask((~hidden).tolist())
         allow[length:, length:] = (block[:, None] == block) & own
         x_t = torch.where(hidden, torch.tensor(model.mask_id), clean)
@@ -177,8 +177,8 @@ def written_out(made: WeDLM, row: list[Sample]) -> float:
                 weight = counts / gammas[j // size]
                 weights += weight
                 recover += weight * F.cross_entropy(logits[length + j], clean[j]).item()
-    divisor = weights if config.wedlm.weights == "code" else tokens
-    ar = config.wedlm.ar_weight
+    divisor = weights if config.objective.weights == "code" else tokens
+    ar = config.objective.ar_weight
     return (recover / divisor + ar * follow / tokens) / (1 + ar)
 
 

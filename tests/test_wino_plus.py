@@ -16,10 +16,10 @@ from tiny import random_model
 from wino_plus_runs import settings
 
 import d2f
-from distill.config_keys import WinoPlus
 from distill.data import plan
 from distill.data.__main__ import main as inspect
 from distill.objectives import OBJECTIVES
+from distill.objectives.wino_plus import WinoPlusOptions
 from distill.rollouts import Rollout, StateStream, answer_length, random_steps, state_at
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
@@ -55,7 +55,7 @@ def test_each_state_splits_what_is_there_into_revealed_now_and_later(drawn, scop
     steps = np.array(rollout.trajectory_accepted)
     there_from = np.repeat(rollout.append_steps, 3)[: len(steps)]
     decided = np.zeros(len(steps), dtype=int)
-    chosen = WinoPlus(scope=scope, kl_weight=kl)
+    chosen = WinoPlusOptions(name="wino_plus", scope=scope, kl_weight=kl)
     for t in np.unique(steps):
         state = state_at(rollout, steps, int(t), chosen, (0,), 0)
         there = there_from <= t
@@ -78,13 +78,13 @@ def test_the_tail_may_be_left_out():
     rollout = rollout_of([0, 0], [0, 1, 0, 2, 1, 3], [7, 8, 9, 0, 0, 0])
     steps = np.array(rollout.trajectory_accepted)
     assert answer_length(rollout, (0,)) == 4
-    state = state_at(rollout, steps, 1, WinoPlus(tail=False), (0,), 0)
+    state = state_at(rollout, steps, 1, WinoPlusOptions(name="wino_plus", tail=False), (0,), 0)
     assert np.flatnonzero(state.now).tolist() == [1]
     assert np.flatnonzero(state.later).tolist() == [3]
     assert np.flatnonzero(state.masked).tolist() == [1, 3, 4, 5]  # the tail stays hidden
     data = settings(Path("out"), Path("file")).data
     for tail, count in ((True, 4), (False, 3)):
-        stream = StateStream(data, [rollout], WinoPlus(tail=tail), (0,), 0)
+        stream = StateStream(data, [rollout], WinoPlusOptions(name="wino_plus", tail=tail), (0,), 0)
         assert len(stream.states) == count
         assert all(stream.sample(i).now.any() for i in range(count))
 

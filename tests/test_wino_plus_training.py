@@ -65,7 +65,7 @@ def written_out(made, rows: list[list[Placed]]) -> tuple[Tensor, np.ndarray]:
         ids = torch.from_numpy(np.where(hidden, model.mask_id, full))[None]
         seen = spans.bidirectional(length)
         if chosen.mask == "block_causal":
-            seen = spans.block_causal(length, prompt, made.config.block_size)
+            seen = spans.block_causal(length, prompt, made.settings.block_size)
         row = slice(prompt - model.logit_shift, length - model.logit_shift)
         p = model.forward(ids, seen)[0, row].softmax(-1)  # [response, V]
         allowed = p.detach().clone()

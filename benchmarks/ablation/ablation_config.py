@@ -18,7 +18,7 @@ from d2f.errors import InputError
 from d2f.shipped import ABLATIONS, TRAINING, find_config
 from d2f.tasks import Task, find_tasks
 from decode.decoders import find_decoder
-from distill.config import TrainConfig, parse_config
+from distill.config import TrainConfig, parse_config, renamed, with_section
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
 
@@ -234,9 +234,9 @@ class Ablation(Section):
         ]
 
     def _training(self, variant: Variant, setting: Setting, seed: int, output: Path) -> TrainConfig:
-        values = read_mapping(find_config(self.train, *TRAINING))
+        values = with_section(read_mapping(find_config(self.train, *TRAINING)))
         for key, value in {**self.set, **setting.set, **variant.set}.items():
-            put(values, key, deepcopy(value))  # later keys may lead into it
+            put(values, renamed(key), deepcopy(value))  # later keys may lead into it
         values |= {"seed": seed, "output": str(output), "tracker": "none"}
         where = _joined(f"{self.train}, variant {variant.name}", setting.name)
         return parse_config(values, where)

@@ -188,5 +188,5 @@ def untrained(config: TrainConfig) -> DiffusionModel:
     from distill.export import prepare_model
 
     model = prepare_model(config, base_dtype=torch.float32)
-    model.contract = replace(model.contract, **config.kind.contract(config))
+    model.contract = replace(model.contract, **config.objective.contract())
     return model

@@ -75,7 +75,7 @@ def training() -> list[str]:
         for base in ("none", "4bit"):
             config = read_config(config_name, ["--quantize", base] if base != "none" else [])
             model = build(model_name, torch.bfloat16, "meta")
-            lora = config.lora
+            lora = config.objective.trained_lora
             new_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets)
             cells = []
             for tokens in LENGTHS:

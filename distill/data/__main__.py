@@ -60,7 +60,7 @@ def inspect(
         raise InputError(f"--samples must be at least 1, got {options.samples}")
     config = read_config(options.config, overrides)
     model = prepare_model(config, "meta")  # no weights are needed to look
-    objective = OBJECTIVES[config.objective](model, config)
+    objective = OBJECTIVES[config.objective.name](model, config)
     show(console or Console(), objective.stream(), objective, options.samples)
 
 

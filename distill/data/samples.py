@@ -22,7 +22,7 @@ from d2f import chat
 from d2f.data import BadRecord, Source, Table, open_records
 from d2f.errors import InputError, OutputError
 from d2f.files import make_folder, writing
-from distill.config_keys import Columns, Data
+from distill.config import Columns, Data
 
 
 @dataclass(frozen=True)

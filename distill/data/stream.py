@@ -16,7 +16,7 @@ from d2f.data import BadRecord
 from d2f.errors import InputError
 from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
-from distill.config_keys import Data
+from distill.config import Data
 from distill.data.samples import (
     Encoded,
     Encoder,
@@ -186,9 +186,9 @@ def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> St
     name = config.init or config.tokenizer or "this model"
     if tokenizer is None:
         raise InputError(f"{name}: training needs a tokenizer, the checkpoint has none")
-    if config.kind.masks and model.mask_id is None:
+    if config.objective.masks and model.mask_id is None:
         raise InputError(
-            f"{name}: objective {config.objective} needs a mask token, the model has none: "
+            f"{name}: objective {config.objective.name} needs a mask token, the model has none: "
             "give its contract a mask_id or its tokenizer a mask_token"
         )
     if not model.end_ids:

@@ -20,7 +20,7 @@ from d2f import noise, spans
 from d2f.attention import Segment, SpanPlan, Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import TrainConfig
+from distill.config import Options, TrainConfig
 from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
 
 # How a training step attends: in plain PyTorch a part of the queries at a time, each over only the
@@ -152,8 +152,12 @@ class Batch:
 
 
 class Objective(nn.Module):
-    """Base of the objectives: a step's batch, and the loss of a batch. What a configuration must
-    know of one before torch is there is its `distill.objectives.kinds.Kind`."""
+    """Base of the objectives: a step's batch, and the loss of a batch.
+
+    section: the class of the configuration's section `objective`.
+    """
+
+    section: type[Options]
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__()
@@ -162,7 +166,7 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
-        self.tail = config.kind.tail
+        self.tail = config.objective.has_tail
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
 
@@ -170,7 +174,9 @@ class Objective(nn.Module):
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         """Raise InputError for a model that it cannot train."""
         if not model.is_diffusion:
-            raise InputError(f"objective {config.objective} needs a family with a mask, got causal")
+            raise InputError(
+                f"objective {config.objective.name} needs a family with a mask, got causal"
+            )
 
     @classmethod
     def doubt(cls, config: TrainConfig) -> str | None:
@@ -247,7 +253,7 @@ class Objective(nn.Module):
 
     def block_size(self, sample: Sample) -> int:
         """The size of a sample's blocks, drawn by the configured shares."""
-        shares = self.config.block_shares
+        shares = self.config.objective.block_shares
         sizes = list(shares)
         if len(sizes) == 1:
             return sizes[0]

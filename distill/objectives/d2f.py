@@ -17,20 +17,32 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from pydantic import model_validator
 from torch import Tensor
 
 from d2f import noise, spans
 from d2f.checkpoint import folder_of
+from d2f.config import Positive, Ratio, Section, Text
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.families import FAMILIES
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.noise import read_states
-from distill.config import TrainConfig
+from distill.config import (
+    BlockSizes,
+    Lora,
+    MaskRatio,
+    Options,
+    TrainConfig,
+    refuse_unread,
+    shares_of,
+)
 from distill.data import Sample
+from distill.objectives import OBJECTIVES
 from distill.objectives.base import (
     Batch,
     Objective,
@@ -41,23 +53,127 @@ from distill.objectives.base import (
     rows_at_a_time,
     weighted_cross_entropy,
 )
-from distill.objectives.kinds import KINDS
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
+
+# What a named schedule sets: the official code's noise, the paper's, blocks in no order, the states
+# of the decoder's pipeline, block diffusion's states.
+SCHEDULES: dict[str, dict[str, float]] = {
+    "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
+    "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
+    "random": {"monotone_share": 1.0},
+    "pipeline": {"monotone_share": 0.0},
+    "clean_prefix": {"monotone_share": 0.0},
+}
+
+
+class Noise(Section):
+    """Mask ratios."""
+
+    schedule: Literal["code", "paper", "random", "pipeline", "clean_prefix"] | None = None
+    """Sets low, high and monotone_share by name; clean_prefix: block diffusion's states."""
+    states: Text | None = None
+    """File of recorded pipeline states (`python -m decode.record_states`)."""
+    low: Ratio = 0.2
+    """Lower bound of the monotone ratios, at most high."""
+    high: Ratio = 0.7
+    """Upper bound of the monotone ratios."""
+    monotone_share: Ratio = 1.0
+    """Samples with monotone ratios; the others follow the pipeline's states."""
+    min_ratio: MaskRatio = 0.05
+    """Least ratio of clean_prefix and of pipeline states that are drawn."""
+    far_weight: Ratio = 1.0
+    """Weight of the tokens on the right of the first appended block of a pipeline state."""
+    most_active: Positive | None = None
+    """Partly masked blocks of a pipeline state; default all."""
+
+    @model_validator(mode="after")
+    def _resolved(self) -> Noise:
+        for key, value in SCHEDULES.get(self.schedule or "", {}).items():
+            if key in self.model_fields_set and getattr(self, key) != value:
+                raise ValueError(
+                    f"schedule {self.schedule} sets {key} to {value}, got {getattr(self, key)}: "
+                    "leave one of them out"
+                )
+            object.__setattr__(self, key, value)
+        if self.low > self.high:
+            raise ValueError(f"noise.low must not exceed noise.high {self.high}, got {self.low}")
+        if self.states is not None and self.monotone_share == 1.0:
+            raise ValueError(
+                "states are drawn by the samples that monotone_share leaves, got 1.0: "
+                "set schedule: pipeline or a lower monotone_share"
+            )
+        prefix = self.schedule == "clean_prefix"
+        pipeline = self.monotone_share < 1 and not prefix
+        if self.monotone_share == 0:
+            refuse_unread(self, ["low", "high"], "monotone samples (monotone_share)")
+        if not pipeline:
+            refuse_unread(
+                self, ["states", "far_weight"], "pipeline states (monotone_share below 1)"
+            )
+        if not pipeline or self.states is not None:
+            keys = ["most_active"] if prefix else ["min_ratio", "most_active"]
+            refuse_unread(self, keys, "pipeline states that are drawn (no states)")
+        return self
+
+
+class D2FOptions(Options):
+    """Discrete diffusion forcing."""
+
+    prompt_rule, masks_by_ratio, has_teacher = "block", True, True
+
+    block_size: BlockSizes = 16
+    """One, several with equal shares, or sizes with their shares of the samples. Of several,
+    decoders take the first."""
+    distill_target: Literal["soft", "reverse", "hard"] = "soft"
+    """KL(teacher || student), as the official code; reverse: KL(student || teacher), as the paper;
+    hard: cross-entropy with the clean ids."""
+    weighting: Literal["inverse_ratio", "equal"] = "inverse_ratio"
+    """A masked token's weight, 1 / ratio of its block as the official code has it, or 1."""
+    noise: Noise = Noise()
+    """Mask ratios."""
+    lora: Lora = Lora()
+    """The adapter that is trained."""
+
+    @property
+    def trained_lora(self) -> Lora:
+        return self.lora
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        return shares_of(self.block_size)
+
+    @property
+    def best_loss(self) -> str:
+        return "cross_entropy" if self.distill_target == "hard" else "kl"
+
+    def check(self, config: TrainConfig) -> None:
+        if max(self.block_shares) > config.data.row_length:
+            raise ValueError(
+                f"objective.block_size must not exceed data.row_length {config.data.row_length}, "
+                f"got {max(self.block_shares)}"
+            )
+
+    def contract(self) -> dict[str, object]:
+        return super().contract() | {"noise": (self.noise.low, self.noise.high)}
 
 
 class D2F(Objective):
     """Discrete diffusion forcing: the block-causal student learns the distribution that the same
     weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
 
+    section = D2FOptions
+
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        path = config.noise.states
+        assert isinstance(config.objective, D2FOptions)
+        self.options = config.objective
+        path = self.options.noise.states
         self.states = None if path is None else read_states(path)
-        lacking = set(config.block_shares) - set(self.states.by_size if self.states else ())
+        lacking = set(self.options.block_shares) - set(self.states.by_size if self.states else ())
         if self.states is not None and lacking:
             raise InputError(
-                f"{path}: expected states of the block sizes {list(config.block_shares)}, "
+                f"{path}: expected states of the block sizes {list(self.options.block_shares)}, "
                 f"got {list(self.states.by_size)}"
             )
 
@@ -77,9 +193,11 @@ class D2F(Objective):
 
     @classmethod
     def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
-        if config.distill_target == "hard":
+        assert isinstance(config.objective, D2FOptions)
+        target = config.objective.distill_target
+        if target == "hard":
             return super().loss_bytes(model, config, reads)
-        if config.distill_target == "reverse":
+        if target == "reverse":
             reads = min(2 * reads, rows_at_a_time(model.vocab_size))
             return super().loss_bytes(model, config, reads)
         # A tile of two models' logits, as PyTorch computes on it; the kernel makes no fp32 copies.
@@ -87,7 +205,7 @@ class D2F(Objective):
         return 2 * rows * columns * (logit_bytes(config) + 8)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, size = self.config.noise, self.block_size(sample)
+        settings, size = self.options.noise, self.block_size(sample)
         rng, length, far_weight = self.rng(sample), len(sample.response), settings.far_weight
         if settings.schedule == "clean_prefix":
             # One block a sample. Block diffusion's own code reads every block of a sample at once,
@@ -114,7 +232,7 @@ class D2F(Objective):
 
     def _weight(self, ratios: np.ndarray) -> np.ndarray:
         """Of each token where it is masked, by the ratios that it is masked with."""
-        if self.config.weighting == "equal":
+        if self.options.weighting == "equal":
             return np.ones_like(ratios)
         return 1 / np.where(ratios > 0, ratios, 1.0)
 
@@ -130,7 +248,7 @@ class D2F(Objective):
         return own, full_spans(rows, length)
 
     def forward(self, batch: Batch) -> Tensor:
-        if self.config.distill_target == "hard":
+        if self.options.distill_target == "hard":
             student = self.read(batch, batch.spans)
             return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
         # First, see `read_teacher`.
@@ -138,7 +256,7 @@ class D2F(Objective):
         student = self.read(batch, batch.spans)
         # Teacher and student share the frozen head: one matrix, which needs no gradient.
         head = gathered(self.model.backbone.lm_head.weight)
-        if self.config.distill_target == "reverse":
+        if self.options.distill_target == "reverse":
             return linear_reverse_kl(student, teacher, head, batch.weight)
         return masked_linear_kl(student, teacher, head, batch.weight)
 
@@ -158,7 +276,7 @@ def teacher_warning(init: str) -> str | None:
     elif contract.objective is None:
         known, why = "may never have been", "its contract names no objective"
     else:
-        causal = KINDS[contract.objective].prompt_rule == "causal"
+        causal = OBJECTIVES[contract.objective].section.prompt_rule == "causal"
         known = "was never" if causal else None
         why = f"its contract says objective {contract.objective}"
     if known is None:

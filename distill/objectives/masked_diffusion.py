@@ -13,14 +13,66 @@ An answer of six tokens, three draws of it (M: masked, c: read causally):
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
+from pydantic import Field, model_validator
 
 from d2f import noise
+from d2f.config import Ratio, Section, Tokens
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import TrainConfig
+from distill.config import MaskRatio, Options, TrainConfig, refuse_unread
 from distill.data import Sample
 from distill.objectives.base import Objective
+
+
+class Noise(Section):
+    """Mask ratios."""
+
+    uniform_share: Ratio = 1.0
+    """Samples with one ratio; the others follow block-wise decoding."""
+    min_ratio: MaskRatio = 0.05
+    """Least ratio of the samples, at most max_ratio."""
+    max_ratio: MaskRatio = 1.0
+    """Greatest ratio of the uniform samples."""
+    cart_p: MaskRatio | None = None
+    """Dream's weight by context instead of 1 / ratio: the share of a token's weight that the place
+    next to it decides. Dream's code takes 0.1."""
+    block_sizes: Annotated[tuple[Tokens, ...], Field(min_length=1)] = (8, 16, 32)
+    """Block sizes of block-wise decoding."""
+    causal_share: Ratio = 0.0
+    """Samples read as next-token prediction."""
+    far_weight: Ratio = 1.0
+    """Weight of the tokens on the right of the block that is being decoded."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Noise:
+        if self.min_ratio > self.max_ratio:
+            raise ValueError(
+                f"noise.min_ratio must not exceed noise.max_ratio {self.max_ratio}, "
+                f"got {self.min_ratio}"
+            )
+        if self.uniform_share == 0:
+            refuse_unread(self, ["max_ratio"], "uniform samples (uniform_share)")
+        if self.uniform_share == 1:
+            blocks = ["block_sizes", "far_weight"]
+            refuse_unread(self, blocks, "block-wise samples (uniform_share below 1)")
+        elif self.cart_p is not None:
+            raise ValueError(
+                "cart_p weighs samples with one ratio, and uniform_share leaves "
+                f"{1 - self.uniform_share:g} to block-wise decoding: leave one of them out"
+            )
+        return self
+
+
+class MaskedDiffusionOptions(Options):
+    """Masked diffusion."""
+
+    prompt_rule, masks_by_ratio = "bidirectional", True
+
+    noise: Noise = Noise()
+    """Mask ratios."""
 
 
 class MaskedDiffusion(Objective):
@@ -33,10 +85,18 @@ class MaskedDiffusion(Objective):
     autoregressive weights does not forget what they can do; for shifted families only.
     """
 
+    section = MaskedDiffusionOptions
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__(model, config)
+        assert isinstance(config.objective, MaskedDiffusionOptions)
+        self.noise = config.objective.noise
+
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         super().check_model(model, config)
-        if config.noise.causal_share > 0 and model.logit_shift != 1:
+        assert isinstance(config.objective, MaskedDiffusionOptions)
+        if config.objective.noise.causal_share > 0 and model.logit_shift != 1:
             raise InputError(
                 "noise.causal_share needs a family whose row p-1 predicts position p, "
                 f"got {model.family}"
@@ -46,10 +106,10 @@ class MaskedDiffusion(Objective):
         if self.mask_ratio is not None:
             return False
         draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
-        return bool(draw < self.config.noise.causal_share)
+        return bool(draw < self.noise.causal_share)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, length = self.config.noise, len(sample.response)
+        settings, length = self.noise, len(sample.response)
         if self.is_causal(sample):
             # All answer tokens are read, none is hidden (`Objective.batch` asks `is_causal`).
             read = (np.arange(length) < sample.answer).astype(float)
@@ -72,7 +132,7 @@ class MaskedDiffusion(Objective):
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         masked, weight = super().draw(sample)
-        p = self.config.noise.cart_p
+        p = self.noise.cart_p
         if p is None or self.mask_ratio is not None or self.is_causal(sample):
             return masked, weight
         by_context = noise.context_weights(masked, len(sample.prompt), p)

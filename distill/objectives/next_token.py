@@ -6,13 +6,21 @@ import numpy as np
 
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import TrainConfig
+from distill.config import Options, TrainConfig
 from distill.data import Sample
 from distill.objectives.base import Objective
 
 
+class NextTokenOptions(Options):
+    """Next-token prediction: it reads no keys of its own."""
+
+    prompt_rule, masks, has_tail = "causal", False, False
+
+
 class NextToken(Objective):
     """Autoregressive cross-entropy on the response and its first end token."""
+
+    section = NextTokenOptions
 
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:

@@ -20,21 +20,58 @@ With `wedlm.attention: bidirectional`, the paper's ablation, rows 9 to 11 all se
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import model_validator
 from torch import Tensor
 
 from d2f import noise, spans
+from d2f.config import Switch, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import TrainConfig
+from distill.config import BlockSizes, Lora, Options, TrainConfig, refuse_unread, shares_of
 from distill.data import Sample
 from distill.objectives.base import Batch, Objective, Rows, samples_of
 
 Ints = NDArray[np.int64]
+
+
+class WeDLMOptions(Options):
+    """WeDLM."""
+
+    prompt_rule, masks_by_ratio = "causal", True
+
+    block_size: BlockSizes = 16
+    """One, several with equal shares, or sizes with their shares of the samples. Of several,
+    decoders take the first."""
+    weights: Literal["paper", "code"] = "paper"
+    """1 / gamma, or as the official code normalised by their sum."""
+    ar_weight: Weight = 1.0
+    """Weight of the next-token loss."""
+    attention: Literal["causal", "bidirectional"] = "causal"
+    """Of a block's noisy rows among themselves; bidirectional is the paper's ablation, decoded with
+    refill block and window_attention bidirectional."""
+    adapter: Switch = False
+    """Train a LoRA instead of all weights."""
+    lora: Lora = Lora()
+    """The adapter, where one is trained."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> WeDLMOptions:
+        if not self.adapter:
+            refuse_unread(self, ["lora"], "a run that trains an adapter (adapter: true)")
+        return self
+
+    @property
+    def trained_lora(self) -> Lora | None:
+        return self.lora if self.adapter else None
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        return shares_of(self.block_size)
 
 
 @dataclass(frozen=True)
@@ -61,6 +98,13 @@ class WeDLM(Objective):
     response. In all of them end tokens after the first count `data.tail_weight`.
     """
 
+    section = WeDLMOptions
+
+    def __init__(self, model: DiffusionModel, config: TrainConfig):
+        super().__init__(model, config)
+        assert isinstance(config.objective, WeDLMOptions)
+        self.options = config.objective
+
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
         super().check_model(model, config)
@@ -70,8 +114,7 @@ class WeDLM(Objective):
     def for_held_out(self, ratio: float | None, row_length: int) -> Self:
         changed = super().for_held_out(ratio, row_length)
         # Of the masked tokens alone.
-        settings = self.config.wedlm.model_copy(update={"ar_weight": 0.0})
-        changed.config = changed.config.model_copy(update={"wedlm": settings})
+        changed.options = self.options.model_copy(update={"ar_weight": 0.0})
         return changed
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -87,7 +130,7 @@ class WeDLM(Objective):
         return masked, self.importance(sample) / np.where(masked, gamma, 1.0)
 
     def sample_spans(self, sample: Sample) -> Tensor:
-        both = self.config.wedlm.attention == "bidirectional"
+        both = self.options.attention == "bidirectional"
         return spans.wedlm_training(len(sample), self.block_size(sample), bidirectional=both)
 
     def streams(self, sample: Sample) -> Streams:
@@ -104,7 +147,7 @@ class WeDLM(Objective):
         noisy = np.where(hidden, mask_id, clean)
         masks = np.flatnonzero(hidden[order])
         recovered = order[masks]
-        first = max(prompt, 1) if self.config.wedlm.ar_weight else length  # nothing predicts 0
+        first = max(prompt, 1) if self.options.ar_weight else length  # nothing predicts 0
         following = np.arange(first, length)
         weights = np.zeros((len(masks) + len(following), 2))
         # Column 0 is the masked loss, column 1 the next-token loss.
@@ -120,7 +163,7 @@ class WeDLM(Objective):
         )
 
     def batch(self, rows: Rows, mine: slice) -> Batch:
-        settings, length = self.config.wedlm, 2 * self.config.data.row_length
+        settings, length = self.options, 2 * self.config.data.row_length
         first, own = range(len(rows))[mine].start, rows[mine]
         ids = np.zeros((len(own), length), dtype=np.int64)
         positions = np.zeros_like(ids)

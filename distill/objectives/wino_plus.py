@@ -29,21 +29,81 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from d2f import noise, spans
+from d2f.config import Ratio, Switch, Tokens, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import TrainConfig
-from distill.config_keys import Data
+from distill.config import Data, Lora, Options, TrainConfig
 from distill.data import HeldOut, Sample, lay_out
 from distill.objectives.base import Batch, Objective, Rows, full_spans, rows_at_a_time, sum_in_parts
 from distill.rollouts import Rollout, State, StateStream, read_rollouts, tokenizer_hash
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
+
+
+class WinoPlusOptions(Options):
+    """WINO+, on the rollouts in data.file."""
+
+    prompt_rule, reads_text = "bidirectional", False
+
+    block_size: Tokens = 16
+    """Of the rollouts."""
+    tau1: Ratio = 0.6
+    """Confidence from which a wrong prediction of a later token is deferred; below tau2."""
+    tau2: Ratio = 0.9
+    """Confidence below which a right prediction of this step is sharpened."""
+    defer_weight: Weight = 1.0
+    """Weight of deferring; 0 leaves the term out."""
+    sharpen_weight: Weight = 0.1
+    """Weight of sharpening (the paper's lambda); 0 leaves the term out."""
+    scope: Literal["all", "block"] = "all"
+    """Later tokens that may be deferred: all, or as the official code those of the block."""
+    tail: Switch = True
+    """Whether tokens after the first end token are trained."""
+    trajectory: Literal["recorded", "random"] = "recorded"
+    """random: the paper's ablation."""
+    mask: Literal["bidirectional", "block_causal"] = "bidirectional"
+    """Of the trained model."""
+    kl_weight: Weight = 0.0
+    """Weight of KL(teacher || student) (the paper's beta)."""
+    lora: Lora = Lora()
+    """The adapter that is trained."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> WinoPlusOptions:
+        if self.tau1 >= self.tau2:
+            raise ValueError(f"tau1 must be below tau2, got {self.tau1} and {self.tau2}")
+        return self
+
+    @property
+    def trained_lora(self) -> Lora:
+        return self.lora
+
+    @property
+    def block_shares(self) -> dict[int, float]:
+        return {self.block_size: 1.0}
+
+    def check(self, config: TrainConfig) -> None:
+        if config.data.file is None:
+            raise ValueError("objective wino_plus needs data.file: a file of distill.rollouts")
+        if self.mask == "block_causal" and self.block_size > config.data.row_length:
+            raise ValueError(
+                f"objective.block_size must not exceed data.row_length {config.data.row_length}, "
+                f"got {self.block_size}"
+            )
+
+    def contract(self) -> dict[str, object]:
+        found = super().contract()
+        if self.mask == "block_causal":  # a D2F student, whatever it was trained by
+            found |= {"objective": "d2f", "prompt_rule": "block"}
+        return found
 
 
 @dataclass(frozen=True)
@@ -64,9 +124,12 @@ class WinoPlusObjective(Objective):
     """WINO+ on the rollouts in `data.file`. Raises InputError for rollouts that do not fit the
     model or the configuration."""
 
+    section = WinoPlusOptions
+
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
-        self.settings = config.wino_plus
+        assert isinstance(config.objective, WinoPlusOptions)
+        self.settings = config.objective
         assert config.data.file is not None
         self.rollouts = self._read(config.data.file)
 
@@ -122,7 +185,7 @@ class WinoPlusObjective(Objective):
 
     def sample_spans(self, sample: Sample) -> Tensor:
         if self.settings.mask == "block_causal":
-            size = next(iter(self.config.block_shares))
+            size = self.settings.block_size
             return spans.block_causal(len(sample), len(sample.prompt), size)
         return spans.bidirectional(len(sample))
 
@@ -261,7 +324,7 @@ class WinoPlusObjective(Objective):
                     f"{file}, line {number}: ids must lie below {model.vocab_size} and not be the "
                     f"mask id {model.mask_id}, got {(wrong or [model.mask_id])[0]}"
                 )
-            size = next(iter(self.config.block_shares))
+            size = self.settings.block_size
             if rollout.block_size != size:
                 raise InputError(
                     f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
