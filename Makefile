@@ -46,9 +46,8 @@ fuzz: $(INSTALLED) ## Run the fuzzers for long, from a seed that is printed at t
 	D2F_FUZZ_EXAMPLES=$${D2F_FUZZ_EXAMPLES:-3000} D2F_FUZZ_SEED=$${D2F_FUZZ_SEED:-random} \
 		$(PY) -m pytest -n $(JOBS) tests/fuzz $(ARGS)
 
-mutate: $(INSTALLED) ## Count how many small faults, drawn from a seed, the tests notice
-	$(PY) -m benchmarks.mutation --jobs $(JOBS) \
-		--mutants $${D2F_MUTANTS:-100} --seed $${D2F_MUTATE_SEED:-15} $(ARGS)
+mutate: $(INSTALLED) ## Count the small faults that the tests miss (settings: pyproject.toml)
+	$(PY) -m mutmut run $(ARGS)
 
 lint: $(INSTALLED) ## Check style, formatting and types; change nothing
 	$(PY) -m ruff check .

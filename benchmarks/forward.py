@@ -15,12 +15,6 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
               other on made-up numbers: what no forward can be faster than with these kernels
 
 `--profile` lists the operators of the first batch size by their own time instead.
-
-python -m benchmarks.forward --shape llada-1b
-
-Forwards of a large model with random weights on a CPU in several precisions, against their floors
-and, with D2F's rows a forward, against autoregressive decoding; `--shape llada-1b --help` lists its
-options (benchmarks/at_shape).
 """
 
 from __future__ import annotations
@@ -173,11 +167,6 @@ def products(model: DiffusionModel, rows: int, read: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if any(word.split("=")[0] == "--shape" for word in given):
-        from benchmarks.at_shape.measure_shape import main as at_shape
-
-        return at_shape(given)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

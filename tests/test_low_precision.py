@@ -10,7 +10,6 @@ from torch import nn
 
 import d2f
 import decode
-from benchmarks import quantize_table
 from d2f import quantize
 from d2f.adapters import new_lora
 from d2f.cpu.packed import can_pack
@@ -252,11 +251,3 @@ def test_compiled_as_not(tmp_path):
 
 def test_the_flag_names_each():
     assert all(name in _MODEL_FLAGS["quantize"]["help"] for name in QUANTISATIONS)
-
-
-def test_the_page_has_the_table():
-    assert quantize_table.PAGE.read_text(encoding="utf-8") == quantize_table.page(), (
-        "run `python -m benchmarks.quantize_table`"
-    )
-    listed = [line.split("`")[1] for line in quantize_table.table().splitlines()[2:]]
-    assert listed == list(QUANTISATIONS)

@@ -70,13 +70,6 @@ def test_the_table_is_what_was_measured():
     assert with_results(README) == README
 
 
-def test_the_comparison_is_what_the_report_says():
-    from benchmarks.readme import RESULT, with_table
-    from decode.compare.report import ComparisonReport
-
-    assert with_table(README, ComparisonReport.load(RESULT / "report.json")) == README
-
-
 def test_the_folders_that_the_readme_names_exist():
     for folder in re.findall(r"`([a-z_/]+/)`", README):
         assert (ROOT / folder).is_dir(), folder

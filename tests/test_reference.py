@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import decoder_table
 from benchmarks.ablation.ablation_config import Ablation
 from benchmarks.reference_page import reference
 from d2f.tasks.data_task import TaskFile
@@ -65,10 +64,3 @@ def test_every_option_of_every_decoder_is_on_the_page():
     lines = page[page.index("## Decoders") :].splitlines()
     there = {line.split("`")[1] for line in lines if line.startswith("| `")}
     assert {f.name for d in DECODERS.values() for f in fields(d)} - there == {"stop"}
-
-
-def test_the_table_of_decoders_is_what_they_say_of_themselves():
-    text = "run `python -m benchmarks.decoder_table`"
-    assert decoder_table.PAGE.read_text(encoding="utf-8") == decoder_table.page(), text
-    listed = [line.split("`")[1] for line in decoder_table.table().splitlines()[2:]]
-    assert listed == list(DECODERS)

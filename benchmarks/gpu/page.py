@@ -7,13 +7,13 @@ Writes the tables of docs/gpu.md: what was measured, from benchmarks/results/gpu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.decoder_table import between
 from benchmarks.gpu.measured_tables import markdown
 from benchmarks.gpu.results_file import read_runs
 from benchmarks.gpu.what_fits import decoding, training, weights_and_cache
+from benchmarks.tables import with_block
 from d2f.files import write_beside
 
 ROOT = Path(__file__).parents[2]
@@ -26,25 +26,25 @@ def measured() -> str:
     return markdown([run for path in sorted(RESULTS.glob("*.json")) for run in read_runs(path)])
 
 
-def blocks() -> Iterator[tuple[str, Callable[[], str]]]:
-    """The line after which each block begins, and what gives the block."""
-    for name, block in (
-        ("measured", measured),
-        ("weights and cache", lambda: "\n".join(weights_and_cache())),
-        ("decoding", lambda: "\n".join(decoding())),
-        ("training", lambda: "\n".join(training())),
-    ):
-        yield f"<!-- {name}: written by python -m benchmarks.gpu.page -->\n", block
+BLOCKS: dict[str, Callable[[], str]] = {
+    "measured": measured,
+    "weights and cache": lambda: "\n".join(weights_and_cache()),
+    "decoding": lambda: "\n".join(decoding()),
+    "training": lambda: "\n".join(training()),
+}
 
 
 def main() -> None:
+    """Rewrite every block of the page."""
     argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.page",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
-    for begin, block in blocks():
-        write_beside(PAGE, between(PAGE, begin, f"{block()}\n"))
+    text = PAGE.read_text(encoding="utf-8")
+    for name, make in BLOCKS.items():
+        text = with_block(text, name, make())
+    write_beside(PAGE, text)
 
 
 if __name__ == "__main__":

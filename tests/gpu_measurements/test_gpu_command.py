@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.decoder_table import between
 from benchmarks.gpu import compare_entries, page
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.bring_up import MEASUREMENTS, PARTS
+from benchmarks.tables import with_block
 
 ROOT = Path(__file__).parents[2]
 on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -172,8 +172,6 @@ def test_tests_are_counted_by_file(tmp_path):
 
 
 def test_the_page_says_what_was_measured_and_what_fits():
-    for begin, block in page.blocks():
-        text = page.PAGE.read_text(encoding="utf-8")
-        assert between(page.PAGE, begin, f"{block()}\n") == text, (
-            "run `python -m benchmarks.gpu.page`"
-        )
+    text = page.PAGE.read_text(encoding="utf-8")
+    for name, make in page.BLOCKS.items():
+        assert with_block(text, name, make()) == text, "run `python -m benchmarks.gpu.page`"

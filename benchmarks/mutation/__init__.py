@@ -1,1 +1,0 @@
-"""How many small faults the tests notice (mutation testing)."""
