@@ -177,8 +177,7 @@ def _decoders() -> Iterator[str]:
 def _option(option: Option) -> str:
     if isinstance(option.kind, tuple):
         return ", ".join(f"`{word}`" for word in option.kind)
-    number = {int: "whole number", float: "number", bool: "true or false"}[option.kind]
-    return ", ".join((number, *(f"`{word}`" for word in option.words)))
+    return {int: "whole number", float: "number", bool: "true or false"}[option.kind]
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from d2f.tasks import make_problems
     from decode.compare.client import Client
     from decode.compare.config import Endpoint, Limits
-    from decode.decoders import default_decoder, spelled
+    from decode.decoders import default_decoder, qualified_name
     from decode.engine.prompts import encode
     from decode.report import environment
 
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = d2f.load(options.model)
     model.merge_adapter()
     kind = default_decoder(model.contract)
-    decoder: Any = kind(**kind.completed({"max_new_tokens": LENGTH}, model.contract))
+    decoder: Any = kind(**kind.with_model_defaults({"max_new_tokens": LENGTH}, model.contract))
     problems = make_problems("story", "heldout", options.problems, seed=0)
     prompts = [encode(model, problem.question, "a problem") for problem in problems]
     found: dict[tuple[str, int], list[float]] = {}
@@ -97,7 +97,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 Endpoint(
                     name=SERVED, kind="endpoint", url=url, model=options.model,
                     tokenizer=options.model, stream=way == "streamed",
-                    body={"decoder": spelled(kind)},
+                    body={"decoder": qualified_name(kind)},
                 ),
                 url, options.model, Limits(), retries=0,
             )

@@ -11,7 +11,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.quantize import quantize_layers
-from decode.engine.async_engine import free_bytes
+from decode.engine.engine import free_bytes
 
 MASK_ID = 3
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {

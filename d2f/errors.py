@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 LONGEST = 1500  # characters of an error
 
@@ -60,6 +62,14 @@ class RankError(RuntimeError):
 
 class UnverifiedBaseWarning(UserWarning):
     """An adapter was put on a base that may not be its own: neither a hash nor a name tells."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the nearest known name, whatever its case; "" where none is
+    near."""
+    names = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(str(name)[:100].lower(), names, n=1)
+    return f"; did you mean {names[found[0]]}?" if found else ""
 
 
 def brief(text: str) -> str:

@@ -255,9 +255,9 @@ def load(
     progress: a bar while the weights are read; a download has its own either way. tensor_parallel:
     how many processes, started by torchrun, hold a part of the model each; all of them call this,
     then rank 0 decodes and the others follow it (`d2f.leading`). An adapter is merged into the
-    parts. threads: how many a forward is computed with on a CPU; ``auto`` lets each engine
-    measure which number is fastest at the time, up to the processors that the process may use
-    (`d2f.device`), None up to the number that torch is set to, if that is lower.
+    parts. threads: how many torch computes with on a CPU from here on; ``auto`` the processors that
+    the process may use, None no more than torch is set to; either is one where other programs keep
+    all of them busy (`d2f.device.parse_threads`).
 
     Raises CheckpointError, naming what was expected and what came, for missing, unexpected or
     misshapen weights, a damaged file, or an adapter that does not belong to this base; InputError
@@ -269,7 +269,7 @@ def load(
         quantize = "nf4" if quantize else None
     where = parse_device(device)
     number = parse_dtype(dtype, where)
-    counts = parse_threads(threads)
+    count = parse_threads(threads) if where.type == "cpu" else None
     if tensor_parallel != 1:
         where = check_parallel(tensor_parallel, where, quantize=quantize is not None)
     if quantize is not None:
@@ -322,8 +322,9 @@ def load(
         path=place,
         tensor_parallel=tensor_parallel,
     )
-    if where.type == "cpu":
-        model.thread_counts = counts
+    if count is not None:
+        model.threads = count
+        torch.set_num_threads(count)
     if adapter is not None and in_parts:
         with reported():
             model.merge_from(resolve(str(adapter)))

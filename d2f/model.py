@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.checkpoint import MAX_SHARD_SIZE
-from d2f.device import as_current, parse_threads
+from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.parts import ModelParts
 from d2f.saving import save
@@ -48,10 +48,7 @@ class DiffusionModel(ModelParts):
         self._merged = False  # an adapter was folded in: the model is adapted without having one
         self.compiled_rows: CompiledRows | NativeRows | None = None
         self.scores_natively = False  # what its logits say is found by `d2f.cpu.rows`
-        # Of threads, among which engines choose for each forward; no more than torch is set to.
-        self.thread_counts: tuple[int, ...] = ()
-        if self.device.type == "cpu":
-            self.thread_counts = parse_threads(None)
+        self.threads = torch.get_num_threads()  # of a forward on a CPU
         decoder = self.backbone.model
         # A model that is converted keeps its backbone, which may be wrapped already.
         if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
@@ -73,11 +70,6 @@ class DiffusionModel(ModelParts):
             *(["no tokenizer"] if self.tokenizer is None else []),
         ]
         return f"DiffusionModel({self.path or 'in memory'}: {', '.join(facts)})"
-
-    @property
-    def threads(self) -> int:
-        """The most that a forward on a CPU is computed with."""
-        return self.thread_counts[-1] if self.thread_counts else torch.get_num_threads()
 
     @property
     def is_adapted(self) -> bool:
@@ -134,12 +126,6 @@ class DiffusionModel(ModelParts):
             ).last_hidden_state[0]
         # Only the rows that are read meet the head, the widest product of a forward.
         return self.head(hidden.index_select(0, read))
-
-    def prepare_rows(self, rows: int) -> None:
-        """What only the first forward of so many rows, with torch's number of threads, has to do:
-        `decode_rows` would, too, but then takes longer than it ever does again."""
-        if self.compiled_rows is not None and self.compiled_rows.code is not None:
-            self.compiled_rows.code.make(rows)
 
     def compile(self) -> None:
         """Compile what `decode_rows` runs, adapter merged: the same function to rounding, for any

@@ -79,12 +79,12 @@ def describe(
     facts: dict[str, Any],
 ) -> dict[str, Any]:
     """What decides a run's answers. facts: of the input."""
-    from decode.decoders import spelled
+    from decode.decoders import qualified_name
     from decode.jobs import model_header
 
     return {
         **model_header(options, model, weights),
-        "decoder": spelled(type(decoder)),
+        "decoder": qualified_name(type(decoder)),
         "options": asdict(decoder),
         **facts,
         "column": options.column,

@@ -124,9 +124,9 @@ _MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "threads": {
         "type": lambda text: int(text) if text.isdecimal() else text,
         "metavar": "N|auto",
-        "help": "of a forward on a CPU: N, or auto, which measures what is fastest as it runs, up "
-        "to the processors that this process may use (default: auto, up to OMP_NUM_THREADS where "
-        "that is set)",
+        "help": "of a forward on a CPU: N, or auto, the processors that this process may use, one "
+        "where other programs keep them busy (default: auto, up to OMP_NUM_THREADS where that is "
+        "set)",
     },
     "compile": {
         "action": "store_true",
@@ -353,25 +353,7 @@ def _reading(having: Sequence[tuple[Kind, Option]]) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if isinstance(option.kind, tuple):
         return {"choices": option.kind}
-    if option.words:
-        return {"type": _number_or_word(option), "metavar": "|".join((option.unit, *option.words))}
     return {"type": option.kind, "metavar": option.unit}
-
-
-def _number_or_word(option: Option) -> Callable[[str], int | float | str]:
-    assert not isinstance(option.kind, tuple)
-    number = option.kind
-
-    def read(text: str) -> int | float | str:
-        if text in option.words:
-            return text
-        try:
-            return number(text)
-        except ValueError:
-            known = " or ".join(("a number", *option.words))
-            raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}") from None
-
-    return read
 
 
 def add_decoder(group: argparse._ArgumentGroup, kinds: Sequence[Kind]) -> None:
@@ -512,7 +494,7 @@ class DecoderSettings:
             )
         # Without a model what it was trained with is not known; the options are checked as they
         # are.
-        values = self.given if contract is None else kind.completed(self.given, contract)
+        values = self.given if contract is None else kind.with_model_defaults(self.given, contract)
         return kind(**values if length is None else values | {"max_new_tokens": length})
 
 

@@ -20,7 +20,7 @@ from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, Task
 from decode.cli import DEFAULT_PROBLEMS, DecoderSettings, check_least, chosen_tasks, say
-from decode.decoders import Decoder, spelled
+from decode.decoders import Decoder, qualified_name
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.engine.prompts import check, encode, fitted
 from decode.ledger import Ledger, check_place
@@ -278,7 +278,7 @@ def header(
     return {
         **model_header(options, model, weights),
         "batch_size": options.batch_size,
-        "decoder": spelled(type(jobs[0].decoder)),
+        "decoder": qualified_name(type(jobs[0].decoder)),
         "options": decoder,
         "prompts": prompts_hash(jobs),
         "count": len(jobs),

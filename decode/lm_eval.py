@@ -61,7 +61,7 @@ from decode.decoders.base import (
     DEFAULT_MAX_NEW_TOKENS,
     boolean,
     mask_kind,
-    not_negative,
+    number,
     whole_number,
 )
 from decode.engine.likelihood import Likelihood
@@ -360,7 +360,7 @@ class Scoring:
         """Most tokens of a prompt and its target together."""
         if self.way == "mc":
             return model.context_length
-        return model.context_length - Likelihood.of(model.contract).overhang
+        return model.context_length - Likelihood.of(model.contract).extra_positions
 
     def scores(
         self, model: DiffusionModel, pairs: Sequence[Pair], batch_size: int
@@ -700,7 +700,7 @@ class D2FLM(HarnessText):
         self.batch_size = _batch_size(batch_size, max_batch_size)
         whole_number("mc_num", mc_num)
         whole_number("seed", seed, least=0, most=2**64 - 1)
-        not_negative("cfg", cfg)
+        number("cfg", cfg)
         for name, value in (("merge", merge), ("compile", compile), ("check_greedy", check_greedy)):
             boolean(name, value)
         _refuse([name for name in OF_A_TASK if name in options])
@@ -759,7 +759,7 @@ class D2FLM(HarnessText):
         for figures, places, bar in self._tasks(kept, "generation", disable_tqdm):
             prompts = {}
             for i in places:
-                room = self.max_length - decoders[i].length - decoders[i].overhang
+                room = self.max_length - decoders[i].length - decoders[i].extra_positions
                 prompts[i] = self.prompt(kept[i][0].args[0], room, figures)
             order = sorted(places, key=lambda i: -(len(prompts[i]) + decoders[i].length))
             asked = [prompts[i] for i in order], [decoders[i] for i in order]

@@ -208,7 +208,7 @@ _told: WeakSet[DiffusionModel] = WeakSet()
 def doubt_of(model: DiffusionModel, decoder: Decoder) -> str | None:
     """Why the decoder may decode the model badly, the first time that it is asked; None where it
     should not. An official adapter, which does not say what trained it, is taken at its word."""
-    doubt = decoder.doubt(model.contract)
+    doubt = decoder.warning_for(model.contract)
     if doubt is None or model in _told:
         return None
     if model.contract.objective is None and model.is_adapted:

@@ -1,4 +1,5 @@
-"""Step: what a decoder asks the model to compute. Predictions: what it gets back."""
+"""The protocol between decoders and the engine: a `Step` says what to compute, `Predictions` answer
+it, events and a `Result` tell the caller. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Step:
-    """Five integer arrays of one request; slots, spans and read count from its own 0.
+    """Rows of one request to feed, as integer arrays; slots, spans and read count from its own 0.
 
     tokens, positions, slots: ``[T]``, what is fed, where it stands, which slot it overwrites.
-    spans: ``[T, K, 2]``, the slots that each row sees. read: ``[N]``, the rows whose predictions
-    are wanted; a row may be read more than once. cached: how many leading slots were final before
-    this step. queried_tokens: ``[N]``, a token for each row that is read, whose probability is
-    wanted beside that of the chosen one. uncertainty: whether entropy and margin are wanted.
+    spans: ``[T, K, 2]``, the slots that each row sees.
+    read: ``[N]``, the rows whose predictions are wanted; a row may be read more than once.
+    cached: how many leading slots were final before this step.
+    queried_tokens: ``[N]``, a token for each row that is read, whose probability is wanted beside
+        that of the chosen one.
+    uncertainty: entropy and margin are wanted, too.
 
     D2F with a cached prompt ``7 8`` and two open blocks of 2, of which position 2 is decided (9)
     and the others hold the mask id m::
@@ -50,13 +53,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of each row that was read, from its logits in fp32.
+    """What the logits of each row that was read say, computed in fp32.
 
-    token: int64 ``[N]``, the chosen one, never the mask id. The others are fp32 ``[N]``, under the
-    full softmax. confidence: probability of that token. queried_probability: that of the token that
-    the step queried; queried_log_probability: its natural logarithm, also where the probability
-    rounds to 0. entropy: in nats. margin: difference of the two largest probabilities, the
-    mask id's left out. None where the step did not ask.
+    token: int64 ``[N]``, the chosen one, never the mask id.
+
+    The others are fp32 ``[N]``, under the full softmax; None where the step did not ask:
+    confidence: probability of that token.
+    queried_probability: probability of the token that the step queried.
+    queried_log_probability: its natural logarithm, also where the probability rounds to 0.
+    entropy: in nats.
+    margin: difference of the two largest probabilities, the mask id's left out.
     """
 
     token: Ints
@@ -67,7 +73,7 @@ class Predictions:
     margin: Floats | None = None
 
     def rows(self, part: slice) -> Predictions:
-        """Those of some of the rows."""
+        """Take those of some of the rows."""
         found = {name: column[part] for name, column in vars(self).items() if column is not None}
         return Predictions(**found)
 
@@ -82,7 +88,7 @@ def feed(
     logit_shift: int,
     uncertainty: bool = False,
 ) -> Step:
-    """The step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
+    """Make the step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
 
     ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted
     family reads row p - 1 for position p, and where that row is already cached it is fed again
@@ -111,8 +117,6 @@ def feed(
     )
 
 
-# What decoding yields: events while it runs, a result when a request is done.
-
 FinishReason = Literal["end", "stop", "length", "error"]
 # waiting: not opened yet. semi-active, fully active, to cache, cached: D2F's, where a block that
 # other decoders work on is fully active. decoded: without masks, and nothing is said of a cache.
@@ -121,8 +125,7 @@ BlockState = Literal["waiting", "semi-active", "fully active", "to cache", "cach
 
 @dataclass(frozen=True)
 class BlockView:
-    """One block as it stands: response positions ``[start, end)`` and its tokens, None where
-    still masked."""
+    """A block as it stands: response positions ``[start, end)`` and its tokens, None where masked."""
 
     start: int
     end: int
@@ -141,9 +144,11 @@ class Revealed:
 
 @dataclass(frozen=True)
 class TokenLikelihood:
-    """A token of a prompt, given all before it (`decode.engine.likelihood`). logprob: natural
-    logarithm of its probability under the full softmax. top: the likeliest token in its place, the
-    mask id left out, and its top_logprob."""
+    """A token of a prompt, given all before it (`decode.engine.likelihood`).
+
+    logprob: natural logarithm of its probability under the full softmax. top: the likeliest token
+    in its place, the mask id left out, with its top_logprob.
+    """
 
     position: int
     token: int
@@ -153,7 +158,7 @@ class TokenLikelihood:
 
     @property
     def greedy(self) -> bool:
-        """Whether greedy decoding would choose it."""
+        """Say whether greedy decoding would choose it."""
         return self.token == self.top
 
 
@@ -161,16 +166,18 @@ class TokenLikelihood:
 class Result:
     """One decoded request.
 
-    tokens: response ids, cut before the first end id or stop string. raw_tokens: everything
-    generated, uncut (a position that early exit left undecoded is not in it). text: tokens
-    decoded, None without a tokenizer. forwards: calls of the model that this request was in.
-    calls: (rows fed, rows already cached) of each; where a step was fed in pieces, each piece is
-    one. seconds: wall time from admission to the end.
-    finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``. counts:
-    what the decoder counted, by name. seed: what its tokens were drawn with. error: why the request
-    failed, which leaves it without tokens; None where it did not. reused_rows: rows of its prompt
-    whose keys and values were copied from another request instead of fed (`Engine`). likelihoods:
-    of the prompt's tokens, where they were asked for.
+    tokens: response ids, cut before the first end id or stop string.
+    raw_tokens: everything generated, uncut; positions that early exit left undecoded are not in it.
+    text: tokens decoded, None without a tokenizer.
+    forwards: calls of the model that this request was in.
+    calls: (rows fed, rows already cached) of each; a step that was fed in pieces has several.
+    seconds: wall time from admission to the end.
+    finish_reason: ``end`` (an end id), ``stop`` (a stop string), ``length`` or ``error``.
+    counts: what the decoder counted, by name.
+    seed: what its tokens were drawn with.
+    error: why the request failed, which leaves it without tokens; None where it did not.
+    reused_rows: rows of its prompt that were copied from another request instead of fed.
+    likelihoods: of the prompt's tokens, where they were asked for.
     """
 
     tokens: list[int]
@@ -206,40 +213,33 @@ class Result:
         prompt_tokens: int = 0,
         seed: int = 0,
     ) -> Result:
-        """The result of a request that failed, before or after it entered the engine."""
+        """Make the result of a request that failed, before or after it entered the engine."""
         calls = calls or []
         return Result(
-            tokens=[],
-            raw_tokens=[],
-            text=None,
-            forwards=len(calls),
-            calls=calls,
-            seconds=seconds,
-            finish_reason="error",
-            prompt_tokens=prompt_tokens,
-            seed=seed,
-            error=error,
+            [], [], None, len(calls), calls, seconds, "error", prompt_tokens, seed=seed, error=error
         )
 
 
 def p_cache_of(tokens: float, counts: Mapping[str, float]) -> float | None:
-    """WeDLM's p_cache (arXiv 2512.22737), N_gen / N_fwd: new tokens, here the visible ones, over
-    the rows fed after the prompt's, in all forwards (the decoder's count ``window_rows``). 1 where
-    each token is fed once and nothing else; None where nothing counted such rows."""
+    """Compute WeDLM's p_cache (arXiv 2512.22737), N_gen / N_fwd: new tokens, here the visible ones,
+    over the rows fed after the prompt's, in all forwards (the decoder's count ``window_rows``). 1
+    where each token is fed once and nothing else; None where nothing counted such rows."""
     rows = counts.get("window_rows")
     return tokens / rows if rows else None
 
 
 @dataclass(frozen=True)
 class Event:
-    """One request after one forward. result is set on its last event.
+    """One request after one forward.
 
-    request: index of the result (of the prompt, where each is sampled once). forward: number of the
-    request's forward, from 1; 0 where it failed before one. blocks: none where nobody asked for
-    them. revealed: nothing where the forward fed a piece of a step that is not the last. settled:
-    response ids before the first that may still change: each event's begin with those of the one
-    before, whatever the decoder takes back behind them. call: (rows fed, rows already cached) of
-    this forward, as in `Result.calls`.
+    request: index of the result (of the prompt, where each is sampled once).
+    forward: number of the request's forward, from 1; 0 where it failed before one.
+    blocks: empty where nobody asked for them.
+    revealed: empty where the forward fed a piece of a step that is not the last.
+    result: set on the last event.
+    settled: response ids before the first that may still change. Each event's begin with those of
+        the one before, whatever the decoder takes back behind them.
+    call: (rows fed, rows already cached) of this forward, as in `Result.calls`.
     """
 
     request: int
@@ -255,9 +255,6 @@ class Event:
         """Why the request failed, None while it runs and where it did not."""
         return None if self.result is None else self.result.error
 
-
-# How a request chooses tokens, as options: what decoders know of sampling. Importing it does not
-# import torch; `decode.engine.sampling` does the choosing.
 
 COLDEST = 1e-9
 """Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
@@ -280,8 +277,8 @@ class Sampling:
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> int:
-    """The seed of one sample of one of several prompts: different for each, so that equal prompts
-    give different answers; of the first sample of the first prompt the given one."""
+    """Make the seed of one sample of one of several prompts: different for each, so that equal
+    prompts give different answers; of the first sample of the first prompt the given one."""
     if prompt == sample == 0:
         return seed
     drawn = np.random.SeedSequence(seed % 2**64, spawn_key=(prompt, sample))

@@ -220,7 +220,7 @@ class Space:
         """What the decoder takes for these options where nothing is given; an option whose default
         is None is not in it."""
         kind = find_decoder(self.decoder)
-        decoder = kind(**kind.completed({}, contract))
+        decoder = kind(**kind.with_model_defaults({}, contract))
         values = {name: getattr(decoder, name) for name in searchable(kind) if name in self.grid}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -229,7 +229,7 @@ class Space:
         is not searched. Raises InputError for a model that the decoder cannot decode."""
         kind = find_decoder(self.decoder)
         kind().check(contract)
-        own = {name: (value,) for name, value in kind.completed({}, contract).items()}
+        own = {name: (value,) for name, value in kind.with_model_defaults({}, contract).items()}
         return Space(self.decoder, {**own, **self.grid})
 
 

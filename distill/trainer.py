@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from d2f.attention import SpanPlan, Way
-from d2f.device import ThreadChoice, parse_threads, usable_cpus
+from d2f.device import parse_threads, usable_cpus
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
@@ -159,24 +159,16 @@ class Stepper:
             weight_decay=settings.weight_decay,
             fused=True,
         )
-        self.threads = None
         if accelerator.device.type == "cpu":
-            # Sums of gradients round by how many threads share them: one number, but for auto.
+            # Sums of gradients round by how many threads share them: the same whatever else runs.
             most = min(usable_cpus(), torch.get_num_threads())
-            counts = (most,) if config.threads is None else parse_threads(config.threads)
-            self.threads = ThreadChoice(counts)
+            torch.set_num_threads(most if config.threads is None else parse_threads(config.threads))
         sharding.settle(accelerator, rows=self.rows_at_once, clip=settings.clip)
         self.wrapped, self.optimizer = sharding.prepare(accelerator, objective, optimizer)
         self.trainable = checkpoint.trainable(objective)
 
     def take(self, done: int, rows: Rows) -> StepResult:
         """Take the step after `done` steps."""
-        size = self.config.data.row_length * self.rows_at_once
-        threads = nullcontext() if self.threads is None else self.threads.timed(size)
-        with threads:
-            return self._take(done, rows)
-
-    def _take(self, done: int, rows: Rows) -> StepResult:
         accelerator, rate = self.accelerator, learning_rate(self.config, done)
         for group in self.optimizer.param_groups:
             # From the step's number alone, so that a resume has no scheduler to restore.

@@ -41,7 +41,7 @@ from decode.compare.config import (
     decoder_settings,
 )
 from decode.compare.server import VllmServer, check_python
-from decode.decoders import Decoder, spelled
+from decode.decoders import Decoder, qualified_name
 from decode.engine.engine import Engine
 from decode.engine.prompts import check, encode
 from decode.engine.request import Request
@@ -73,7 +73,7 @@ class OursRunner:
             "compiled": entry.compile,
             "threads": None if cuda else self.model.threads,
             "decoder": {
-                name: {"decoder": spelled(type(d)), **asdict(d)}
+                name: {"decoder": qualified_name(type(d)), **asdict(d)}
                 for name, d in self.decoders.items()
             },
         }

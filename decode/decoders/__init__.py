@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 
 from d2f.contract import Contract
-from d2f.errors import InputError, repr_of
+from d2f.errors import InputError, did_you_mean, repr_of
 from decode.decoders.base import Decoder, Session
 
 __all__ = [
@@ -22,20 +22,8 @@ __all__ = [
     "as_decoder",
     "default_decoder",
     "find_decoder",
-    "spelled",
+    "qualified_name",
 ]
-
-
-def _found() -> dict[str, type[Decoder]]:
-    """Every decoder that a module of this package defines, by its name."""
-    modules = [import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    kinds = [
-        kind
-        for module in modules
-        for kind in vars(module).values()
-        if _is_decoder(kind) and kind.__module__ == module.__name__
-    ]
-    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
 
 
 def _is_decoder(kind: object) -> bool:
@@ -47,18 +35,30 @@ def _is_decoder(kind: object) -> bool:
     )
 
 
+def _found() -> dict[str, type[Decoder]]:
+    """Find every decoder that a module of this package defines, by its name."""
+    modules = [import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
+    kinds = [
+        kind
+        for module in modules
+        for kind in vars(module).values()
+        if _is_decoder(kind) and kind.__module__ == module.__name__
+    ]
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
+
+
 DECODERS: dict[str, type[Decoder]] = _found()
 
 
 def find_decoder(name: object) -> type[Decoder]:
-    """The decoder of that name, or the class at ``module:Class``, which may lie in the working
+    """Find the decoder of that name, or the class at ``module:Class``, which may lie in the working
     folder. Raises InputError."""
     if isinstance(name, str) and name in DECODERS:
         return DECODERS[name]
     if not isinstance(name, str) or name.count(":") != 1:
         raise InputError(
             f"decoder must be one of {', '.join(DECODERS)}, got {repr_of(name)} (one of your own "
-            "is given as module:Class)"
+            f"is given as module:Class){did_you_mean(name, DECODERS)}"
         )
     place, _, attribute = name.partition(":")
     if "" not in sys.path:
@@ -78,25 +78,25 @@ def find_decoder(name: object) -> type[Decoder]:
 
 
 def as_decoder(decoder: object, contract: Contract) -> Decoder:
-    """A decoder, or the one of that name with its defaults for a model of that contract. Raises
-    InputError."""
+    """Take a decoder as it is, and make one from its name with the defaults for a model of that
+    contract. Raises InputError."""
     if isinstance(decoder, Decoder):
         return decoder
-    if isinstance(decoder, str) and (decoder in DECODERS or ":" in decoder):
+    if isinstance(decoder, str):
         kind = find_decoder(decoder)
-        return kind(**kind.completed({}, contract))
+        return kind(**kind.with_model_defaults({}, contract))
     raise InputError(
         f"decoder must be a Decoder, such as decode.D2F(), or one of the names "
         f"{', '.join(DECODERS)}; got {repr_of(decoder)}"
     )
 
 
-def spelled(kind: type[Decoder]) -> str:
-    """What `find_decoder` finds a decoder by."""
+def qualified_name(kind: type[Decoder]) -> str:
+    """Name a decoder as `find_decoder` finds it."""
     known = DECODERS.get(kind.name) is kind
     return kind.name if known else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def default_decoder(contract: Contract) -> type[Decoder]:
-    """The decoder of a model where none is named."""
+    """Choose the decoder of a model where none is named."""
     return next(kind for kind in DECODERS.values() if kind.is_default_for(contract))

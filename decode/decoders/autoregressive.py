@@ -38,38 +38,37 @@ class Autoregressive(Decoder):
             )
 
     def begin(self, prompt: list[int], contract: Contract) -> AutoregressiveSession:
-        return AutoregressiveSession(self, prompt, contract)
+        return AutoregressiveSession(prompt, self.length, contract)
 
 
 class AutoregressiveSession(Session):
     """One request, token after token."""
 
-    def __init__(self, decoder: Autoregressive, prompt: list[int], contract: Contract):
-        super().__init__(prompt, decoder.length, contract)
-        self.length = len(prompt)
+    def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
+        super().__init__(prompt, max_new_tokens, contract)
+        self.end = len(prompt)  # of what is decoded
         self.cached = 0
 
     def step(self) -> Step | None:
-        ended = self.length > self.prompt_length and self.x[self.length - 1] in (
-            self.contract.end_ids
-        )
-        if ended or self.length == len(self.x):
+        last = int(self.x[self.end - 1])
+        ended = self.end > self.prompt_length and last in self.contract.end_ids
+        if ended or self.end == len(self.x):
             return None
-        cached, self.cached = self.cached, self.length  # causal rows are final once they are fed
+        cached, self.cached = self.cached, self.end  # causal rows are final once they are fed
         # First the prompt, then the last token. The row of position p - 1 predicts position p,
         # whatever shift the contract has for masked positions.
-        fed = np.arange(cached, self.length)
+        fed = np.arange(cached, self.end)
         read = np.array([len(fed) - 1])
-        return Step(self.x[cached : self.length], fed, fed, prefix(fed + 1), read, cached=cached)
+        return Step(self.x[cached : self.end], fed, fed, prefix(fed + 1), read, cached=cached)
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        self.reveal(self.length, int(predictions.token[0]), float(predictions.confidence[0]))
-        self.length += 1
+        self.reveal(self.end, int(predictions.token[0]), float(predictions.confidence[0]))
+        self.end += 1
 
     @property
     def tokens(self) -> list[int]:
-        return self.x[self.prompt_length : self.length].tolist()
+        return self.x[self.prompt_length : self.end].tolist()
 
     settled = tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import math
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_o
 import numpy as np
 
 from d2f.contract import Contract
-from d2f.errors import InputError, repr_of
+from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.spans import block_ends
 from decode.step import (
     BlockView,
@@ -31,30 +31,34 @@ from decode.step import (
     sample_seed,
 )
 
-# What an option may be: an error names the option, what it may be and what came.
-
-MOST = 2**20  # tokens, forwards or states
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_BLOCK_SIZE = 32
+MOST = 2**20  # tokens, forwards or states: what counts up to more would not end
 
 
 def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
-    """Raise InputError unless value is a whole number of at least `least`, and by default no more
-    than a response can have tokens: what counts them up would not end."""
+    """Raise InputError unless value is a whole number in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {repr_of(value)}")
     if value > most:
         raise InputError(f"{name} must be at most {most}, got {repr_of(value)}")
 
 
-def ratio(name: str, value: object) -> None:
-    """Raise InputError unless value lies in [0, 1]."""
-    if not (is_number(value) and 0 <= value <= 1):  # type: ignore[operator]
-        raise InputError(f"{name} must lie in [0, 1], got {repr_of(value)}")
-
-
-def not_negative(name: str, value: object) -> None:
-    """Raise InputError unless value is a finite number of at least 0."""
-    if not (is_number(value) and value >= 0):  # type: ignore[operator]
-        raise InputError(f"{name} must be a finite number of at least 0, got {repr_of(value)}")
+def number(
+    name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False
+) -> None:
+    """Raise InputError unless value is a finite number in [least, most]; above: in (least, most]."""
+    wrong = isinstance(value, bool) or not isinstance(value, int | float)
+    fits = not wrong and (least < value if above else least <= value) and value <= most  # type: ignore
+    try:
+        fits = fits and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:  # a whole number beyond all floats
+        fits = False
+    if not fits:
+        bounds = f"lie in {'(' if above else '['}{least:g}, {most:g}]"
+        wanted = f"be {least:g} or more" if most == math.inf else bounds
+        hint = ": expected a number" if wrong else ""
+        raise InputError(f"{name} must {wanted}, got {repr_of(value)}{hint}")
 
 
 def boolean(name: str, value: object) -> None:
@@ -65,99 +69,78 @@ def boolean(name: str, value: object) -> None:
 
 def one_of(name: str, value: object, words: Iterable[str]) -> None:
     """Raise InputError unless value is one of the words."""
-    if not isinstance(value, str) or value not in tuple(words):
-        raise InputError(f"{name} must be one of {', '.join(words)}, got {repr_of(value)}")
-
-
-def greedy_only(what: str, temperature: float) -> None:
-    """Raise InputError unless decoding is greedy, which is what drafts are checked against."""
-    if temperature:
+    words = tuple(words)
+    if not isinstance(value, str) or value not in words:
         raise InputError(
-            f"{what} needs temperature 0: what it drafts is checked against greedy decoding, got "
-            f"{repr_of(temperature)}"
+            f"{name} must be one of {', '.join(words)}, got {repr_of(value)}"
+            f"{did_you_mean(value, words)}"
         )
-
-
-def is_number(value: object) -> bool:
-    """Whether value is a finite number, as a float says it."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False
-
-
-# Options of decoders: dataclass fields that say what they mean, what they may be, what to try.
-#
-# A decoder declares `tau: float = option(0.9, "confidence from which ...", check=ratio)` once;
-# flags,
-# configuration keys, their checks, the grids of tuning and the reference page are read from it.
-
-DEFAULT_MAX_NEW_TOKENS = 256
-DEFAULT_BLOCK_SIZE = 32
-Check = Callable[[str, object], None]
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one decoder.
+    """An option of a decoder: flags, configuration keys, checks, the grids of tuning and the
+    reference page are made from it.
 
-    kind: int, float, bool, or the words to choose from. words: those that a number's option takes
-    in place of one, as "auto". may_be_none: whether None is a value.
-    default: the value; shown: the default in words. search: the values that tuning tries where none
-    are given. unit: what stands for a number in --help. check: raises InputError for a bad value.
+    shown: the default in words, for --help.
+    search: the values that tuning tries where none are given.
+    unit: what stands for a number in --help.
+    least, most, above: the bounds of a number; above: least itself is out of bounds.
+    name, kind, may_be_none: from the field and its annotation. kind is int, float, bool, or a tuple
+        of the words to choose from; may_be_none: None is a value, too.
     """
 
-    name: str
-    kind: type | tuple[str, ...]
-    words: tuple[str, ...]
-    may_be_none: bool
     default: Any
     help: str
-    shown: str
-    search: tuple[int | float, ...]
-    unit: str
-    check: Check | None
+    shown: str = ""
+    search: tuple[int | float, ...] = ()
+    unit: str = ""
+    least: float | None = None
+    most: float | None = None
+    above: bool = False
+    name: str = ""
+    kind: type | tuple[str, ...] = bool
+    may_be_none: bool = False
 
     @property
     def is_number(self) -> bool:
         return self.kind in (int, float)
 
     def verify(self, value: object) -> None:
-        """Raise InputError unless value is one that the option can have."""
+        """Raise InputError unless the option may have this value."""
+        given = {"least": self.least, "most": self.most}
+        bounds: dict[str, Any] = {k: bound for k, bound in given.items() if bound is not None}
         if value is None and self.may_be_none:
             return
-        if isinstance(value, str) and value in self.words:
-            return
+        if self.kind is int and value == "auto":  # an option of earlier versions
+            raise InputError(
+                f"{self.name} auto is gone: expected a whole number, the most that is speculated; "
+                "the engine's max_rows narrows it where many requests run"
+            )
         if isinstance(self.kind, tuple):
             one_of(self.name, value, self.kind)
         elif self.kind is bool:
             boolean(self.name, value)
-        elif self.check is not None:
-            self.check(self.name, value)
         elif self.kind is int:
-            whole_number(self.name, value)
+            whole_number(self.name, value, **bounds)
+        else:
+            number(self.name, value, above=self.above, **bounds)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    shown: str | None = None,
-    search: tuple[int | float, ...] = (),
-    unit: str | None = None,
-    check: Check | None = None,
-) -> Any:
-    """A field of a decoder's options (see `Option`). Its annotation is a number, bool or Literal, a
-    number or a Literal, or None with one of them. A whole number is at least 1 unless a check says
-    otherwise."""
-    about = {"help": help, "shown": shown, "search": search, "unit": unit, "check": check}
-    return field(default=default, metadata=about)
+def option(default: Any, help: str, **about: Any) -> Any:
+    """Make a field of a decoder's options (see `Option`), annotated as int, float, bool or Literal,
+    or as one of them or None. Unless bounds are given a whole number is at least 1, another at
+    least 0."""
+    return field(default=default, metadata={"option": Option(default, help, **about)})
+
+
+def ratio(default: float, help: str, **more: Any) -> Any:
+    """Make an option that is a number in [0, 1]."""
+    return option(default, f"{help}, in [0, 1]", most=1.0, **more)
 
 
 def max_new_tokens_option() -> Any:
-    """The option of that name, which every decoder has."""
+    """Make the option of that name, which every decoder has."""
     return option(
         None,
         "longest response, in tokens, at least 1, kept exactly",
@@ -166,13 +149,11 @@ def max_new_tokens_option() -> Any:
     )
 
 
-def block_size_option(default: int | None, shown: str | None = None) -> Any:
-    """The option of that name."""
+def block_size_option(default: int | None, shown: str = "") -> Any:
     return option(default, "tokens a block, at least 1", shown=shown)
 
 
 def early_exit_option(otherwise: str = "decode all") -> Any:
-    """The option of that name."""
     return option(
         True,
         f"stop once the first end token and all before it are decoded, or {otherwise}",
@@ -182,40 +163,30 @@ def early_exit_option(otherwise: str = "decode all") -> Any:
 
 @cache
 def options_of(decoder: type) -> tuple[Option, ...]:
-    """The options of a decoder's class, in the order of its fields; fields that were not made by
-    `option` are none."""
-    # Annotations are text here (from __future__ import annotations) and have to be resolved.
-    hints = typing.get_type_hints(decoder)
-    return tuple(
-        _option(field, hints[field.name]) for field in fields(decoder) if "help" in field.metadata
-    )
-
-
-def default_grid(decoder: type) -> dict[str, tuple[int | float, ...]]:
-    """The values that are searched where none are given, by option."""
-    return {o.name: o.search for o in options_of(decoder) if o.search}
+    """List the options of a decoder's class, in the order of its fields. Fields that `option` did
+    not make are left out."""
+    hints = typing.get_type_hints(decoder)  # annotations are text (from __future__ import ...)
+    return tuple(_option(f, hints[f.name]) for f in fields(decoder) if "option" in f.metadata)
 
 
 def _option(field: Any, hint: Any) -> Option:
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    words = tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
-    others = [p for p in parts if p is not type(None) and get_origin(p) is not Literal]
-    kind: Any = others[0] if others else words
-    number = kind in (int, float) or (kind is bool and not words)
-    if len(others) > 1 or not (number or (words and kind is words)):
+    kinds = [part for part in parts if part is not type(None)]
+    kind: Any = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else kinds[0]
+    if len(kinds) != 1 or not (isinstance(kind, tuple) or kind in (int, float, bool)):
         raise InputError(
             f"the option {field.name} of a decoder must be annotated as int, float, bool or "
-            f"Literal, a number and a Literal, or one of them and None, got {field.type}"
+            f"Literal, or as one of them and None, got {field.type}"
         )
-    about = field.metadata
-    shown = _in_words(field.default) if about["shown"] is None else about["shown"]
-    unit = about["unit"] or ("N" if kind is int else "SHARE")
-    optional = type(None) in parts
-    words = () if kind is words else words
-    return Option(
-        field.name, kind, words, optional, field.default, about["help"], shown, about["search"],
-        unit, about["check"],
-    )  # fmt: skip
+    about = field.metadata["option"]
+    return replace(
+        about,
+        name=field.name,
+        kind=kind,
+        may_be_none=type(None) in parts,
+        shown=about.shown or _in_words(about.default),
+        unit=about.unit or ("N" if kind is int else "SHARE"),
+    )
 
 
 def _in_words(default: object) -> str:
@@ -228,8 +199,11 @@ def _in_words(default: object) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """What the table of docs/decoders.md says of a decoder, as Markdown. decides: what a forward
-    decides. rows: what it feeds after the first one. models: those that it decodes."""
+    """A decoder's line in the table of docs/decoders.md, as Markdown.
+
+    decides: what a forward decides. rows: what it feeds after the first one. models: those that it
+    decodes.
+    """
 
     decides: str
     rows: str
@@ -238,30 +212,16 @@ class Card:
     source: str = ""
 
 
-def _temperature(name: str, value: object) -> None:
-    if not (is_number(value) and value >= 0):  # type: ignore[operator]
-        raise InputError(f"{name} must be 0 or more, got {repr_of(value)}")
-
-
-def _top_p(name: str, value: object) -> None:
-    if not (is_number(value) and 0 < value <= 1):  # type: ignore[operator]
-        raise InputError(f"{name} must lie in (0, 1], got {repr_of(value)}")
-
-
-def _seed(name: str, value: object) -> None:
-    # The range that torch's generators take.
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**64:
-        raise InputError(f"{name} must be a whole number in [-2^63, 2^64), got {repr_of(value)}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
     """Options that all decoders have. Raises InputError for one out of range.
 
-    temperature 0, or below 1e-9, is greedy; top_k None and top_p 1 are off; the same seed gives the
-    same tokens whatever else is in the batch, and each prompt and sample that share the decoder get
-    one made from it; stop: strings that end the text, themselves not in it. max_new_tokens: the
-    longest response; None takes 256, less where the model's context leaves less.
+    temperature: 0, or below 1e-9, is greedy.
+    top_k, top_p: None and 1 are off.
+    seed: the same one gives the same tokens whatever else is in the batch. Prompts and samples that
+        share the decoder each get a seed made from it.
+    stop: strings that end the text, themselves not in it.
+    max_new_tokens: the longest response; None takes 256, less where the context leaves less.
 
     A decoder also says of itself: name; summary, for --help; labels, what the states of its blocks
     are called where a person reads them; card, its line in the documentation.
@@ -272,17 +232,21 @@ class Decoder(abc.ABC):
     labels: ClassVar[Mapping[str, str]] = {}
     card: ClassVar[Card | None] = None
 
-    temperature: float = option(0.0, "0 is greedy, at least 0", check=_temperature, unit="T")
+    temperature: float = option(0.0, "0 is greedy, at least 0", unit="T")
     top_p: float = option(
         1.0,
         "keep the likeliest tokens up to this share of the probability, in (0, 1]",
         shown="1: off",
-        check=_top_p,
         unit="P",
+        most=1.0,
+        above=True,
     )
     top_k: int | None = option(None, "keep the K likeliest tokens, at least 1", unit="K")
     seed: int = option(
-        0, "seed of the random numbers, of which each prompt and answer has its own", check=_seed
+        0,
+        "seed of the random numbers, of which each prompt and answer has its own",
+        least=-(2**63),  # the range that torch's generators take
+        most=2**64 - 1,
     )
     stop: tuple[str, ...] = ()
 
@@ -295,43 +259,49 @@ class Decoder(abc.ABC):
         for one in options_of(type(self)):
             one.verify(getattr(self, one.name))
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        fine = isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)
-        if not fine:
+        if not (isinstance(stop, tuple | list) and all(isinstance(s, str) and s for s in stop)):
             raise InputError(f"stop must be non-empty strings, got {repr_of(self.stop)}")
         # The dataclass is frozen; a list, as YAML gives one, becomes a tuple that can be compared.
         object.__setattr__(self, "stop", tuple(stop))
 
+    def greedy_only(self, what: str) -> None:
+        """Raise InputError unless decoding is greedy, which drafts are checked against."""
+        if self.temperature:
+            raise InputError(
+                f"{what} needs temperature 0: what it drafts is checked against greedy decoding, "
+                f"got {repr_of(self.temperature)}"
+            )
+
     @classmethod
     def is_default_for(cls, contract: Contract) -> bool:
-        """Whether a model of that contract is decoded with this decoder where none is named."""
+        """Say whether this decoder decodes such a model where none is named."""
         return False
 
     @classmethod
-    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-        """The options that were given, and those that follow from how the model was trained."""
+    def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        """Add options that follow from how the model was trained to those that were given."""
         return dict(given)
 
-    def doubt(self, contract: Contract) -> str | None:
-        """Why a model of that contract may be decoded badly, if it may be decoded at all."""
+    def warning_for(self, contract: Contract) -> str | None:
+        """Say why a model may be decoded badly, None where it should not be."""
         return None
 
     def sampled(self, prompt: int, sample: int) -> Decoder:
-        """This decoder for one sample of one of several prompts that share it: with a seed of its
-        own (`decode.step.sample_seed`). A greedy one has no use for a seed and
-        stays as it is."""
-        if self.sampling.greedy:
+        """Return this decoder with the seed of one sample of one of several prompts that share it
+        (`decode.step.sample_seed`)."""
+        if self.sampling.greedy:  # it has no use for a seed
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
 
     @property
-    def overhang(self) -> int:
-        """Positions after the response that may be fed too."""
+    def extra_positions(self) -> int:
+        """Count the positions after the response that may be fed too."""
         return 0
 
     @property
     def length(self) -> int:
-        """The longest response, in tokens: max_new_tokens, by default `DEFAULT_MAX_NEW_TOKENS`
-        (`decode.engine.prompts.fitted` takes less where the model's context leaves less)."""
+        """The longest response, in tokens. `decode.engine.prompts.fitted` sets max_new_tokens where
+        the model's context leaves less than the default."""
         return self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     @property
@@ -348,27 +318,34 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, prompt: list[int], contract: Contract) -> Session:
-        """The session of one request."""
+        """Begin the session of one request."""
 
 
 def common_options() -> list[str]:
-    """The options that every decoder has from `Decoder` itself: the choice of tokens."""
+    """Name the options that every decoder has from `Decoder` itself: the choice of tokens."""
     return [option.name for option in options_of(Decoder)]
 
 
 def searchable(decoder: type[Decoder]) -> tuple[str, ...]:
-    """The names of a decoder's own options that are numbers; the length of a response is the
-    task's."""
+    """Name a decoder's own options that are numbers; the length of a response is the task's."""
     left = {*common_options(), "max_new_tokens"}
     return tuple(o.name for o in options_of(decoder) if o.is_number and o.name not in left)
+
+
+def default_grid(decoder: type) -> dict[str, tuple[int | float, ...]]:
+    """Give the values that tuning tries where none are given, by option."""
+    return {o.name: o.search for o in options_of(decoder) if o.search}
 
 
 class Session(abc.ABC):
     """One request being decoded, over the sequence x of prompt and response.
 
-    x: int64 ``[P + max_new_tokens]``, one slot a position. `revealed` holds what the last `accept`
-    decided. `counts` is what the decoder counts of itself, by name. `likelihoods` are those of the
-    prompt, where that is what is asked for (`decode.engine.likelihood`).
+    x: int64 ``[P + max_new_tokens]``, one slot a position.
+    width: how far the next step may speculate, set by the engine (its `max_rows`). Only a lossless
+        session looks at it: its tokens are the same for every value.
+    revealed: what the last `accept` decided.
+    counts: what the decoder counts of itself, by name.
+    likelihoods: of the prompt's tokens, where asked for (`decode.engine.likelihood`).
     """
 
     def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
@@ -376,18 +353,19 @@ class Session(abc.ABC):
         self.x: Ints = np.zeros(len(prompt) + max_new_tokens, dtype=np.int64)
         self.x[: len(prompt)] = prompt
         self.contract = contract
+        self.width = MOST
         self.revealed: list[Revealed] = []
         self.counts: dict[str, int] = {}
         self.likelihoods: list[TokenLikelihood] = []
 
     @property
     def slots(self) -> int:
-        """Slots that the request needs: a position's own, then any scratch slots."""
+        """Count the slots that the request needs: a position's own, then any scratch slots."""
         return len(self.x)
 
     @abc.abstractmethod
     def step(self) -> Step | None:
-        """What to compute next, None when the request is done."""
+        """Say what to compute next, None when the request is done."""
 
     @abc.abstractmethod
     def accept(self, predictions: Predictions) -> None:
@@ -395,7 +373,7 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self) -> list[BlockView]:
-        """The response's blocks as they stand."""
+        """Show the response's blocks as they stand."""
 
     @property
     @abc.abstractmethod
@@ -407,6 +385,11 @@ class Session(abc.ABC):
     def settled(self) -> list[int]:
         """Response ids before the first that may still change: what may be shown as text."""
 
+    @property
+    def saw_eos(self) -> bool:
+        """Say whether an end id is settled."""
+        return any(token in self.contract.end_ids for token in self.settled)
+
     def reveal(self, position: int, token: int, confidence: float) -> None:
         """Decide one position of the sequence."""
         self.x[position] = token
@@ -414,13 +397,17 @@ class Session(abc.ABC):
 
 
 class MaskedSession(Session):
-    """A session of a diffusion decoder: undecoded positions of x hold the mask id."""
+    """A session of a diffusion decoder: undecoded positions of x hold the mask id.
+
+    wanted: int64 ``[N]``, the masked positions whose predictions the last step reads, ascending.
+    """
 
     def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
         assert contract.mask_id is not None
         super().__init__(prompt, max_new_tokens, contract)
         self.masked = np.arange(len(self.x)) >= len(prompt)
         self.x[self.masked] = contract.mask_id
+        self.wanted: Ints = np.zeros(0, dtype=np.int64)
 
     @property
     def tokens(self) -> list[int]:
@@ -430,8 +417,7 @@ class MaskedSession(Session):
     @property
     def settled_end(self) -> int:
         """The first position of the sequence that may still change."""
-        masked = np.flatnonzero(self.masked)
-        return int(masked[0]) if len(masked) else len(self.x)
+        return int(self.masked.argmax()) if self.masked.any() else len(self.x)
 
     @property
     def settled(self) -> list[int]:
@@ -441,21 +427,25 @@ class MaskedSession(Session):
         super().reveal(position, token, confidence)
         self.masked[position] = False
 
-    def view(self, start: int, end: int) -> tuple[int | None, ...]:
-        """Tokens of sequence positions ``[start, end)``, None where masked."""
+    def reveal_all(self, chosen: Ints, predictions: Predictions) -> None:
+        """Decide what was predicted for some of `wanted`, given as indices, from left to right."""
+        for i in np.sort(chosen):
+            confidence = float(predictions.confidence[i])
+            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+
+    def view(self, start: int, end: int, state: Any) -> BlockView:
+        """Show the block of sequence positions ``[start, end)``."""
         tokens, masked = self.x[start:end].tolist(), self.masked[start:end].tolist()
-        return tuple(None if m else token for token, m in zip(tokens, masked, strict=True))
+        shown = tuple(None if m else token for token, m in zip(tokens, masked, strict=True))
+        return BlockView(start - self.prompt_length, end - self.prompt_length, state, shown)
 
-
-# What a position of a request sees, by the mask that its model was trained under.
 
 MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]
-
 SDAR_BLOCK_SIZE = 4
 
 
 def mask_kind(contract: Contract) -> MaskKind:
-    """The mask that a model of this contract decodes under. Block-causal blocks begin at the
+    """Name the mask that a model of this contract decodes under. Block-causal blocks begin at the
     prompt's end, absolute ones at position 0."""
     # A D2F student's mask is that of its training, whatever its family's.
     if contract.objective == "d2f" and contract.block_size is not None:
@@ -467,7 +457,7 @@ def mask_kind(contract: Contract) -> MaskKind:
 
 
 def visible_ends(length: int, prompt_length: int, contract: Contract) -> Ints:
-    """Where what each position sees ends, int64 ``[length]``: position p sees ``[0, ends[p])``."""
+    """Give the ends ``[length]`` of what each position sees: position p sees ``[0, ends[p])``."""
     kind = mask_kind(contract)
     if kind == "causal":
         return np.arange(1, length + 1)
@@ -479,11 +469,8 @@ def visible_ends(length: int, prompt_length: int, contract: Contract) -> Ints:
     return block_ends(length, 0, contract.block_size or SDAR_BLOCK_SIZE)
 
 
-# Decisions that a session took back, and what became of them.
-
-
 class Revocations:
-    """Takes decided positions of a session back and keeps its counts.
+    """Takes decided positions of a session back, and counts.
 
     drafted: tokens decided, again or for the first time. revoked: decisions taken back.
     revoked_changed: how many of these hold another token now than the one taken back; the others
@@ -497,10 +484,10 @@ class Revocations:
 
     def revoke(self, positions: Ints) -> None:
         """Mask decided positions of the sequence again."""
-        session = self.session
-        assert session.contract.mask_id is not None
+        session, mask_id = self.session, self.session.contract.mask_id
+        assert mask_id is not None
         self.taken += [(int(p), int(session.x[p])) for p in positions]
-        session.x[positions] = session.contract.mask_id
+        session.x[positions] = mask_id
         # Keys and values stay in the slots: the next forward feeds the mask and overwrites them.
         session.masked[positions] = True
 

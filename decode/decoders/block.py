@@ -51,14 +51,14 @@ class Block(Decoder):
 
     block_size: None takes the model's own, else 4 for absolute blocks and 32 for others.
     denoising_steps: forwards a block is given, at most its size; step j may reveal the n_j tokens
-    that make them even, the larger first; None reveals one token a step. reveal: ``static`` the
-    n_j most confident; ``dynamic`` all with a confidence above tau where these are n_j or more,
-    else the n_j most confident; ``sequential`` the n_j leftmost. align: where blocks begin,
-    ``absolute`` at position 0 (SDAR, TraDo: the prompt's tail is part of the first block that is
-    decoded) or at the ``prompt``'s end (D2F students); None takes what the model was trained with,
-    and refuses one that was trained without blocks. max_new_tokens: kept exactly, the last block
-    may be short. early_exit: stop once the first end id and all before it are decided; False
-    decodes all blocks.
+        that make them even, the larger first; None reveals one token a step.
+    reveal: ``static`` the n_j most confident; ``dynamic`` all with a confidence above tau where
+        these are n_j or more, else the n_j most confident; ``sequential`` the n_j leftmost.
+    align: where blocks begin, ``absolute`` at position 0 (SDAR, TraDo: the prompt's tail is part of
+        the first block that is decoded) or at the ``prompt``'s end (D2F students); None takes what
+        the model was trained with, and refuses one that was trained without blocks.
+    max_new_tokens: kept exactly, the last block may be short.
+    early_exit: stop once the first end id and all before it are decided; False decodes all blocks.
     """
 
     name: ClassVar[str] = "block"
@@ -83,11 +83,8 @@ class Block(Decoder):
         "static the n most confident tokens, n what makes the steps even; dynamic all above tau if "
         "these are n or more; sequential the n leftmost",
     )
-    tau: float = option(
-        0.85,
-        "confidence above which dynamic reveals, in [0, 1]",
-        search=(0.7, 0.85, 0.95, 0.99),
-        check=ratio,
+    tau: float = ratio(
+        0.85, "confidence above which dynamic reveals", search=(0.7, 0.85, 0.95, 0.99)
     )
     max_new_tokens: int | None = max_new_tokens_option()
     align: Align | None = option(
@@ -133,7 +130,7 @@ class Block(Decoder):
             )
 
     def is_absolute(self, contract: Contract) -> bool:
-        """Whether blocks begin at position 0."""
+        """Say whether blocks begin at position 0."""
         if self.align is not None:
             return self.align == "absolute"
         return mask_kind(contract) == "absolute block-causal"
@@ -149,8 +146,8 @@ class Block(Decoder):
 
 class BlockSession(MaskedSession):
     """One request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
-    block's own positions are ``[start, end)``; done: its steps so far. wanted: int64 ``[N]``, the
-    positions that the last step reads. cached: rows before it are final."""
+    block's own positions are ``[start, end)``; done: its steps so far. cached: rows before it are
+    final."""
 
     def __init__(self, decoder: Block, prompt: list[int], contract: Contract):
         super().__init__(prompt, decoder.length, contract)
@@ -160,12 +157,11 @@ class BlockSession(MaskedSession):
         size = min(self.size, len(self.x))  # a larger one is one block, too
         self.ends: Ints = block_ends(len(self.x), first, size)
         self.start = self.end = len(prompt)  # empty: the first step begins a block
-        self.wanted: Ints = np.zeros(0, dtype=np.int64)
         self.cached = 0
 
     def step(self) -> Step | None:
         # Only an end id with nothing masked before it ends the response.
-        if self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled):
+        if self.decoder.early_exit and self.saw_eos:
             return None
         # The finished block is fed once more in the next block's first step, from `cached` on.
         if not self.masked[self.start : self.end].any():  # at first the block is empty
@@ -186,12 +182,10 @@ class BlockSession(MaskedSession):
         # By the block's full size, also where the last block is short.
         count = reveal_count(self.size, self.decoder.denoising_steps or self.size, self.done)
         self.done += 1
-        for i in np.sort(self._choose(predictions.confidence, count)):
-            confidence = float(predictions.confidence[i])
-            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+        self.reveal_all(self._choose(predictions.confidence, count), predictions)
 
     def _choose(self, confidence: Floats, count: int) -> Ints:
-        """Which of `wanted` to reveal, as indices, where the step's number is `count`."""
+        """Choose what to reveal, as indices into `wanted`; `count` is what makes steps even."""
         if self.decoder.reveal == "sequential":
             return np.arange(len(confidence))[:count]
         # dynamic: where fewer than the step's number are above tau, as static does.
@@ -201,13 +195,12 @@ class BlockSession(MaskedSession):
         return np.argsort(-confidence, kind="stable")[:count]
 
     def blocks(self) -> list[BlockView]:
-        views = []
-        start, shift = self.prompt_length, self.prompt_length
+        views, start = [], self.prompt_length
         while start < len(self.x):
             end = int(self.ends[start])
             state: BlockState = "waiting" if start >= self.end else "fully active"
             if not self.masked[start:end].any():
                 state = "cached" if end <= self.cached else "decoded"
-            views.append(BlockView(start - shift, end - shift, state, self.view(start, end)))
+            views.append(self.view(start, end, state))
             start = end
         return views

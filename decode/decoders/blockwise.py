@@ -25,7 +25,6 @@ and on one of the same blocks; the positions that are fed::
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -36,6 +35,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import (
+    Card,
     Decoder,
     MaskedSession,
     block_size_option,
@@ -48,19 +48,27 @@ from decode.decoders.base import (
 from decode.step import BlockState, BlockView, Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
-# Of the cards of all decoders here.
-ROWS = "P + L; from the block's start on (`prefix`); B (`dual`)"
-CACHE = "none; `prefix` or `dual`, approximate on a bidirectional model"
-MODELS = "bidirectional, block-causal"
+
+
+def blockwise_card(decides: str, source: str, rows: str = "") -> Card:
+    """Make the card of a blockwise decoder."""
+    return Card(
+        decides=decides,
+        rows=rows or "P + L; from the block's start on (`prefix`); B (`dual`)",
+        cache="none; `prefix` or `dual`, approximate on a bidirectional model",
+        models="bidirectional, block-causal",
+        source=source,
+    )
 
 
 @dataclass(frozen=True)
 class Blockwise(Decoder):
     """Options of all blockwise decoders.
 
-    block_size: None takes one block for the whole response. max_new_tokens: kept exactly, the last
-    block may be short. cache: none (exact), prefix or dual. early_exit: stop once the first end id
-    and all before it are decided; False decodes all blocks, as the official codes do.
+    block_size: None takes one block for the whole response.
+    max_new_tokens: kept exactly, the last block may be short.
+    early_exit: stop once the first end id and all before it are decided; False decodes all blocks,
+        as the official codes do.
     """
 
     block_size: int | None = block_size_option(None, "one block for the whole response")
@@ -75,6 +83,15 @@ class Blockwise(Decoder):
     early_exit: bool = early_exit_option()
 
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
+    uncertainty: ClassVar[bool] = False  # `choose` looks at entropy or margin
+
+    def choose(self, predictions: Predictions) -> Ints:
+        """Choose what to reveal of what a step wanted, as indices, at least one: the rule of a
+        decoder that remembers nothing. Others override the session's."""
+        raise NotImplementedError
+
+    def begin(self, prompt: list[int], contract: Contract) -> BlockwiseSession:
+        return BlockwiseSession(self, prompt, contract)
 
     def check(self, contract: Contract) -> None:
         super().check(contract)
@@ -97,8 +114,7 @@ class Blockwise(Decoder):
 class BlockwiseSession(MaskedSession):
     """One request, block after block.
 
-    block: number of the current one, at positions ``[start, end)``. wanted: int64 ``[N]``, the
-    positions whose predictions the last step reads. A scratch slot follows the sequence's own: a
+    block: number of the current one, at positions ``[start, end)``. A scratch slot follows the sequence's own: a
     shifted family's row before the block is fed to be read, and its keys and values, which would
     not be those that the cache policy keeps, go there.
     """
@@ -111,46 +127,41 @@ class BlockwiseSession(MaskedSession):
         self.start = self.end = len(prompt)
         self.final = 0  # rows before it were fed with what they see all settled
         self.refreshed = -1  # the block that all rows were last fed in
-        self.wanted = np.zeros(0, dtype=np.int64)
 
     @property
     def slots(self) -> int:
         return len(self.x) + 1
 
-    @abc.abstractmethod
     def choose(self, predictions: Predictions) -> Ints:
-        """Which of `wanted` to reveal, as indices into it; at least one."""
+        """Choose what to reveal, as indices into `wanted`; at least one."""
+        return self.decoder.choose(predictions)
 
     def begin_block(self) -> None:
-        """What a decoder prepares when a block begins."""
+        """Prepare for a block that begins."""
 
     def reach(self) -> int:
-        """Where the positions that a step predicts end: with the block, unless it looks ahead."""
+        """End the positions that a step predicts: with the block, unless it looks ahead."""
         return self.end
 
     def step(self) -> Step | None:
-        return self.feed_step() if self.proceed() else None
-
-    def proceed(self) -> bool:
-        """Begin the next block where one is done, say what is wanted; False where the request is
-        done."""
         # At first the block is empty; a block that looked-ahead drafts have filled is passed over.
         while not self.masked[self.start : self.end].any():
-            if self.end == len(self.x) or self._ended():
-                return False
+            if self.end == len(self.x) or self._exits():
+                return None
             self.block += 1
             self.start = self.end
             self.end = min(self.start + self.decoder.size, len(self.x))
             self.begin_block()
-        if self._ended():
-            return False
+        if self._exits():
+            return None
         self.wanted = self.start + np.flatnonzero(self.masked[self.start : self.reach()])
-        return True
+        return self.feed_step()
 
     def feed_step(self) -> Step:
-        """The step that reads the predictions of `wanted` under the cache policy. Dream's second
-        step in block 2, ``[4, 6)``, of a sequence of 6 with cache dual, where position 4 is masked
-        yet::
+        """Feed what the predictions of `wanted` need under the cache policy.
+
+        Dream's second step in block 2, ``[4, 6)``, of a sequence of 6 with cache dual, where
+        position 4 is masked yet::
 
             positions 3 4 5, slots 6 4 5, of which the row of position 3 is read
         """
@@ -177,13 +188,12 @@ class BlockwiseSession(MaskedSession):
             spans=prefix(self.ends[fed]),
             read=rows - fed[0],
             cached=cached,
+            uncertainty=self.decoder.uncertainty,
         )
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        for i in np.sort(self.choose(predictions)):  # revealed from left to right, as events say
-            confidence = float(predictions.confidence[i])
-            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+        self.reveal_all(self.choose(predictions), predictions)
 
     def blocks(self) -> list[BlockView]:
         views = []
@@ -193,10 +203,9 @@ class BlockwiseSession(MaskedSession):
             state: BlockState = "waiting" if block > self.block else "fully active"
             if not self.masked[start:end].any():
                 state = "decoded"
-            shift, tokens = self.prompt_length, self.view(start, end)
-            views.append(BlockView(start - shift, end - shift, state, tokens))
+            views.append(self.view(start, end, state))
         return views
 
-    def _ended(self) -> bool:
-        """Whether nothing that is still masked matters."""
-        return self.decoder.early_exit and any(t in self.contract.end_ids for t in self.settled)
+    def _exits(self) -> bool:
+        """Say whether nothing that is still masked matters."""
+        return self.decoder.early_exit and self.saw_eos

@@ -1,5 +1,7 @@
-"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3): its options. The pipeline is in
-`decode.decoders.d2f_session`; its two variants have a file each, as they have papers of their own.
+"""The options of D2F's pipelined decoding (arXiv 2508.09192, section 3.3).
+
+The pipeline is in `decode.decoders.d2f_session`; its lossless and its revoking form have a file
+each, as they have papers of their own.
 """
 
 from __future__ import annotations
@@ -10,22 +12,20 @@ from typing import Any, ClassVar, Literal
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.adaptive import AUTO
 from decode.decoders.base import (
     DEFAULT_BLOCK_SIZE,
     Card,
     Decoder,
     block_size_option,
     early_exit_option,
-    greedy_only,
     mask_kind,
     max_new_tokens_option,
     option,
     ratio,
 )
-from decode.decoders.d2f_lossless import WIDTHS, LosslessSession
+from decode.decoders.d2f_lossless import LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
-from decode.decoders.d2f_session import D2FSession, Pick, PipelineRules
+from decode.decoders.d2f_session import D2FSession, Pick
 
 Revoke = Literal["always", "commit"]
 
@@ -34,21 +34,22 @@ Revoke = Literal["always", "commit"]
 class D2F(Decoder):
     """Options of the pipeline.
 
-    block_size: None takes the one that the model was trained with, else 32. tau_add: share of the
-    last block that must be decoded before another is appended. tau_act: share of a block that
-    must be decoded before the next becomes fully active. tau_conf: confidence above which a token
-    is revealed. forced_pick: which token a fully active block reveals where none is above tau_conf:
-    the one of highest confidence, of lowest entropy (the official code's neg_entropy) or of the
-    largest margin between its two likeliest ids. max_new_tokens: kept exactly, the last block may
-    be short. early_exit: stop when the first end id and all before it are decoded; False finishes
-    all open blocks, as the official code does.
-
-    lossless: states of the pipeline that a forward checks, the fed one and drafts of the next
-    (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts nothing;
-    ``auto`` lets the engine choose how many, before each forward (`decode.engine.row_budget`).
+    block_size: None takes the one that the model was trained with, else 32.
+    tau_add: share of the last block that must be decoded before another is appended.
+    tau_act: share of a block that must be decoded before the next becomes fully active.
+    tau_conf: confidence above which a token is revealed.
+    forced_pick: which token a fully active block reveals where none is above tau_conf: the one of
+        highest confidence, of lowest entropy (the official code's neg_entropy) or of the largest
+        margin between its two likeliest ids.
+    max_new_tokens: kept exactly, the last block may be short.
+    early_exit: stop when the first end id and all before it are decoded; False finishes all open
+        blocks, as the official code does.
+    lossless: states of the pipeline that a forward checks at most, the fed one and drafts of the
+        next (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts
+        nothing. The engine's `max_rows` bounds it, too.
     revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
-    tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``, once,
-    in the forward that would cache a block. It helps a tau_conf below tau_revoke.
+        tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``,
+        once, in the forward that would cache a block. It helps a tau_conf below tau_revoke.
     """
 
     name: ClassVar[str] = "d2f"
@@ -62,31 +63,27 @@ class D2F(Decoder):
     )
 
     block_size: int | None = block_size_option(None, f"the model's own, else {DEFAULT_BLOCK_SIZE}")
-    tau_add: float = option(
+    tau_add: float = ratio(
         0.1,
-        "share of the last block that must be decoded before another is appended, in [0, 1]",
+        "share of the last block that must be decoded before another is appended",
         search=(0.1, 0.5),
-        check=ratio,
     )
-    tau_act: float = option(
+    tau_act: float = ratio(
         0.95,
-        "share of a block that must be decoded before the next becomes fully active, in [0, 1]",
+        "share of a block that must be decoded before the next becomes fully active",
         search=(0.95, 1.0),
-        check=ratio,
     )
-    tau_conf: float = option(
+    tau_conf: float = ratio(
         0.9,
-        "confidence above which a token is revealed, in [0, 1]",
+        "confidence above which a token is revealed",
         search=(0.8, 0.9, 0.95, 0.97, 0.99),
-        check=ratio,
     )
     max_new_tokens: int | None = max_new_tokens_option()
     early_exit: bool = early_exit_option("finish the open blocks")
-    lossless: int | Literal["auto"] | None = option(
+    lossless: int | None = option(
         None,
-        "states that a forward checks, at least 1, drafted from the predictions at hand: the same "
-        "tokens in no more forwards, each with more rows; auto, as many as decode fastest at the "
-        "time",
+        "states that a forward checks at most, at least 1, drafted from the predictions at hand: "
+        "the same tokens in no more forwards, each with more rows",
     )
     revoke: Revoke | None = option(
         None,
@@ -94,8 +91,8 @@ class D2F(Decoder):
         "blocks, or once, when a block would be cached",
         shown="never",
     )
-    tau_revoke: float = option(
-        0.9, "with revoke: probability below which a token is taken back, in [0, 1]", check=ratio
+    tau_revoke: float = ratio(
+        0.9, "with revoke: probability below which a token is taken back"
     )
     forced_pick: Pick = option(
         "confidence",
@@ -106,7 +103,7 @@ class D2F(Decoder):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lossless is not None:
-            greedy_only("lossless", self.temperature)
+            self.greedy_only("lossless")
             if self.revoke is not None:
                 raise InputError(
                     "lossless drafts the pipeline that takes nothing back: expected lossless or "
@@ -122,13 +119,12 @@ class D2F(Decoder):
         )
 
     @classmethod
-    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-        own = given.get("block_size")
-        if own is None:
-            own = contract.block_size or DEFAULT_BLOCK_SIZE
-        return {**given, "block_size": own}
+    def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        if given.get("block_size") is not None:
+            return dict(given)
+        return {**given, "block_size": contract.block_size or DEFAULT_BLOCK_SIZE}
 
-    def doubt(self, contract: Contract) -> str | None:
+    def warning_for(self, contract: Contract) -> str | None:
         if contract.objective == "d2f":
             return None
         return (
@@ -136,23 +132,15 @@ class D2F(Decoder):
             "pipeline's block-causal mask is foreign to it; expect lower accuracy"
         )
 
+    def size(self, contract: Contract) -> int:
+        """Tokens a block."""
+        return self.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
+
     def begin(self, prompt: list[int], contract: Contract) -> D2FSession:
-        rules = PipelineRules(
-            max_new_tokens=self.length,
-            block_size=self.block_size or contract.block_size or DEFAULT_BLOCK_SIZE,
-            tau_add=self.tau_add,
-            tau_act=self.tau_act,
-            tau_conf=self.tau_conf,
-            early_exit=self.early_exit,
-            states=WIDTHS[-1] if isinstance(self.lossless, str) else self.lossless or 1,
-            adaptive=self.lossless == AUTO,
-            tau_revoke=self.tau_revoke,
-            forced_pick=self.forced_pick,
-        )
         kind = D2FSession
         # tau_revoke 0 takes nothing back: then it is the plain pipeline, without shadows.
         if self.lossless is not None:
             kind = LosslessSession
         elif self.revoke is not None and self.tau_revoke > 0:
             kind = AlwaysSession if self.revoke == "always" else CommitSession
-        return kind(prompt, contract, rules)
+        return kind(self, prompt, contract)

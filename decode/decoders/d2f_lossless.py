@@ -24,48 +24,42 @@ Had x revealed c too, the branch would not have been the next state, and only it
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.adaptive import Adaptive
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.d2f_session import D2FSession, PipelineRules
+from decode.decoders.d2f_session import D2FSession
 from decode.step import Predictions, Step
 
-WIDTHS = (1, 2, 3, 4, 6)  # among which the states of lossless "auto" are chosen
+if TYPE_CHECKING:
+    from decode.decoders.d2f import D2F
 
 
-class LosslessSession(D2FSession, Adaptive):
+class LosslessSession(D2FSession):
     """One request. branches: the states drafted after the one that is fed, each from the last.
 
     guesses: (token, confidence, sureness) by position, the last predictions. counts: ``drafted``
     branches, and how many of them were ``accepted``.
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
-        super().__init__(prompt, contract, rules)
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
         # Of branches in a forward; each state decides a token more than the one before.
-        self.most = min(rules.states - 1, rules.max_new_tokens)
+        self.most = min((decoder.lossless or 1) - 1, decoder.length)
         self.branches: list[D2FSession] = []
         self.guesses: dict[int, tuple[int, float, float]] = {}
         self.counts |= {"drafted": 0, "accepted": 0}
-        if rules.adaptive:
-            own = replace(rules, max_new_tokens=0)
-            self.widen_by([width for width in WIDTHS if width <= 1 + self.most], ("d2f", own))
 
     @property
     def slots(self) -> int:
         # The sequence, a spare slot for rows fed only to be read, a response for each branch.
-        return len(self.x) + 1 + self.most * self.rules.max_new_tokens
+        return len(self.x) + 1 + self.most * self.decoder.length
 
     def needed_end(self) -> int:
         # A branch may see any row of the state that it is drafted from.
         return self.pipeline[-1].end if self.most else super().needed_end()
-
-    def proceed(self) -> bool:
-        return self.advance()
 
     def feed_step(self) -> Step:
         own = super().feed_step()
@@ -99,14 +93,14 @@ class LosslessSession(D2FSession, Adaptive):
 
     def _take(self, found: Predictions) -> None:
         """One step of the pipeline; what it predicted drafts the next ones."""
-        columns = found.token, found.confidence, self.rules.sureness(found)
+        columns = found.token, found.confidence, self.sureness(found)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         self.guesses = dict(zip(self.wanted.tolist(), rows, strict=True))
         super().accept(found)
 
     def _drafts(self) -> list[D2FSession]:
         """States after this one by the stale predictions, as far as these tell."""
-        most = min(self.most, self.width - 1) if self.widths else self.most
+        most = min(self.most, self.width - 1)
         states: list[D2FSession] = []
         state: D2FSession = self
         while len(states) < most and self._tells(state):
@@ -115,7 +109,7 @@ class LosslessSession(D2FSession, Adaptive):
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]
             tokens, *scores = zip(*guesses, strict=True)
             confidence, sureness = np.array(scores, dtype=np.float32)
-            # Of entropy and margin the rules look at no more than the one that sureness is.
+            # Of entropy and margin `sureness` looks at no more than the one that sureness is.
             stale = Predictions(np.array(tokens), confidence, entropy=-sureness, margin=sureness)
             # The plain pipeline's step: a fork of this session must not draft in its turn.
             D2FSession.accept(state, stale)

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.base import Revocations
-from decode.decoders.d2f_session import D2FSession, PipelineBlock, PipelineRules
+from decode.decoders.d2f_session import D2FSession, PipelineBlock
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.step import Floats, Ints, Predictions, Step
+
+if TYPE_CHECKING:
+    from decode.decoders.d2f import D2F
 
 Verified = tuple[PipelineBlock, Ints]  # a block, those of its positions that a shadow predicts
 Checked = list[tuple[PipelineBlock, Ints, Floats]]  # and what it gives the tokens there
@@ -31,8 +35,8 @@ class RevokingSession(D2FSession):
     verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
-        super().__init__(prompt, contract, rules)
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
         self.revocations = Revocations(self)
         self.verified: list[Verified] = []
 
@@ -93,7 +97,7 @@ class RevokingSession(D2FSession):
         self._close()
         # Looked for anew: the end id that stopped the appending may just have been taken back.
         response = self.x[self.prompt_length :]
-        self.ended = bool(np.isin(response, self.contract.end_ids).any())
+        self.revealed_eos = bool(np.isin(response, self.contract.end_ids).any())
         self.revocations.count()
 
     def revoke_in(self, block: PipelineBlock, positions: Ints) -> None:
@@ -115,7 +119,7 @@ class RevokingSession(D2FSession):
 
     def _done(self) -> bool:
         # Among settled tokens only: an end id that may be taken back ends nothing.
-        if self.rules.early_exit and any(t in self.contract.end_ids for t in self.settled):
+        if self.decoder.early_exit and self.saw_eos:
             return True
         return not any(block.active or len(self._doubtful(block)) for block in self.pipeline)
 
@@ -136,9 +140,9 @@ class AlwaysSession(RevokingSession):
         4          1          0                                          4
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
         self.spare: Counter[int] = Counter()  # tokens that may be taken back, by a block's start
-        super().__init__(prompt, contract, rules)
+        super().__init__(decoder, prompt, contract)
 
     def _doubtful(self, block: PipelineBlock) -> Ints:
         # Nothing could be taken back, so no shadow is fed for it.
@@ -149,7 +153,7 @@ class AlwaysSession(RevokingSession):
     def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
         for block, positions, probability in checked:
             spare = self.spare[block.start]
-            chosen = weakest(probability, self.rules.tau_revoke, spare)
+            chosen = weakest(probability, self.decoder.tau_revoke, spare)
             self.revoke_in(block, positions[chosen])
             decided = drafted.get(block.start, 0)
             # One fewer than it decided: each deciding forward leaves the block a token fuller.
@@ -172,8 +176,8 @@ class CommitSession(RevokingSession):
         4                      .95    .95 .95      cached; position 3 is not asked about again
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
-        super().__init__(prompt, contract, rules)
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
         self.sure = np.arange(len(self.x)) < len(prompt)  # never taken back (again)
 
     def _doubtful(self, block: PipelineBlock) -> Ints:
@@ -190,7 +194,7 @@ class CommitSession(RevokingSession):
             if block.state != "to cache":
                 continue
             if not refused:
-                chosen = weakest(probability, self.rules.tau_revoke, len(positions))
+                chosen = weakest(probability, self.decoder.tau_revoke, len(positions))
                 self.revoke_in(block, positions[chosen])
                 self.sure[positions[chosen]] = True  # what is decided there next stays
                 refused = len(chosen) > 0

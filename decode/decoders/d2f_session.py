@@ -19,8 +19,7 @@ revealed; c is above. In forward 3 block 1 is fed with its final tokens, and d i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -28,38 +27,10 @@ from d2f.contract import Contract
 from decode.decoders.base import MaskedSession
 from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
 
+if TYPE_CHECKING:
+    from decode.decoders.d2f import D2F
+
 Pick = Literal["confidence", "entropy", "margin"]
-
-
-@dataclass(frozen=True)
-class PipelineRules:
-    """The options of `decode.decoders.d2f.D2F` as its sessions read them, once lengths and block
-    size that were left open are known. states: how many states of the pipeline a forward checks
-    (the option lossless, else 1), adaptive: at most, as many as pay at the time. tau_revoke: the
-    threshold of the option revoke."""
-
-    max_new_tokens: int
-    block_size: int
-    tau_add: float
-    tau_act: float
-    tau_conf: float
-    early_exit: bool
-    states: int
-    adaptive: bool
-    tau_revoke: float
-    forced_pick: Pick
-
-    @property
-    def uncertainty(self) -> bool:
-        """Whether its steps ask for entropy and margin."""
-        return self.forced_pick != "confidence"
-
-    def sureness(self, predictions: Predictions) -> Floats:
-        """How sure each prediction is, ``[N]``, by the option forced_pick."""
-        if self.forced_pick == "confidence":
-            return predictions.confidence
-        assert predictions.entropy is not None and predictions.margin is not None
-        return -predictions.entropy if self.forced_pick == "entropy" else predictions.margin
 
 
 class PipelineBlock:
@@ -71,7 +42,7 @@ class PipelineBlock:
         self.start, self.end = start, end
         self.masked = end - start
         self.state: BlockState = "semi-active"
-        self.full = False  # sticky: the predecessor has reached tau_act
+        self.predecessor_done = False  # sticky: it has reached tau_act
 
     @property
     def active(self) -> bool:
@@ -88,21 +59,21 @@ class PipelineBlock:
 class D2FSession(MaskedSession):
     """One request in the pipeline.
 
-    pipeline: the blocks that are open or done, of which the prompt is the first. cached: positions
-    before it are fed no longer. wanted: int64 ``[N]``, the masked positions whose predictions the
-    last step reads. counts: ``active_blocks``, summed over the forwards.
+    pipeline: the blocks that are open or done, of which the prompt is the first.
+    cached: positions before it are fed no longer.
+    counts: ``active_blocks``, summed over the forwards.
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: PipelineRules):
-        super().__init__(prompt, rules.max_new_tokens, contract)
-        self.rules = rules
+    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.length, contract)
+        self.decoder = decoder
+        self.block_size = decoder.size(contract)
         start = PipelineBlock(0, len(prompt))  # the prompt is a block without masks
         start.state, start.masked = "to cache", 0
         self.pipeline = [start]
         self.cached = 0
-        self.ended = False  # an end id was revealed: no block is appended any more
-        self.limit = len(self.x)  # with early_exit, nothing after the first end id matters
-        self.wanted = np.zeros(0, dtype=np.int64)
+        self.revealed_eos = False  # no block is appended any more
+        self.visible_end = len(self.x)  # with early_exit, nothing after the first end id matters
         self.counts["active_blocks"] = 0
 
     def step(self) -> Step | None:
@@ -120,7 +91,7 @@ class D2FSession(MaskedSession):
             self.wanted,
             cached=self.cached,
             logit_shift=self.contract.logit_shift,
-            uncertainty=self.rules.uncertainty,
+            uncertainty=self.decoder.forced_pick != "confidence",
         )
         # With this step a finished block's slots hold keys and values of final tokens that saw only
         # final tokens: it is cached without a forward of its own.
@@ -144,11 +115,11 @@ class D2FSession(MaskedSession):
         is cached with it. Blocks after it are seen by none of the rows before them, and are fed
         anew in any case, as long as one before them is open."""
         # No confidence lies above 1: only full blocks reveal.
-        blind = self.rules.tau_conf >= 1
+        blind = self.decoder.tau_conf >= 1
         needed = [
             block.end
             for block in self.pipeline
-            if block.state == "to cache" or (block.masked and (block.full or not blind))
+            if block.state == "to cache" or (block.masked and (block.predecessor_done or not blind))
         ]
         return needed[-1]
 
@@ -167,13 +138,13 @@ class D2FSession(MaskedSession):
                 self._reveal_in(block, predictions)
         self._close()
         # Blocks that begin after the first end id cannot change what is visible: no longer fed.
-        if self.rules.early_exit and self.limit < len(self.x):
-            self.pipeline = [b for b in self.pipeline if b.start < self.limit]
+        if self.decoder.early_exit and self.visible_end < len(self.x):
+            self.pipeline = [b for b in self.pipeline if b.start < self.visible_end]
 
     def _done(self) -> bool:
         if not any(block.active for block in self.pipeline):
             return True
-        return self.rules.early_exit and not self.masked[: self.limit].any()
+        return self.decoder.early_exit and not self.masked[: self.visible_end].any()
 
     def _fed(self) -> None:
         """Note that the step which was just made caches the finished blocks."""
@@ -196,14 +167,14 @@ class D2FSession(MaskedSession):
         room = last.end < len(self.x)
         # Reached by equality, as tau_act is, where the paper says "exceeds": so the official code
         # has it.
-        if room and not self.ended and last.decoded >= self.rules.tau_add:
-            end = min(last.end + self.rules.block_size, len(self.x))
+        if room and not self.revealed_eos and last.decoded >= self.decoder.tau_add:
+            end = min(last.end + self.block_size, len(self.x))
             self.pipeline.append(PipelineBlock(last.end, end))
 
     def _activate(self) -> None:
         for before, block in zip(self.pipeline, self.pipeline[1:], strict=False):
-            if before.decoded >= self.rules.tau_act:  # and stays so, whatever becomes of `before`
-                block.full = True
+            if before.decoded >= self.decoder.tau_act:  # and stays so, whatever becomes of `before`
+                block.predecessor_done = True
                 if block.state == "semi-active":
                     block.state = "fully active"
 
@@ -211,22 +182,26 @@ class D2FSession(MaskedSession):
         low, high = np.searchsorted(self.wanted, (block.start, block.end))
         confidence = predictions.confidence[low:high]  # of the block's masks
         # Strictly above, unlike the two shares. The confidence is that of the chosen token.
-        chosen = np.flatnonzero(confidence > self.rules.tau_conf)
-        if not len(chosen) and block.full and len(confidence):
+        chosen = np.flatnonzero(confidence > self.decoder.tau_conf)
+        if not len(chosen) and block.predecessor_done and len(confidence):
             # Only a fully active block must reveal one: its left context is nearly decided. The
             # first open block always is, so every forward makes progress.
-            chosen = np.array([self.rules.sureness(predictions)[low:high].argmax()])
+            chosen = np.array([self.sureness(predictions)[low:high].argmax()])
         for i in low + chosen:  # indices into wanted
             position, token = int(self.wanted[i]), int(predictions.token[i])
             self.reveal(position, token, float(predictions.confidence[i]))
             block.masked -= 1
             if token in self.contract.end_ids:  # what is after it is padding or noise
-                self.ended = True
-                self.limit = min(self.limit, position + 1)
+                self.revealed_eos = True
+                self.visible_end = min(self.visible_end, position + 1)
+
+    def sureness(self, predictions: Predictions) -> Floats:
+        """Say how sure each prediction is, ``[N]``, by the option forced_pick."""
+        if self.decoder.forced_pick == "confidence":
+            return predictions.confidence
+        assert predictions.entropy is not None and predictions.margin is not None
+        entropy = self.decoder.forced_pick == "entropy"
+        return -predictions.entropy if entropy else predictions.margin
 
     def blocks(self) -> list[BlockView]:
-        shift = self.prompt_length
-        return [
-            BlockView(b.start - shift, b.end - shift, b.state, self.view(b.start, b.end))
-            for b in self.pipeline[1:]
-        ]
+        return [self.view(b.start, b.end, b.state) for b in self.pipeline[1:]]

@@ -44,15 +44,13 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.adaptive import AUTO, Adaptive
-from decode.decoders.base import Card, greedy_only, mask_kind, not_negative, option
-from decode.decoders.blockwise import CACHE, MODELS
+from decode.decoders.base import Card, mask_kind, option
+from decode.decoders.blockwise import blockwise_card
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.unmask import Static, StaticSession, sure
 from decode.step import Floats, Ints, Predictions, Step
 
 Drafting = Literal["tree", "batch"]
-WIDTHS = (1, 2, 3, 4, 6, 8)  # among which drafts of "auto" are chosen
 
 
 @dataclass(frozen=True)
@@ -60,15 +58,16 @@ class FreeDave(Static):
     """Options of FreeDave: the tokens of `Static` with the same block_size, steps, cache and
     early_exit, in no more forwards; steps are those of static decoding. Greedy only.
 
-    drafts: states a forward, the paper's d; 1 is static decoding, ``auto`` lets the engine choose
-    before each forward (`decode.engine.row_budget`). drafting: ``batch`` feeds in each
-    branch all rows that static decoding would feed; ``tree`` feeds only once what the mask keeps
-    the same: on a block-causal model a shifted family's row before the block, and complete blocks
-    on their way into the cache (where eager drafts completed them, or a block here spans several of
-    the model's). On a bidirectional model every row sees the drafts, and the two coincide. eager:
-    on a block-causal model, drafts may go on in the next ceil(d / block_size) blocks. It stays
-    without loss: what is cached there is exact, and each branch is a whole state. tau: FreeDave++
-    with that confidence, whose tokens are no other decoder's.
+    drafts: states a forward at most, the paper's d; 1 is static decoding. The engine's `max_rows`
+        bounds it, too, unless tau is given.
+    drafting: ``batch`` feeds in each branch all rows that static decoding would feed; ``tree``
+        feeds only once what the mask keeps the same: on a block-causal model a shifted family's row
+        before the block, and complete blocks on their way into the cache (where eager drafts
+        completed them, or a block here spans several of the model's). On a bidirectional model
+        every row sees the drafts, and the two coincide.
+    eager: on a block-causal model, drafts may go on in the next ceil(d / block_size) blocks. It
+        stays without loss: what is cached there is exact, and each branch is a whole state.
+    tau: FreeDave++ with that confidence, whose tokens are no other decoder's.
 
     "The same tokens" is up to the rounding of the model: the rows of a branch compute what the rows
     of the state would, in a forward of another shape.
@@ -76,20 +75,14 @@ class FreeDave(Static):
 
     name: ClassVar[str] = "freedave"
     summary: ClassVar[str] = "static decoding that drafts itself, without loss"
-    card: ClassVar[Card] = Card(
-        decides="what `static` would, several steps at once; with `tau` (FreeDave++) nearly what "
+    card: ClassVar[Card] = blockwise_card(
+        "what `static` would, several steps at once; with `tau` (FreeDave++) nearly what "
         "`threshold` would",
+        "FreeDave, [2510.00294](https://arxiv.org/abs/2510.00294)",
         rows="up to `drafts` times `static`'s",
-        cache=CACHE,
-        models=MODELS,
-        source="FreeDave, [2510.00294](https://arxiv.org/abs/2510.00294)",
     )
 
-    drafts: int | Literal["auto"] = option(
-        4,
-        "states that a forward checks, at least 1; 1 is static decoding; auto, as many as decode "
-        "fastest at the time",
-    )
+    drafts: int = option(4, "states that a forward checks at most, at least 1 (static decoding)")
     drafting: Drafting = option(
         "tree", "tree feeds once what is the same in all states, batch feeds all of each"
     )
@@ -98,12 +91,11 @@ class FreeDave(Static):
         None,
         "FreeDave++: confidence from which a token is revealed, at least 0, and always the surest "
         "one; not lossless",
-        check=not_negative,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        greedy_only("freedave", self.temperature)
+        self.greedy_only("freedave")
         if self.tau is not None and self.steps is not None:
             raise InputError(
                 "steps are static decoding's, tau is FreeDave++'s: expected one of them, got "
@@ -124,21 +116,16 @@ class FreeDave(Static):
             )
 
     @property
-    def most(self) -> int:
-        """States that a forward checks at most."""
-        return WIDTHS[-1] if isinstance(self.drafts, str) else self.drafts
-
-    @property
     def ahead(self) -> int:
-        """How many blocks after the current one drafts may lie in."""
+        """Count the blocks after the current one that drafts may lie in."""
         a_block = self.block_steps if self.tau is None else self.size  # drafts that fill one
-        return -(-self.most // a_block) if self.eager else 0
+        return -(-self.drafts // a_block) if self.eager else 0
 
     def begin(self, prompt: list[int], contract: Contract) -> FreeDaveSession:
         return FreeDaveSession(self, prompt, contract)
 
 
-class FreeDaveSession(StaticSession, Adaptive):
+class FreeDaveSession(StaticSession):
     """One request. drafts: of each branch the (position, token) pairs that it has beyond the branch
     before it, in the order in which they would be revealed.
 
@@ -153,20 +140,17 @@ class FreeDaveSession(StaticSession, Adaptive):
         # One slot behind the sequence is the spare one that all blockwise sessions have.
         self.scratch = len(self.x) + 1
         self.counts = {"drafted": 0, "accepted": 0}
-        if decoder.drafts == AUTO:
-            rule = (decoder.size, decoder.block_steps, decoder.cache, decoder.drafting)
-            self.widen_by(WIDTHS, (decoder.name, *rule, decoder.eager, decoder.tau))
 
     @property
     def slots(self) -> int:
-        branches = min(self.decoder.most - 1, self.decoder.length - 1)
+        branches = min(self.decoder.drafts - 1, self.decoder.length - 1)
         return self.scratch + branches * self._branch_rows()
 
     def reach(self) -> int:
         return min(self.end + self.decoder.ahead * self.decoder.size, len(self.x))
 
     def choose(self, predictions: Predictions) -> Ints:
-        """What the decoding that is drafted for reveals, ties to the lowest position."""
+        """Reveal as the decoding that is drafted for, ties to the lowest position."""
         # In the first block that has a mask: with eager drafts `wanted` reaches into later ones.
         inside = self._in_block_of(0, self._blocks())
         confidence = predictions.confidence[:inside]
@@ -176,7 +160,7 @@ class FreeDaveSession(StaticSession, Adaptive):
         return np.argsort(-confidence, kind="stable")[:count]
 
     def feed_step(self) -> Step:
-        if self.widths:
+        if self.decoder.tau is None:  # the tokens of FreeDave++ depend on how much is drafted
             del self.drafts[self.width - 1 :]
         own, branches = super().feed_step(), []
         # Each branch is the state before it and its drafts more; x, wanted, differs describe it.
@@ -207,7 +191,7 @@ class FreeDaveSession(StaticSession, Adaptive):
                 self.reveal(position, *chosen[position])
             left = self.masked[self.wanted]
             self.wanted = self.wanted[left]
-            if further == at or self._ended():
+            if further == at or self._exits():
                 break
             at = further
         self.counts["drafted"] += len(self.drafts)
@@ -215,8 +199,8 @@ class FreeDaveSession(StaticSession, Adaptive):
         self.drafts = self._draft(found.token[left], found.confidence[left])
 
     def _furthest(self, at: int, chosen: dict[int, tuple[int, float]]) -> int:
-        """The last state whose drafts beyond state `at` are all among the chosen tokens, `at` where
-        there is none."""
+        """Find the last state whose drafts beyond state `at` are all among the chosen tokens, `at`
+        where there is none."""
         for pairs in self.drafts[at:]:
             if any(p not in chosen or chosen[p][0] != token for p, token in pairs):
                 break
@@ -224,7 +208,7 @@ class FreeDaveSession(StaticSession, Adaptive):
         return at
 
     def _draft(self, tokens: Ints, confidence: Floats) -> list[list[tuple[int, int]]]:
-        """The next drafts, from predictions of what is wanted yet: block after block, the most
+        """Make the next drafts, from predictions of what is wanted yet: block after block, the most
         confident first; never the one that leaves nothing to predict."""
         end = len(self.x) if self.decoder.eager else self.end
         most = int(self.masked[self.start : end].sum()) - 1  # tokens in all drafts
@@ -233,7 +217,7 @@ class FreeDaveSession(StaticSession, Adaptive):
         order = np.lexsort((-confidence, blocks))
         drafts: list[list[tuple[int, int]]] = []
         first = 0
-        while len(drafts) < self.decoder.most - 1 and first < len(order):
+        while len(drafts) < self.decoder.drafts - 1 and first < len(order):
             count = 1
             if self.decoder.tau is None:
                 left = self._in_block_of(first, blocks) - first
@@ -247,21 +231,21 @@ class FreeDaveSession(StaticSession, Adaptive):
         return drafts
 
     def _blocks(self) -> Ints:
-        """Of each wanted position the number of its block, ascending."""
+        """Number the block of each wanted position, ascending."""
         return (self.wanted - self.prompt_length) // self.decoder.size
 
     def _in_block_of(self, first: int, blocks: Ints) -> int:
-        """The index behind the wanted positions of the block that holds the one at `first`."""
+        """Find the index behind the wanted positions of the block that holds the one at `first`."""
         return int(np.searchsorted(blocks, blocks[first], "right"))
 
     def _due(self, position: int, left: int) -> int:
-        """How many tokens static decoding reveals next in a position's block with `left` masks."""
+        """Count what static decoding reveals next in a position's block with `left` masks."""
         size = self.decoder.size
         start = position - (position - self.prompt_length) % size
         return self.decoder.due(min(size, len(self.x) - start), left)
 
     def _branch_rows(self) -> int:
-        """The most rows that a branch may feed into slots of its own, over all blocks."""
+        """Count the most rows that a branch may feed into slots of its own, over all blocks."""
         decoder, most = self.decoder, 0
         for start in range(self.prompt_length, len(self.x), decoder.size):
             end = min(start + (1 + decoder.ahead) * decoder.size, len(self.x))

@@ -1,5 +1,44 @@
-"""WeDLM's streaming decoding (arXiv 2512.22737, section 4): its options. The window is in
-`decode.decoders.wedlm`, its lossless variant in `decode.decoders.wedlm`.
+"""WeDLM's streaming decoding (arXiv 2512.22737, section 4): parallel decoding under a causal mask.
+
+A window of masks follows what is decoded. Each forward feeds the window reordered, filled slots
+before masked ones, each kind in ascending order, causally in that order and with the positions of
+the text: a filled slot sees what is filled before it, a masked one all that is filled and the masks
+before it. Masks of low entropy are filled, earlier ones more readily. Filled slots that follow the
+decoded text without a gap are fed as any causal model feeds them, so their keys and values are
+final: they are committed. Filled tokens are never revised.
+
+Prompt ``7 8`` at positions 0 1, a window of 4, m the mask id; a row at slot s sees ``[0, s]``::
+
+    forward          slot 0  1  2  3  4  5  6
+    1    token            7  8  m  m  m  m          fills positions 2 and 4 (say with a and c)
+         position         0  1  2  3  4  5
+    2    token                  a  c  m  m          a's row is final, no gap is before it; c's is
+         position               2  4  3  5          not: it does not see position 3, which is filled
+    3    token                     b  c  m  m       with b. c is fed anew, at the slot of its
+         position                  3  4  5  6       position; the window moved on by a's slot
+
+The published algorithm feeds the prompt in a forward of its own and discards its logits, and ends
+with one that only commits the last tokens. Both are left out here, the tokens are the same: the
+prompt is fed with the first window, and nothing is fed once the response is known. So `forwards`
+counts every call of the model, the prompt's included, and is two less than the calls there.
+
+With ``verify="ar"`` (`VerifiedSession`) it is lossless: only what greedy autoregressive decoding of
+the same model would give is committed. The row of a filled slot without a gap before it, read for
+nothing otherwise, predicts the next position as in any causal model. So each forward checks the
+tokens that masks were filled with before (drafts), from left to right: one that is the greedy next
+token stays, the first that is not becomes that token and all after it are masked again, and where
+all stay the last row says one token more. The response is the greedy one whatever the drafts are
+(up to the rounding of forwards with other rows in them), at least one token a forward. Drafts hold
+where the model was trained on next tokens too, as WeDLM's are. The prompt and window as above, but
+forward 1 fills positions 3 and 4; the row of position 1, the prompt's last, gives a::
+
+    forward          slot 2  3  4  5  6
+    2    token            a  b  c  m         the rows of a, b, c give the tokens of positions 3 4 5:
+                                             x  .  .    b is wrong: x, and c is masked again
+                                             b  x  .    b is right, c is wrong: x
+                                             b  c  d    both are right, and d is known for nothing
+    3    token               x  m  m  m      after the first of these; x is fed for its row, which
+                                             gives position 4
 """
 
 from __future__ import annotations
@@ -13,108 +52,157 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
-from decode.decoders.adaptive import AUTO, Adaptive
 from decode.decoders.base import (
     Card,
     Decoder,
     MaskedSession,
     mask_kind,
     max_new_tokens_option,
-    not_negative,
     option,
 )
 from decode.step import BlockView, Floats, Ints, Predictions, Step
-
-# WeDLM's streaming decoding (arXiv 2512.22737, section 4): parallel decoding under a causal mask.
-#
-# A window of masks follows what is decoded. Each forward feeds the window reordered, filled slots
-# before masked ones, each kind in ascending order, causally in that order and with the positions of
-# the text: a filled slot sees what is filled before it, a masked one all that is filled and the
-# masks
-# before it. Masks of low entropy are filled, earlier ones more readily. Filled slots that follow
-# the
-# decoded text without a gap are fed as any causal model feeds them, so their keys and values are
-# final: they are committed. Filled tokens are never revised.
-#
-# Prompt ``7 8`` at positions 0 1, a window of 4, m the mask id; a row at slot s sees ``[0, s]``::
-#
-#     forward          slot 0  1  2  3  4  5  6
-#     1    token            7  8  m  m  m  m          fills positions 2 and 4 (say with a and c)
-#          position         0  1  2  3  4  5
-#     2    token                  a  c  m  m          a's row is final, no gap is before it; c's is
-#          position               2  4  3  5          not, it does not see position 3, which is
-# filled
-#     3    token                     b  c  m  m       with b. c is fed anew, at the slot of its
-#          position                  3  4  5  6       position; the window moved on by a's slot
-#
-# The published algorithm feeds the prompt in a forward of its own and discards its logits, and ends
-# with one that only commits the last tokens. Both are left out here, the tokens are the same: the
-# prompt is fed with the first window, and nothing is fed once the response is known. So `forwards`
-# counts every call of the model, the prompt's included, and is two less than the calls there.
 
 Refill = Literal["paper", "repository", "block"]
 
 
 @dataclass(frozen=True)
-class WindowRules:
-    """The options of `decode.decoders.wedlm.WeDLM` as its sessions read them, once the length is
-    known. length: new tokens, at most; overhang: positions beyond it that may be decoded. window:
-    slots, None where the engine chooses."""
+class WeDLM(Decoder):
+    """Options of streaming decoding.
 
-    length: int
-    overhang: int
-    window: int | None
-    entropy_threshold: float | None
-    distance_penalty: float
-    refill: Refill
-    bidirectional: bool
+    window: slots W of the window. With verify the engine's `max_rows` bounds it, too.
+    entropy_threshold: a mask is filled where its entropy in nats plus its penalty lies below it;
+        where none does, and always for None, the lowest is filled.
+    distance_penalty: nats a position, counted from the first mask.
+    max_new_tokens: kept exactly; decoding stops at the first end id.
+    refill: ``paper`` keeps W slots and none beyond max_new_tokens (a window without masks goes on
+        with the next one in the same forward); ``repository`` adds a mask for each slot that is
+        about to be committed, before it is, and goes on past max_new_tokens by up to W - 1
+        positions, which are then cut off; ``block``, the paper's ablation, leaves the window where
+        it is until all of it is filled, and commits it whole.
+    window_attention: ``bidirectional`` lets the rows of a window that is not filled yet see all of
+        it, for a model trained so; what is committed is causal all the same.
+    verify: ``ar`` commits only the model's own greedy next tokens; None takes the masks' word.
+    """
+
+    name: ClassVar[str] = "wedlm"
+    summary: ClassVar[str] = (
+        "streaming decoding of a causal diffusion model, where it is the default"
+    )
+    labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
+    card: ClassVar[Card] = Card(
+        decides="masks whose entropy plus penalty is below `entropy_threshold`",
+        rows="W to 2W",
+        cache="exact",
+        models="causal with a mask id",
+        source="WeDLM, [2512.22737](https://arxiv.org/abs/2512.22737)",
+    )
+
+    window: int = option(
+        16,
+        "slots of the window, at least 1",
+        shown="as trained here, else 16",
+        search=(8, 16),
+    )
+    entropy_threshold: float | None = option(
+        0.4,
+        "entropy below which a mask is filled, its penalty included, at least 0; 0 fills one a "
+        "forward",
+        search=(0.1, 0.2, 0.4, 0.6),
+        unit="NATS",
+    )
+    distance_penalty: float = option(
+        0.02,
+        "what is added to the entropy for each position from the first mask, at least 0",
+        unit="NATS",
+    )
+    max_new_tokens: int | None = max_new_tokens_option()
+    refill: Refill = option(
+        "paper",
+        "paper tops the window up after it commits, repository before, block once all is filled",
+    )
+    window_attention: Literal["causal", "bidirectional"] = option(
+        "causal", "bidirectional: rows of a window see all of it; with refill block, if trained so"
+    )
+    verify: Literal["ar"] | None = option(
+        None, "commit only what greedy autoregressive decoding of the model confirms"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.verify:
+            self.greedy_only("verify")
+        if self.verify and self.refill == "block":
+            raise InputError("verify commits token by token: expected another refill, got block")
+        if self.window_attention == "bidirectional" and self.refill != "block":
+            raise InputError(
+                "window_attention bidirectional needs refill block, as a row that saw all of the "
+                f"window is not final before it, got refill {self.refill}"
+            )
+
+    def check(self, contract: Contract) -> None:
+        super().check(contract)
+        kind = mask_kind(contract)
+        if kind != "causal":
+            other = "static or d2f" if kind == "bidirectional" else "block"
+            raise InputError(
+                f"the decoder wedlm needs a causal model with a mask id, the family "
+                f"{contract.family} is {kind}: take {other} for it"
+            )
+
+    @classmethod
+    def is_default_for(cls, contract: Contract) -> bool:
+        return (
+            contract.mask_id is not None
+            and contract.objective != "wino_plus"
+            and mask_kind(contract) == "causal"
+        )
+
+    @classmethod
+    def with_model_defaults(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
+        own = contract.block_size if contract.objective == "wedlm" else None
+        return {"window": own, **given} if own is not None else dict(given)
+
+    @property
+    def extra_positions(self) -> int:
+        return self.window - 1 if self.refill == "repository" and not self.verify else 0
+
+    def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
+        return (VerifiedSession if self.verify else WeDLMSession)(self, prompt, contract)
 
 
 class WeDLMSession(MaskedSession):
     """One request. The rows of a step, in their physical order, take the slots that follow the
     committed ones: a committed row's slot is its position, every row sees the slots up to its own.
 
-    limit: where the response ends; with refill ``repository`` x goes on beyond it. committed: rows
-    before it are fed no longer. end: of the window, from the first step on. wanted: int64 ``[N]``,
-    the masks of the window, ascending. counts: ``window_rows`` after the prompt's, in all forwards.
+    visible_end: where the response ends; with refill ``repository`` x goes on beyond it.
+    committed: rows before it are fed no longer.
+    end: of the window, from the first step on.
+    counts: ``window_rows`` after the prompt's, in all forwards.
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
-        super().__init__(prompt, rules.length + rules.overhang, contract)
-        self.rules = rules
-        self.limit = len(prompt) + rules.length
+    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
+        super().__init__(prompt, decoder.length + decoder.extra_positions, contract)
+        self.decoder = decoder
+        self.visible_end = len(prompt) + decoder.length
         self.committed = 0
-        self.wanted: Ints = np.zeros(0, dtype=np.int64)
         self.counts["window_rows"] = 0
 
     @property
-    def leading(self) -> int:
-        """The first masked position."""
-        return int(np.argmax(self.masked)) if self.masked.any() else len(self.x)
-
-    @property
     def settled(self) -> list[int]:
-        return self.x[self.prompt_length : min(self.leading, self.limit)].tolist()
+        return self.x[self.prompt_length : min(self.settled_end, self.visible_end)].tolist()
 
     @property
     def tokens(self) -> list[int]:
-        part = slice(self.prompt_length, self.limit)
+        part = slice(self.prompt_length, self.visible_end)
         return self.x[part][~self.masked[part]].tolist()
 
-    @property
-    def done(self) -> bool:
-        """Whether the response is known up to its first end id or its limit."""
-        settled = self.settled
-        ended = any(token in self.contract.end_ids for token in settled)
-        return ended or len(settled) == self.rules.length
-
     def step(self) -> Step | None:
-        if self.done:
+        if self.saw_eos or self.settled_end >= self.visible_end:
             return None
-        leading, begin = self.leading, self.begin_of_window
+        leading, begin = self.settled_end, self.begin_of_window
         step = self.feed_window(leading)
         # Its rows saw no mask: final with this forward. Block by block, only a whole window is.
-        part = self.rules.refill == "block" and leading < begin + self.window
+        part = self.decoder.refill == "block" and leading < begin + self.window
         self.committed = begin if part else leading
         return step
 
@@ -124,23 +212,21 @@ class WeDLMSession(MaskedSession):
 
     @property
     def window(self) -> int:
-        """Its slots."""
-        assert self.rules.window is not None
-        return self.rules.window
+        return self.decoder.window
 
     def end_of_window(self, leading: int) -> int:
-        """Where what is fed ends, the first mask being at `leading`."""
+        """Find where what is fed ends, the first mask being at `leading`."""
         begin = self.begin_of_window
         end = begin + self.window
-        if self.rules.refill == "repository" or leading >= end:
+        if self.decoder.refill == "repository" or leading >= end:
             # The official code appends before it commits: up to 2 W rows, and more masks compete.
             end += leading - begin  # a mask for each slot that this forward commits
         return min(end, len(self.x))
 
     def feed_window(self, first: int) -> Step:
-        """The step that reads the filled rows from position `first` up to the first mask, then
-        the masks of the window. It feeds what is not committed, at first with it the prompt."""
-        leading, begin = self.leading, self.begin_of_window
+        """Read the filled rows from position `first` up to the first mask, then the masks of the
+        window. Feeds what is not committed, at first with it the prompt."""
+        leading, begin = self.settled_end, self.begin_of_window
         self.end = self.end_of_window(leading)
         fed = np.arange(self.committed, self.end)
         filled, self.wanted = fed[~self.masked[fed]], fed[self.masked[fed]]
@@ -148,7 +234,7 @@ class WeDLMSession(MaskedSession):
         # those to its right in the text.
         order = np.concatenate((filled, self.wanted))
         ends = fed + 1
-        if self.rules.bidirectional:
+        if self.decoder.window_attention == "bidirectional":
             # A window that is filled is committed causally, beside the next one's masks.
             ends[fed >= (leading if leading >= begin + self.window else begin)] = self.end
         self.counts["window_rows"] += int((fed >= self.prompt_length).sum())
@@ -170,17 +256,15 @@ class WeDLMSession(MaskedSession):
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
         assert predictions.entropy is not None
-        for i in self.choose(self.wanted, predictions.entropy):
-            confidence = float(predictions.confidence[i])
-            self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
+        self.reveal_all(self.choose(self.wanted, predictions.entropy), predictions)
 
     def choose(self, masks: Ints, entropy: Floats) -> Ints:
-        """Which of the masks at these positions, ascending, to fill, as indices. All in fp32, as in
-        the official code."""
+        """Choose which of the masks at these positions, ascending, to fill, as indices. All in
+        fp32, as in the official code."""
         # Only what has no gap before it is committed, so earlier masks are filled more readily.
         distance = (masks - masks[0]).astype(np.float32)
-        penalised = entropy + distance * self.rules.distance_penalty
-        threshold = self.rules.entropy_threshold
+        penalised = entropy + distance * self.decoder.distance_penalty
+        threshold = self.decoder.entropy_threshold
         # Strictly below, as the official code has it.
         chosen = np.flatnonzero(penalised < (-np.inf if threshold is None else threshold))
         # None below the threshold: the lowest, so that every forward fills a mask.
@@ -188,50 +272,20 @@ class WeDLMSession(MaskedSession):
 
     def reveal(self, position: int, token: int, confidence: float) -> None:
         super().reveal(position, token, confidence)
-        if position >= self.limit:
+        if position >= self.visible_end:
             self.revealed.pop()  # of no response
 
     def blocks(self) -> list[BlockView]:
-        views, first = [], self.prompt_length
-        start, end = max(self.committed, first), min(self.end, self.limit)
+        first, views = self.prompt_length, []
+        start, end = max(self.committed, first), min(self.end, self.visible_end)
         if start > first:
-            views.append(BlockView(0, start - first, "cached", self.view(first, start)))
+            views.append(self.view(first, start, "cached"))
         if end > start:
-            tokens = self.view(start, end)
-            views.append(BlockView(start - first, end - first, "fully active", tokens))
+            views.append(self.view(start, end, "fully active"))
         return views
 
 
-# WeDLM's streaming decoding (`decode.decoders.wedlm`) without loss: what its masks are
-# filled with are drafts, of which the same forwards confirm what greedy decoding would give.
-#
-# With verify="ar" only what greedy autoregressive decoding of the same model would give is
-# committed.
-# The row of a filled slot without a gap before it, read for nothing otherwise, predicts the next
-# position as in any causal model. So each forward checks the tokens that masks were filled with
-# before (drafts), from left to right: one that is the greedy next token stays, the first that is
-# not
-# becomes that token and all after it are masked again, and where all stay the last row says one
-# token
-# more. The response is the greedy one whatever the drafts are (up to the rounding of forwards with
-# other rows in them), at least one token a forward. Drafts hold where the model was trained on next
-# tokens too, as WeDLM's are. The prompt and window there, but forward 1 fills positions 3 and 4;
-# the
-# row of position 1, the prompt's last, gives a::
-#
-#     forward          slot 2  3  4  5  6
-#     2    token            a  b  c  m         the rows of a, b, c give the tokens of positions 3 4
-# 5:
-#                                              x  .  .    b is wrong: x, and c is masked again
-#                                              b  x  .    b is right, c is wrong: x
-#                                              b  c  d    both are right, and d is known for nothing
-#     3    token               x  m  m  m      after the first of these; x is fed for its row, which
-#                                              gives position 4
-
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # among which a window of "auto" is chosen
-
-
-class VerifiedSession(WeDLMSession, Adaptive):
+class VerifiedSession(WeDLMSession):
     """One request with verify="ar". Positions before `known` are verified, all but the last of them
     committed; filled ones from there on are drafts.
 
@@ -239,32 +293,19 @@ class VerifiedSession(WeDLMSession, Adaptive):
     the drafts after them.
     """
 
-    def __init__(self, prompt: list[int], contract: Contract, rules: WindowRules):
-        super().__init__(prompt, contract, rules)
+    def __init__(self, decoder: WeDLM, prompt: list[int], contract: Contract):
+        super().__init__(decoder, prompt, contract)
         self.known = len(prompt)
         self.counts |= {"accepted": 0, "rejected": 0}
-        if rules.window is None:
-            own = (rules.entropy_threshold, rules.distance_penalty, rules.refill)
-            self.widen_by(WIDTHS, ("wedlm", *own))
-            self.rows_alone = 1
-
-    @property
-    def done(self) -> bool:
-        # Nothing is verified behind an end id, so only the last token can be one.
-        length = self.known - self.prompt_length
-        ended = length > 0 and int(self.x[self.known - 1]) in self.contract.end_ids
-        return ended or length == self.rules.length
 
     @property
     def window(self) -> int:
-        return self.width if self.widths else super().window
+        return min(self.decoder.window, self.width)
 
     def end_of_window(self, leading: int) -> int:
-        if self.widths and self.width == 1:
-            # No mask: as autoregressive decoding feeds it. Drafts that are left cost a row a token
-            # too, and save forwards.
-            return leading
-        return super().end_of_window(leading)
+        # Of one slot: no mask, as autoregressive decoding feeds it. Drafts that are left cost a row
+        # a token too, and save forwards.
+        return leading if self.window == 1 else super().end_of_window(leading)
 
     @property
     def settled(self) -> list[int]:
@@ -272,20 +313,20 @@ class VerifiedSession(WeDLMSession, Adaptive):
 
     tokens = settled
 
+    @property
+    def done(self) -> bool:
+        # Nothing is verified behind an end id, so only the last token can be one.
+        begun = self.known > self.prompt_length
+        ended = begun and int(self.x[self.known - 1]) in self.contract.end_ids
+        return ended or self.known == self.visible_end
+
     def step(self) -> Step | None:
-        return self.feed_step() if self.proceed() else None
-
-    def proceed(self) -> bool:
-        return not self.done
-
-    def feed_step(self) -> Step:
-        if self.widths and self.width == 1 and self.masked[self.known]:  # no draft is left
-            return self._feed_known()
-        return self.feed_window(self.known - 1)
-
-    def _feed_known(self) -> Step:
-        """What `feed_window` gives without drafts and masks, as autoregressive decoding has it, in
-        less time: at high load there is one for each token."""
+        if self.done:
+            return None
+        if self.window > 1 or not self.masked[self.known]:
+            return self.feed_window(self.known - 1)
+        # What `feed_window` gives without drafts and masks, in less time: at high load there is one
+        # for each token.
         self.end = self.known
         fed = np.arange(self.committed, self.known)
         self.wanted = fed[:0]
@@ -295,11 +336,6 @@ class VerifiedSession(WeDLMSession, Adaptive):
 
     def accept(self, predictions: Predictions) -> None:
         self.revealed = []
-        if not len(self.wanted) and self.masked[self.known]:  # the last known token alone was read
-            token, confidence = int(predictions.token[0]), float(predictions.confidence[0])
-            self.reveal(self.known, token, confidence)
-            self.committed, self.known = self.known, self.known + 1
-            return
         # Rows known - 1, known, ...: each predicts the next position, as in any causal model.
         filled = len(predictions.token) - len(self.wanted)
         ahead = slice(self.known, self.known + filled)
@@ -338,130 +374,3 @@ class VerifiedSession(WeDLMSession, Adaptive):
             chosen = self.choose(masks, predictions.entropy[own])
             self.x[masks[chosen]] = predictions.token[own][chosen]
             self.masked[masks[chosen]] = False
-
-
-@dataclass(frozen=True)
-class WeDLM(Decoder):
-    """Options of streaming decoding.
-
-    window: slots W of the window; with verify, ``auto`` lets the engine choose it before each
-    forward (`decode.engine.row_budget`). entropy_threshold: a mask is filled where its entropy in
-    nats plus its penalty lies below it; where none does, and always for None, the lowest is filled.
-    distance_penalty: nats a position, counted from the first mask. max_new_tokens: kept exactly;
-    decoding stops at the first end id. refill: ``paper`` keeps W slots and none beyond
-    max_new_tokens (a window without masks goes on with the next one in the same forward);
-    ``repository`` adds a mask for each slot that is about to be committed, before it is, and goes
-    on past max_new_tokens by up to W - 1 positions, which are then cut off; ``block``, the paper's
-    ablation, leaves the window where it is until all of it is filled, and commits it whole.
-    window_attention: ``bidirectional`` lets the rows of a window that is not filled yet see all of
-    it, for a model trained so; what is committed is causal all the same. verify: ``ar`` commits
-    only the model's own greedy next tokens; None takes the masks' word.
-    """
-
-    name: ClassVar[str] = "wedlm"
-    summary: ClassVar[str] = (
-        "streaming decoding of a causal diffusion model, where it is the default"
-    )
-    labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
-    card: ClassVar[Card] = Card(
-        decides="masks whose entropy plus penalty is below `entropy_threshold`",
-        rows="W to 2W",
-        cache="exact",
-        models="causal with a mask id",
-        source="WeDLM, [2512.22737](https://arxiv.org/abs/2512.22737)",
-    )
-
-    window: int | Literal["auto"] = option(
-        16,
-        "slots of the window, at least 1; auto, with verify, what decodes fastest at the time",
-        shown="as trained here, else 16",
-        search=(8, 16),
-    )
-    entropy_threshold: float | None = option(
-        0.4,
-        "entropy below which a mask is filled, its penalty included, at least 0; 0 fills one a "
-        "forward",
-        search=(0.1, 0.2, 0.4, 0.6),
-        unit="NATS",
-        check=not_negative,
-    )
-    distance_penalty: float = option(
-        0.02,
-        "what is added to the entropy for each position from the first mask, at least 0",
-        unit="NATS",
-        check=not_negative,
-    )
-    max_new_tokens: int | None = max_new_tokens_option()
-    refill: Refill = option(
-        "paper",
-        "paper tops the window up after it commits, repository before, block once all is filled",
-    )
-    window_attention: Literal["causal", "bidirectional"] = option(
-        "causal", "bidirectional: rows of a window see all of it; with refill block, if trained so"
-    )
-    verify: Literal["ar"] | None = option(
-        None, "commit only what greedy autoregressive decoding of the model confirms"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.verify and self.temperature:
-            raise InputError(
-                f"verify needs temperature 0, got {self.temperature!r}: what is drawn at random "
-                "cannot be confirmed"
-            )
-        if self.verify and self.refill == "block":
-            raise InputError("verify commits token by token: expected another refill, got block")
-        if self.window == AUTO and not self.verify:
-            raise InputError(
-                "window auto needs verify ar: without it the tokens depend on the window, got "
-                f"verify {self.verify!r}"
-            )
-        if self.window_attention == "bidirectional" and self.refill != "block":
-            raise InputError(
-                "window_attention bidirectional needs refill block, as a row that saw all of the "
-                f"window is not final before it, got refill {self.refill}"
-            )
-
-    def check(self, contract: Contract) -> None:
-        super().check(contract)
-        kind = mask_kind(contract)
-        if kind != "causal":
-            other = "static or d2f" if kind == "bidirectional" else "block"
-            raise InputError(
-                f"the decoder wedlm needs a causal model with a mask id, the family "
-                f"{contract.family} is {kind}: take {other} for it"
-            )
-
-    @classmethod
-    def is_default_for(cls, contract: Contract) -> bool:
-        return (
-            contract.mask_id is not None
-            and contract.objective != "wino_plus"
-            and mask_kind(contract) == "causal"
-        )
-
-    @classmethod
-    def completed(cls, given: Mapping[str, Any], contract: Contract) -> dict[str, Any]:
-        own = contract.block_size if contract.objective == "wedlm" else None
-        return {"window": own, **given} if own is not None else dict(given)
-
-    @property
-    def overhang(self) -> int:
-        if self.refill != "repository" or self.verify:
-            return 0
-        assert not isinstance(self.window, str)  # which goes with verify alone
-        return self.window - 1
-
-    def begin(self, prompt: list[int], contract: Contract) -> WeDLMSession:
-        kind = VerifiedSession if self.verify else WeDLMSession
-        rules = WindowRules(
-            length=self.length,
-            overhang=self.overhang,
-            window=None if isinstance(self.window, str) else self.window,
-            entropy_threshold=self.entropy_threshold,
-            distance_penalty=self.distance_penalty,
-            refill=self.refill,
-            bidirectional=self.window_attention == "bidirectional",
-        )
-        return kind(prompt, contract, rules)

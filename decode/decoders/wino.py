@@ -24,7 +24,7 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from decode.decoders.base import Card, Revocations, block_size_option, option, ratio
-from decode.decoders.blockwise import CACHE, MODELS, Blockwise, BlockwiseSession
+from decode.decoders.blockwise import Blockwise, BlockwiseSession, blockwise_card
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.step import Ints, Predictions, Step
 
@@ -34,40 +34,33 @@ class Wino(Blockwise):
     """Options of WINO.
 
     tau1: confidence above which a masked token is decided; where there is none, the most confident
-    is. tau2: probability in the shadow below which a decided token is taken back, above tau1; 0
-    verifies nothing and feeds no shadow, and then tau1 may be any. Under tau2, text settles a
-    block at a time: before a block is done, all of its tokens may change.
-
+        is.
+    tau2: probability in the shadow below which a decided token is taken back, above tau1; 0
+        verifies nothing and feeds no shadow, and then tau1 may be any. Under tau2, text settles a
+        block at a time: before a block is done, all of its tokens may change.
     caps: the official code's bounds, which the paper does not have: of m masked positions at most
-    int(0.7 m), at least 5 and at most 20, are decided in a forward; fewer are taken back than the
-    forward before decided, the least likely first; none where fewer than two are decided.
-    False takes the paper's two thresholds alone (equation 4), but after n forwards of a block n of
-    its positions stay decided: where more would be taken back, the least likely are. Either way a
-    block takes at most as many forwards as it has positions.
-
+        int(0.7 m), at least 5 and at most 20, are decided in a forward; fewer are taken back than
+        the forward before decided, the least likely first; none where fewer than two are decided.
+        False takes the paper's two thresholds alone (equation 4), but after n forwards of a block n
+        of its positions stay decided: where more would be taken back, the least likely are. Either
+        way a block takes at most as many forwards as it has positions.
     leakage: the shadow of a position sees its token too (the paper's ablation "full leakage"), so
-    that a token bears itself out. cache: as for all blockwise decoders; the shadow sees the slots
-    that the block's rows see.
+        that a token bears itself out.
+    cache: as for all blockwise decoders; the shadow sees the slots that the block's rows see.
     """
 
     name: ClassVar[str] = "wino"
     summary: ClassVar[str] = "drafts widely, takes back what the rest does not bear out"
-    card: ClassVar[Card] = Card(
-        decides="all above `tau1`; takes back what its shadow gives less than `tau2`",
+    card: ClassVar[Card] = blockwise_card(
+        "all above `tau1`; takes back what its shadow gives less than `tau2`",
+        "WINO, [2507.18578](https://arxiv.org/abs/2507.18578)",
         rows="P + L + B (shifted families: + two a verified token)",
-        cache=CACHE,
-        models=MODELS,
-        source="WINO, [2507.18578](https://arxiv.org/abs/2507.18578)",
     )
 
     block_size: int | None = block_size_option(128)
-    tau1: float = option(
-        0.6, "confidence above which a token is drafted, in [0, 1], below tau2", check=ratio
-    )
-    tau2: float = option(
-        0.9,
-        "probability below which a drafted token is taken back, in [0, 1]; 0 takes none back",
-        check=ratio,
+    tau1: float = ratio(0.6, "confidence above which a token is drafted, below tau2")
+    tau2: float = ratio(
+        0.9, "probability below which a drafted token is taken back (0 takes none back)"
     )
     caps: bool = option(
         True,
@@ -154,7 +147,7 @@ class WinoSession(BlockwiseSession):
         self.revocations.count()
 
     def _may_revoke(self) -> bool:
-        """Whether any decision could be taken back in the next forward."""
+        """Say whether any decision could be taken back in the next forward."""
         if not self.decoder.tau2:
             return False
         # With the bounds, tokens are taken back only where two or more are decided beside them,
@@ -162,7 +155,7 @@ class WinoSession(BlockwiseSession):
         return not self.decoder.caps or (self.last > 1 and len(self.wanted) > 1)
 
     def _most(self, drafted: int) -> int:
-        """How many decisions may be taken back where `drafted` were just made."""
+        """Count the decisions that may be taken back where `drafted` were just made."""
         if self.decoder.caps:
             # Fewer than the forward before decided: after n forwards at least n positions hold.
             return self.last - 1 if drafted > 1 else 0

@@ -1,4 +1,12 @@
-"""`AsyncEngine`: one engine for all who ask, from any event loop."""
+"""`AsyncEngine`: one engine for all who ask, from any event loop.
+
+::
+
+    event loops                        the engine's thread                 Engine
+    reserve, prepare, enter  ------->  inbox, read between forwards  --->  submit
+    leave                    ------->                                --->  cancel
+    next  <-------------------------   an outbox for each request    <---  advance
+"""
 
 from __future__ import annotations
 
@@ -12,96 +20,75 @@ import time
 import traceback
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
-from types import TracebackType
+from typing import Any
 from weakref import WeakSet
 
-import psutil
-import torch
-
-from d2f.errors import EngineClosedError, InputError, QueueFullError
+from d2f.errors import EngineClosedError, QueueFullError
 from d2f.model import DiffusionModel
 from decode.api import DEFAULT_BATCH_SIZE
 from decode.decoders import Decoder, as_decoder
 from decode.decoders.base import boolean, whole_number
-from decode.engine.engine import Engine
+from decode.engine.engine import Engine, check_slots, default_slots
 from decode.engine.prompts import Prompt, checked
 from decode.engine.request import Request
 from decode.report import doubt_of
 from decode.step import Event
 
-# Events on their way from the engine's thread to an event loop.
+DEFAULT_MAX_WAITING = 256
+SECONDS_AT_EXIT = 30.0  # the longest that a forward in flight holds up the interpreter's end
 
 
 class Outbox:
-    """What one request gives to its one reader. It takes whatever comes, so that nobody waits for a
-    slow reader, and is bounded all the same: a request has no more events than forwards."""
+    """Events of one request on their way to its one reader, who may be slow: there are no more of
+    them than forwards."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request = request
         self.loop = loop
-        self.items: deque[Event | Exception] = deque()  # the thread appends, the loop takes
-        self._reader: asyncio.Future[None] | None = None
+        self.left = False
+        self._items: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
         self._take: Callable[[Event | Exception], None] | None = None
-        self._left = False
 
     async def next(self) -> Event | None:
-        """The next event, None after `leave`. Raises what the thread left in place of one."""
-        # Whoever appends wakes afterwards, in this loop: nothing comes in between unnoticed.
-        while not self.items and not self._left:
-            self._reader = self.loop.create_future()
-            await self._reader
-        if self._left:
-            return None
-        item = self.items.popleft()
+        """Wait for the next event, None after `leave`. Raises what came in place of one."""
+        item = None if self.left else await self._items.get()
         if isinstance(item, Exception):
             raise item
-        return item
+        return None if self.left else item
 
-    def hand_to(self, take: Callable[[Event | Exception], None] | None) -> None:
+    def hand_to(self, take: Callable[[Event | Exception], None]) -> None:
         """Give everything to a function as it comes, in the loop, in place of `next`."""
         self._take = take
-        self.wake()
+        while not self._items.empty():
+            self.put(self._items.get_nowait())
 
-    def wake(self) -> None:
-        """Let the reader look again; in its loop."""
-        while self._take is not None and self.items and not self._left:
-            self._take(self.items.popleft())
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def put(self, item: Event | Exception | None) -> None:
+        """Give the reader an item; in its loop."""
+        if self._take is None or item is None:
+            self._items.put_nowait(item)
+        elif not self.left:
+            self._take(item)
 
     def leave(self) -> None:
-        """No event any more."""
-        self._left = True
-
-
-# A thread that owns an engine. Others leave it messages, and it leaves them events.
-#
-# ::
-#
-#     event loops                        the thread                          Engine
-#     reserve, prepare, enter  ------->  inbox, read between forwards  --->  submit
-#     leave                    ------->                                --->  cancel
-#     next  <-------------------------   an outbox for each request    <---  advance
-
-SECONDS_AT_EXIT = 30.0  # the longest that a forward in flight holds up the interpreter's end
-
-
-Message = tuple[Callable[..., None], tuple[Outbox, ...]]  # what the thread is to call
+        """Give no event any more."""
+        self.left = True
 
 
 @dataclass(frozen=True)
 class EngineStats:
     """What an engine does now and has done.
 
-    running: requests in the batch. waiting: accepted, and not in it yet. finished, cancelled,
-    failed: how the others ended; one whose prompt or options were bad was none. refused: for a full
-    queue, or after closing. forwards: calls of the model, rows: what they fed. tokens: visible ones
-    of those finished. slots: of the cache, slots_used: those that hold a request, or rows of a
-    prompt that are kept.
+    running: requests in the batch. waiting: accepted, and not in it yet.
+    finished, cancelled, failed: how the others ended; one whose prompt or options were bad was none.
+    refused: for a full queue, or after closing.
+    forwards: calls of the model. rows: what they fed.
+    tokens: visible ones of those finished.
+    slots: of the cache. slots_used: those that hold a request, or rows of a prompt that are kept.
     """
 
     running: int
@@ -128,10 +115,9 @@ class EngineThread:
     def __init__(self, engine: Engine, max_waiting: int):
         self.max_waiting = max_waiting
         self._engine = engine
-        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outboxes: dict[int, Outbox] = {}  # of the requests in the engine; the thread's own
         self._raised = False  # whether the last forward did
-        self._blocked = False  # whether it left some that wait
         self._finishing = self._stopping = False  # what the thread was told
         self._lock = threading.Lock()  # of all below
         self._places = 0  # requests accepted that have not ended
@@ -160,7 +146,6 @@ class EngineThread:
 
     @property
     def closed(self) -> bool:
-        """Whether it refuses requests: it was closed, or has ended."""
         with self._lock:
             return self._closed
 
@@ -171,47 +156,41 @@ class EngineThread:
             waiting = self._places - self._running - self._room
             if self._closed or waiting + count > self.max_waiting:
                 self._counts["refused"] += count
-                if self._closed:
-                    raise self._closed_error()
-                raise QueueFullError(waiting)
+                raise self._closed_error() if self._closed else QueueFullError(waiting)
             self._places += count
 
     def give_back(self) -> None:
         """Give a place back that no request was entered for."""
-        self._inbox.put((self._end_place, ()))
+        self._inbox.put(self._end_place)
 
     def enter(self, outbox: Outbox) -> None:
         """Hand over a request that has a place. Raises EngineClosedError."""
         with self._lock:
             if self._gone:
                 raise self._closed_error()
-            self._inbox.put((self._enter, (outbox,)))
+            self._inbox.put(partial(self._enter, outbox))
 
     def leave(self, outbox: Outbox) -> None:
         """Cancel a request, if it has not ended; no event of it follows the next forward."""
-        self._inbox.put((self._cancel, (outbox,)))
+        self._inbox.put(partial(self._cancel, outbox))
 
     def close(self, *, finish: bool) -> None:
         """Refuse requests from now on, and end when those accepted have, or are cancelled."""
         with self._lock:
             self._closed = True
-        self._inbox.put((self._finish if finish else self._stop, ()))
+        self._inbox.put(self._finish if finish else self._stop)
 
     def stop(self) -> None:
-        """As `close` without finishing; what comes until the thread reads it is cancelled too."""
-        self._inbox.put((self._stop, ()))
+        """Cancel all, also what comes until the thread reads this, and end."""
+        self._inbox.put(self._stop)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread is gone."""
         self._thread.join(seconds)
 
     def _closed_error(self) -> EngineClosedError:
         cause = self._cause
-        error = EngineClosedError(
-            "the engine is closed"
-            if cause is None
-            else f"the engine has stopped: {type(cause).__name__}: {cause}"
-        )
+        why = "is closed" if cause is None else f"has stopped: {type(cause).__name__}: {cause}"
+        error = EngineClosedError(f"the engine {why}")
         error.__cause__ = cause
         return error
 
@@ -236,8 +215,7 @@ class EngineThread:
         """Do what the messages say; without a request sleep until there is one."""
         with contextlib.suppress(Empty):
             while True:
-                call, arguments = self._inbox.get(block=not (self._outboxes or self._over()))
-                call(*arguments)
+                self._inbox.get(block=not (self._outboxes or self._over()))()
 
     def _finish(self) -> None:
         self._finishing = True
@@ -258,18 +236,16 @@ class EngineThread:
         self._end_place(cancelled=1)
 
     def _end_place(self, **counts: int) -> None:
-        """One request less."""
         with self._lock:
             self._places -= 1
             self._counts.update(counts)
         self._publish()
 
-    def _publish(self) -> None:
-        """Say what runs and what there is room for."""
+    def _publish(self, *, blocked: bool = False) -> None:
+        """Say what runs and what there is room for. blocked: some wait for slots."""
         with self._lock:
             self._running = len(self._engine.running)
             self._slots_used = self._engine.pool.used
-            blocked = self._blocked and self._outboxes
             self._room = 0 if blocked else self._engine.batch_size - self._running
 
     def _advance(self) -> None:
@@ -281,43 +257,41 @@ class EngineThread:
             traceback.clear_frames(error.__traceback__)
             events = self._fail(error)
             self._raised = True
-        self._blocked = bool(self._engine.waiting)
-        sent = [
-            (self._outboxes[event.request], event)
-            for event in events
-            if event.request in self._outboxes
-        ]
-        for outbox, event in sent:
+        sent: list[tuple[Outbox, Event | Exception]] = []
+        for event in events:
+            outbox = self._outboxes.get(event.request)
+            if outbox is None:
+                continue
+            sent.append((outbox, event))
             if event.result is not None:
-                self._outboxes.pop(outbox.request.index)
+                del self._outboxes[event.request]
                 ended = "finished" if event.error is None else "failed"
                 self._end_place(**{ended: 1, "tokens": len(event.result.tokens)})
-        self._publish()  # before a reader goes on, who may look
+        # Before a reader goes on, who may look.
+        self._publish(blocked=bool(self._engine.waiting and self._outboxes))
         self._send(sent)
 
     def _fail(self, error: Exception) -> list[Event]:
-        """What the model raised concerns all that run. Where it raises twice in a row, those that
-        wait are refused, too, and not tried one batch after the other."""
+        """End all that run: what the model raised concerns them. Where it raises twice in a row,
+        those that wait are refused, too, and not tried one batch after the other."""
         now, waiting = time.perf_counter(), set(self._engine.waiting)
-        requests = [outbox.request for outbox in self._outboxes.values()]
         events = []
-        for request in requests:
+        for request in [outbox.request for outbox in self._outboxes.values()]:
             if self._raised or request not in waiting:
                 self._engine.cancel(request)
                 events.append(request.fail(error, now))
         return events
 
     def _send(self, sent: Iterable[tuple[Outbox, Event | Exception]]) -> None:
-        """Into the outboxes, and one call of each loop to wake its readers."""
-        woken: dict[asyncio.AbstractEventLoop, list[Outbox]] = {}
+        """Give events to their readers, in one call of each loop."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Event | Exception]]] = {}
         for outbox, item in sent:
-            outbox.items.append(item)
-            woken.setdefault(outbox.loop, []).append(outbox)
-        for loop, outboxes in woken.items():
+            loops.setdefault(outbox.loop, []).append((outbox, item))
+        for loop, items in loops.items():
             try:
-                loop.call_soon_threadsafe(_wake, outboxes)
+                loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:  # the loop is closed: nobody reads any more
-                for outbox in outboxes:
+                for outbox, _ in items:
                     self._cancel(outbox)
 
     def _end(self) -> None:
@@ -335,9 +309,9 @@ class EngineThread:
         self._send((outbox, self._closed_error()) for outbox in left)
 
 
-def _wake(outboxes: Iterable[Outbox]) -> None:
-    for outbox in outboxes:
-        outbox.wake()
+def _deliver(items: Iterable[tuple[Outbox, Event | Exception]]) -> None:
+    for outbox, item in items:
+        outbox.put(item)
 
 
 _threads: WeakSet[EngineThread] = WeakSet()
@@ -345,52 +319,10 @@ _threads: WeakSet[EngineThread] = WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Threads that nobody closed end before the interpreter does: not while they are in torch."""
+    """End threads that nobody closed before the interpreter ends: not while they are in torch."""
     for thread in list(_threads):
         thread.stop()
         thread.join(SECONDS_AT_EXIT)
-
-
-# How many slots a cache gets where nobody says, and how many at most.
-
-LONG = 4096  # positions of a request that is long, but not rare
-
-
-def default_slots(model: DiffusionModel, batch_size: int) -> int:
-    """Slots for `batch_size` requests of 4,096 positions each (of the model's context, where that
-    is shorter), and for one that fills the context at least; but no more than half of the memory
-    that is free on the model's device holds."""
-    context = model.context_length
-    wanted = max(context, batch_size * min(context, LONG))
-    return max(1, min(wanted, free_bytes(model.device) // 2 // _slot_bytes(model)))
-
-
-def check_slots(model: DiffusionModel, slots: int) -> None:
-    """Raise InputError for more slots than the memory that is free holds: a system that lends more
-    than it has would end the process later, or another one."""
-    slot, free = _slot_bytes(model), free_bytes(model.device)
-    if slots > free // slot:
-        raise InputError(
-            f"slots: {slots} take {slots * slot / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
-            f"free on {model.device}: expected {free // slot} at most"
-        )
-
-
-def _slot_bytes(model: DiffusionModel) -> int:
-    """Of the memory that `free_bytes` counts."""
-    slot = sum(k.nbytes + v.nbytes for k, v in model.new_cache(1).layers)
-    # Processes that share the model share a CPU's memory, too.
-    return slot * model.tensor_parallel if model.device.type == "cpu" else slot
-
-
-def free_bytes(device: torch.device | str) -> int:
-    """What is free of the device's memory."""
-    if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
-
-
-DEFAULT_MAX_WAITING = 256
 
 
 class AsyncEngine:
@@ -403,15 +335,17 @@ class AsyncEngine:
                     print(event.result.text)
 
     A request has the tokens that `decode.generate` gives it alone, whatever runs beside it, fails,
-    or leaves. batch_size: most requests in a forward. slots: size of the cache; None takes what
-    `decode.engine.async_engine.default_slots` says. max_waiting: most requests that may wait,
-    besides those that there is room for; one more is refused at once. request_slots, prefill_rows,
-    reuse_prefixes: as of `decode.engine.engine.Engine`.
+    or leaves.
+
+    batch_size: most requests in a forward.
+    slots: size of the cache; None takes what `decode.engine.engine.default_slots` says.
+    max_waiting: most requests that may wait, besides those that there is room for; one more is
+        refused at once.
+    options: request_slots, max_rows, prefill_rows, reuse_prefixes of `decode.engine.engine.Engine`.
 
     Leaving ``async with`` finishes what runs and waits, after an exception it cancels it. An engine
-    that is forgotten, or that the interpreter's end overtakes, cancels it too.
-
-    Raises InputError for a number out of range.
+    that is forgotten, or that the interpreter's end overtakes, cancels it too. Raises InputError
+    for a number out of range.
     """
 
     def __init__(
@@ -420,10 +354,8 @@ class AsyncEngine:
         *,
         batch_size: int = DEFAULT_BATCH_SIZE,
         slots: int | None = None,
-        request_slots: int | None = None,
         max_waiting: int = DEFAULT_MAX_WAITING,
-        prefill_rows: int | None = None,
-        reuse_prefixes: bool = False,
+        **options: Any,
     ):
         whole_number("batch_size", batch_size)
         whole_number("max_waiting", max_waiting, least=0)
@@ -432,31 +364,20 @@ class AsyncEngine:
         whole_number("slots", slots, most=sys.maxsize)
         check_slots(model, slots)
         self.model = model
-        self._engine = Engine(
-            model,
-            batch_size=batch_size,
-            slots=slots,
-            request_slots=request_slots,
-            prefill_rows=prefill_rows,
-            reuse_prefixes=reuse_prefixes,
-        )
+        self._engine = Engine(model, batch_size=batch_size, slots=slots, **options)
         self._thread = EngineThread(self._engine, max_waiting)
         self._indexes = itertools.count()
         # The thread does not know this object: forgotten, it ends the thread. It does not wait.
         weakref.finalize(self, self._thread.stop).atexit = False
 
     def generate(
-        self,
-        prompt: Prompt,
-        decoder: Decoder | str,
-        *,
-        raw: bool = False,
-        ignore_eos: bool = False,
+        self, prompt: Prompt, decoder: Decoder | str, *, raw: bool = False, ignore_eos: bool = False
     ) -> EventStream:
-        """The events of one request as they come, the last with its result, and with its `error`
-        where it failed. prompt, decoder, raw: as in `decode.generate`; the decoder's seed is taken
-        as it is. ignore_eos: an end id is a token as any other. `Event.request` is a number of the
-        request's own.
+        """Decode one request; returns its events as they come, the last with its result, and with
+        its `error` where it failed.
+
+        prompt, decoder, raw: as in `decode.generate`; the decoder's seed is taken as it is.
+        ignore_eos: an end id is a token as any other.
 
         Leaving the loop cancels the request, whether by ``break``, an exception or a cancelled
         task (`contextlib.aclosing` where the iterator has a name, which keeps it). A reader who is
@@ -466,7 +387,8 @@ class AsyncEngine:
         EngineClosedError, all before the request is queued. An engine that is closed without
         finishing raises EngineClosedError in every loop.
         """
-        return EventStream(self, (prompt, decoder), raw, ignore_eos)
+        prepare = partial(self._enter, [(prompt, decoder)], raw, ignore_eos, True)
+        return EventStream(self._thread, prepare)
 
     async def submit_all(
         self,
@@ -476,11 +398,11 @@ class AsyncEngine:
         ignore_eos: bool = False,
         views: bool = True,
     ) -> list[EventStream]:
-        """Queue several requests (prompt, decoder) at once, or none of them: the events of each, as
-        of `generate`. views: whether they have blocks, which cost time in each forward. Raises as
-        its first iteration does, QueueFullError where there is no room for all of them."""
+        """Queue several requests (prompt, decoder) at once, or none of them; returns the events of
+        each, as `generate` does. views: events show their blocks, which costs time in each forward.
+        Raises as its first iteration does, QueueFullError where there is no room for all."""
         outboxes = await self._enter(asked, raw, ignore_eos, views)
-        return [EventStream(self, asked[0], raw, ignore_eos, outbox) for outbox in outboxes]
+        return [EventStream(self._thread, outbox=outbox) for outbox in outboxes]
 
     @property
     def stats(self) -> EngineStats:
@@ -489,7 +411,7 @@ class AsyncEngine:
 
     @property
     def closed(self) -> bool:
-        """Whether it refuses all requests: it was closed, or its thread has failed."""
+        """Say whether it refuses all requests: it was closed, or its thread has failed."""
         return self._thread.closed
 
     async def close(self, *, finish: bool = True) -> None:
@@ -502,27 +424,18 @@ class AsyncEngine:
     async def __aenter__(self) -> AsyncEngine:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close(finish=error is None)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await self.close(finish=kind is None)
 
     async def _enter(
-        self,
-        asked: Sequence[tuple[Prompt, Decoder | str]],
-        raw: bool,
-        ignore_eos: bool,
-        views: bool = True,
+        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool, views: bool
     ) -> list[Outbox]:
-        """Queue requests, prepared beside the event loop."""
+        """Queue requests, prepared beside the event loop: a chat template may take long."""
         thread = self._thread
         thread.reserve(len(asked))
         outboxes: list[Outbox] = []
         try:
-            requests = await asyncio.to_thread(self._prepare_all, asked, raw, ignore_eos, views)
+            requests = await asyncio.to_thread(self._prepare, asked, raw, ignore_eos, views)
             for request in requests:
                 outbox = Outbox(request, asyncio.get_running_loop())
                 thread.enter(outbox)
@@ -535,33 +448,25 @@ class AsyncEngine:
             raise
         return outboxes
 
-    def _prepare_all(
-        self,
-        asked: Sequence[tuple[Prompt, Decoder | str]],
-        raw: bool,
-        ignore_eos: bool,
-        views: bool,
-    ) -> list[Request]:
-        return [self._prepare(prompt, decoder, raw, ignore_eos, views) for prompt, decoder in asked]
-
     def _prepare(
-        self, prompt: Prompt, decoder: Decoder | str, raw: bool, ignore_eos: bool, views: bool
-    ) -> Request:
-        """A request that the engine can take. Raises InputError. A chat template may take long."""
+        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool, views: bool
+    ) -> list[Request]:
+        """Make requests that the engine can take. Raises InputError."""
         boolean("raw", raw)
         boolean("ignore_eos", ignore_eos)
-        chosen = as_decoder(decoder, self.model.contract)
-        ids, chosen = checked(self.model, prompt, chosen, "the prompt", raw=raw)
-        notice = doubt_of(self.model, chosen)
-        if notice is not None:
-            warnings.warn(notice, stacklevel=1)
-        index = next(self._indexes)
-        contract = self.model.contract
-        if ignore_eos:
-            contract = replace(contract, end_ids=())
-        request = Request(index, ids, chosen, contract, self.model.tokenizer, views=views)
-        self._engine.check_size(request)
-        return request
+        model, requests = self.model, []
+        contract = replace(model.contract, end_ids=()) if ignore_eos else model.contract
+        for prompt, decoder in asked:
+            chosen = as_decoder(decoder, model.contract)
+            ids, chosen = checked(model, prompt, chosen, "the prompt", raw=raw)
+            notice = doubt_of(model, chosen)
+            if notice is not None:
+                warnings.warn(notice, stacklevel=1)
+            index = next(self._indexes)
+            request = Request(index, ids, chosen, contract, model.tokenizer, views=views)
+            self._engine.check_size(request)
+            requests.append(request)
+        return requests
 
 
 class EventStream(AsyncIterator[Event]):
@@ -570,24 +475,23 @@ class EventStream(AsyncIterator[Event]):
 
     def __init__(
         self,
-        engine: AsyncEngine,
-        asked: tuple[Prompt, Decoder | str],
-        raw: bool,
-        ignore_eos: bool,
+        thread: EngineThread,
+        enter: Callable[[], Any] | None = None,
         outbox: Outbox | None = None,
     ):
         self._outbox = outbox
         self._ended = self._reading = False
-        self._engine = engine
-        self._asked = ([asked], raw, ignore_eos)
+        self._thread, self._enter = thread, enter
 
     async def __anext__(self) -> Event:
         if self._reading:
             raise RuntimeError("the events of a request have one reader, this is a second one")
         self._reading = True
         try:
-            if self._outbox is None and not self._ended:
-                self._outbox = await self._enter()
+            if self._outbox is None and self._enter is not None and not self._ended:
+                (self._outbox,) = await self._enter()
+                if self._ended:  # closed meanwhile
+                    self._thread.leave(self._outbox)
             event = None if self._ended or self._outbox is None else await self._outbox.next()
         except BaseException:  # a task that is cancelled, too
             self._leave()
@@ -600,35 +504,28 @@ class EventStream(AsyncIterator[Event]):
         return event
 
     def hand_to(self, take: Callable[[Event | Exception], None]) -> None:
-        """In place of a loop, for one of `AsyncEngine.submit_all`: have `take` called with each
-        event as it comes, in this event loop and without a task, or with what a loop would raise,
-        which is the last. It must not raise."""
-        outbox = self._outbox
-        assert outbox is not None
+        """Have `take` called with each event as it comes, in this event loop and without a task, or
+        with what a loop would raise, which is the last; in place of a loop, for one of
+        `AsyncEngine.submit_all`. It must not raise."""
+        assert self._outbox is not None
 
         def note(item: Event | Exception) -> None:
             self._ended = self._ended or isinstance(item, Exception) or item.result is not None
             take(item)
 
-        outbox.hand_to(note)
+        self._outbox.hand_to(note)
 
     async def aclose(self) -> None:
         """Cancel the request, if it has not ended; nothing follows."""
         self._leave()
         if self._outbox is not None:
-            self._outbox.hand_to(None)  # it wakes a reader, too
+            self._outbox.put(None)  # it wakes a reader
 
     def __del__(self) -> None:
         self._leave()
 
-    async def _enter(self) -> Outbox:
-        (outbox,) = await self._engine._enter(*self._asked)
-        if self._ended:  # closed meanwhile
-            self._engine._thread.leave(outbox)
-        return outbox
-
     def _leave(self) -> None:
         if not self._ended and self._outbox is not None:
             self._outbox.leave()
-            self._engine._thread.leave(self._outbox)
+            self._thread.leave(self._outbox)
         self._ended = True

@@ -11,12 +11,11 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+import psutil
 import torch
-from numpy.typing import NDArray
 
 from d2f.cache import SlotCache, SlotPool
 from d2f.device import as_current
@@ -25,12 +24,54 @@ from d2f.model import DiffusionModel
 from decode.decoders.base import boolean, whole_number
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted, lent_graphs_of
-from decode.engine.pieces import share
+from decode.engine.pieces import Feed, share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
-from decode.engine.row_budget import RowBudget
 from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
 from decode.step import Event, Predictions, Step
+
+CPU_MAX_ROWS = 64
+"""On a CPU a row costs nearly as much as another one from a few dozen on: more rows than that
+speculate at the price of the other requests' (benchmarks/max_rows.py)."""
+GPU_MAX_ROWS = 256
+"""A GPU reads all weights in the time that it computes about so many rows: up to there a row is
+nearly free."""
+WHOLE_ROWS = 4096  # of prompts in one forward: more would take memory and gain nothing
+
+LONG = 4096  # positions of a request that is long, but not rare
+
+
+def default_slots(model: DiffusionModel, batch_size: int) -> int:
+    """Choose the size of a cache for `batch_size` requests of 4,096 positions each (of the model's
+    context, where that is shorter), at least for one that fills the context; but no more than half
+    of the memory that is free on the model's device holds."""
+    context = model.context_length
+    wanted = max(context, batch_size * min(context, LONG))
+    return max(1, min(wanted, free_bytes(model.device) // 2 // _slot_bytes(model)))
+
+
+def check_slots(model: DiffusionModel, slots: int) -> None:
+    """Raise InputError for more slots than the memory that is free holds: a system that lends more
+    than it has would end the process later, or another one."""
+    slot, free = _slot_bytes(model), free_bytes(model.device)
+    if slots > free // slot:
+        raise InputError(
+            f"slots: {slots} take {slots * slot / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
+            f"free on {model.device}: expected {free // slot} at most"
+        )
+
+
+def _slot_bytes(model: DiffusionModel) -> int:
+    slot = sum(k.nbytes + v.nbytes for k, v in model.new_cache(1).layers)
+    # Processes that share the model share a CPU's memory, too.
+    return slot * model.tensor_parallel if model.device.type == "cpu" else slot
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Count the bytes that are free of the device's memory."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 class Engine:
@@ -41,20 +82,21 @@ class Engine:
     never been there. What the model itself raises concerns all of them: `advance` raises it, and
     does the forward again when it is called again.
 
-    batch_size: most requests in one forward. slots: size of the cache; it must hold the largest
-    request, and a request waits while it does not fit. request_slots: most of them that one request
-    may need, and so rows that it feeds in a forward, which all others wait for (a decoder that
-    drafts feeds many times the sequence, if it is told to); None: all. static: whether forwards
-    are padded to a few fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`); None:
-    there alone.
-    prefill_rows: most rows of prompts, and of steps larger than this, in one forward; what is more
-    waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so that a
-    long prompt does not hold up the requests that run. Each piece is a forward of its request and
-    a call in its result. None: every step whole, as many as 4,096 rows hold.
-    reuse_prefixes: whether rows of a prompt that another request has fed, one that runs or one
-    whose slots nobody has needed since it was done, are copied instead of fed where the mask allows
-    it exactly (`decode.engine.prefixes`, which counts them); the model's weights must then stay as
-    they are.
+    batch_size: most requests in one forward.
+    slots: size of the cache; it must hold the largest request, and a request waits while it does
+        not fit.
+    request_slots: most of them that one request may need; None: all.
+    max_rows: rows that one forward should have. A lossless session speculates at most
+        ``max_rows // running`` wide and at least one, so the tokens are the same for every value;
+        None: `CPU_MAX_ROWS` or `GPU_MAX_ROWS`.
+    static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`);
+        None: there alone.
+    prefill_rows: most rows of prompts, and of steps larger than this, in one forward. What is more
+        waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so
+        that a long prompt does not hold up the requests that run. Each piece is a forward of its
+        request and a call in its result. None: every step whole.
+    reuse_prefixes: copy rows of a prompt that another request has fed, where the mask allows it
+        exactly (`decode.engine.prefixes`). The model's weights must then stay as they are.
     """
 
     def __init__(
@@ -64,18 +106,22 @@ class Engine:
         batch_size: int,
         slots: int,
         request_slots: int | None = None,
+        max_rows: int | None = None,
         static: bool | None = None,
         prefill_rows: int | None = None,
         reuse_prefixes: bool = False,
     ):
         boolean("reuse_prefixes", reuse_prefixes)
-        if prefill_rows is not None:
-            whole_number("prefill_rows", prefill_rows)
+        for name, value in (("prefill_rows", prefill_rows), ("max_rows", max_rows)):
+            if value is not None:
+                whole_number(name, value)
         if request_slots is not None:
             whole_number("request_slots", request_slots, most=sys.maxsize)
         self.model = model
         self.device = model.device
+        cuda = self.device.type == "cuda"
         self.batch_size = batch_size
+        self.max_rows = max_rows or (GPU_MAX_ROWS if cuda else CPU_MAX_ROWS)
         self.prefill_rows = prefill_rows
         if static is None:
             # Of a model in parts every rank would have to capture its own.
@@ -90,16 +136,15 @@ class Engine:
         self.cache: SlotCache = self.static.cache if self.static else model.new_cache(slots)
         self.pool = SlotPool(slots)
         self.request_slots = slots if request_slots is None else request_slots
-        self.prefixes = Prefixes(self.cache, on=reuse_prefixes)
-        self.budget = RowBudget(model)
+        self.prefixes = Prefixes(self.cache) if reuse_prefixes else None
+        self.in_pieces = reuse_prefixes or prefill_rows is not None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.forwards = 0
         self.rows = 0  # that they fed
         self._failed: list[Event] = []  # of requests that failed before a forward
-        self.early = self.device.type == "cuda"  # start the next forward before events are taken
+        self.early = cuda  # start the next forward before events are taken
         self._started: StartedForward | None = None
-        self._prepared = 0.0  # seconds of it that no later forward of as many rows takes
         self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
@@ -124,9 +169,14 @@ class Engine:
         if self._give_back is not None:
             self._give_back()
 
+    @property
+    def busy(self) -> bool:
+        """Say whether a request runs, waits, or has an event that nobody took."""
+        return bool(self.waiting or self.running or self._failed)
+
     def run(self) -> Iterator[Event]:
         """Decode until nothing runs or waits; an event for each request after each forward."""
-        while self.waiting or self.running or self._failed:
+        while self.busy:
             yield from self.advance()
 
     def cancel(self, request: Request) -> bool:
@@ -141,9 +191,8 @@ class Engine:
         return True
 
     def advance(self) -> list[Event]:
-        """Do one forward; the events of the requests that were in it. On a GPU the next one is
-        started before they are handed over, so that it runs beside what the caller does with
-        them."""
+        """Do one forward; returns the events of the requests that were in it. On a GPU the next one
+        is started before, so that it runs beside what the caller does with them."""
         error, self._early_error = self._early_error, None
         if error is not None:
             raise error
@@ -160,41 +209,52 @@ class Engine:
         failed, self._failed = self._failed, []
         return events + failed
 
+    def _width(self) -> int:
+        """How wide a session may speculate: its share of the rows of the next forward."""
+        count = min(self.batch_size, len(self.running) + len(self.waiting))
+        return max(1, self.max_rows // max(1, count))
+
     def _admit(self) -> None:
+        rows = 0  # of prompts that enter
         while self.waiting and len(self.running) < self.batch_size:
-            request, now = self.waiting[0], time.perf_counter()
+            request = self.waiting[0]
             try:
-                base = self._place(request)
+                step = request.begin(self._width())
+                if rows and self.prefill_rows is None and rows + len(step.tokens) > WHOLE_ROWS:
+                    return
+                base = self._place(request, step)
             except Exception as error:
                 # It can never run: it leaves the queue with its error, and those behind it are
                 # looked at.
-                self._failed.append(self.waiting.popleft().fail(error, now))
+                event = self.waiting.popleft().fail(error, time.perf_counter())
+                self._failed.append(event)
                 continue
             if base is None:  # first come, first served: smaller ones behind it wait too
                 return
             self.waiting.popleft()
-            request.start(base, now)
+            request.start(base, time.perf_counter())
             self.running.append(request)
+            rows += len(step.tokens)
 
-    def _place(self, request: Request) -> int | None:
-        """Where the slots of a request begin, None where there is no room now."""
+    def _place(self, request: Request, step: Step) -> int | None:
+        """Find where the slots of a request begin, None where there is no room now."""
         self.check_size(request)
         slots = request.session.slots
         base = self.pool.allocate(slots)
-        if base is None and request.feed is not None:
-            self.prefixes.wanted(request.feed)  # what it will want is given up last
-        while base is None and (kept := self.prefixes.evict()) is not None:
-            self.pool.free(kept)
-            base = self.pool.allocate(slots)
+        if base is None and self.prefixes is not None:
+            self.prefixes.wanted(Feed(step))  # what it will want is given up last
+            while base is None and (kept := self.prefixes.evict()) is not None:
+                self.pool.free(kept)
+                base = self.pool.allocate(slots)
         return base
 
     def _release(self, request: Request, *, clear: bool = True) -> None:
         """Take a running request out. clear: what it wrote may be anything."""
         self.running.remove(request)
-        self.budget.forget(request)
-        if not clear and self.prefixes.keep(request.base):
-            return
-        self.prefixes.drop(request.base)
+        if self.prefixes is not None:
+            if not clear and self.prefixes.keep(request.base):
+                return
+            self.prefixes.drop(request.base)
         if clear:
             # A slot that a row does not see may still enter its attention at a weight of 0, and 0
             # times NaN is NaN: what a failed request wrote must not await the next owner of its
@@ -207,47 +267,58 @@ class Engine:
     def _start_forward(self) -> None:
         """Admit what fits and start the forward of all requests that run."""
         self._admit()
-        began = time.perf_counter()
-        self.budget.assign(self.running)
-        feeds = [(r, r.feed) for r in self.running if r.feed is not None]
-        for request, feed in feeds:
-            # Also of one that has waited for its turn: another may have fed the rows meanwhile.
-            if feed.first and not feed.fed:
-                self.prefixes.fill(request.base, feed)
-        stops = share([feed for _, feed in feeds], self.prefill_rows)
-        fed = [(r, feed.piece(stop)) for (r, feed), stop in zip(feeds, stops, strict=True) if stop]
+        if self.in_pieces:
+            fed = self._pieces()
+        else:
+            fed = [(r, r.step) for r in self.running if r.step is not None]
         if not fed:
             return
         # In the order of their slots, however they came and went: rows that lie together see keys
         # that lie together, and attention loads tiles of both.
         fed.sort(key=lambda pair: pair[0].base)
-        for request, step in fed:
-            self.prefixes.note(request.base, step)
-        self._count([step for _, step in fed])
         # A step belongs to the forward that it was started in: a request that is cancelled now, or
         # admitted, changes the next one only.
         groups = [
             PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
             for r, step in fed
         ]
-        rows, wanted = join(fed), wanted_of(groups)
-        self._prepared = 0.0
-        pending = None if self.static is None else self.static.start(rows, wanted)
-        if pending is None:  # no GPU, or more rows than any fixed size has
-            pending = self._compute(rows, wanted)
-        self._started = StartedForward(fed, groups, began + self._prepared, pending)
+        self._started = StartedForward(fed, groups, self._start(fed, groups))
 
-    def _count(self, steps: list[Step]) -> None:
+    def _pieces(self) -> list[tuple[Request, Step]]:
+        """Copy rows that others have fed, and choose the pieces of steps that are fed now."""
+        feeds = []
+        for request in self.running:
+            if request.feed is None and request.step is not None:
+                request.feed = Feed(request.step, first=not request.calls)
+            feed = request.feed
+            assert feed is not None
+            # Also of one that has waited for its turn: another may have fed the rows meanwhile.
+            if self.prefixes is not None and feed.first and not feed.fed:
+                self.prefixes.fill(request.base, feed)
+            feeds.append((request, feed))
+        stops = [len(feed.step.tokens) for _, feed in feeds]
+        if self.prefill_rows is not None:
+            stops = share([feed for _, feed in feeds], self.prefill_rows)
+        fed = [(r, feed.piece(stop)) for (r, feed), stop in zip(feeds, stops, strict=True) if stop]
+        if self.prefixes is not None:
+            for request, step in fed:
+                self.prefixes.note(request.base, step)
+        return fed
+
+    def _start(
+        self, fed: Sequence[tuple[Request, Step]], groups: list[PredictionRequest]
+    ) -> PendingTable:
+        """Start one forward of these steps."""
+        rows, wanted = join(fed), wanted_of(groups)
         self.forwards += 1
-        self.rows += sum(len(step.tokens) for step in steps)
+        self.rows += len(rows.tokens)
+        pending = None if self.static is None else self.static.start(rows, wanted)
+        # None: no GPU, or more rows than any fixed size has
+        return self._compute(rows, wanted) if pending is None else pending
 
     def _compute(self, flat: FlatRows, wanted: Wanted) -> PendingTable:
-        """The forward of any number of rows; what it returns waits for the table."""
-        threads = self.budget.learned.best_threads(len(flat.tokens))
-        with torch.inference_mode(), threads:
-            before = time.perf_counter()
-            self.model.prepare_rows(len(flat.tokens))
-            self._prepared += time.perf_counter() - before
+        """Compute a forward of any number of rows; what it returns waits for the table."""
+        with torch.inference_mode():
             rows = flat.on(self.device)
             # Each layer writes keys and values to these slots before its rows attend, so rows of
             # one forward see each other, and a slot that is fed again is overwritten in place.
@@ -263,44 +334,37 @@ class Engine:
         forward, self._started = self._started, None
         if forward is None:
             return []
-        events = []
-        table = forward.wait()
-        ended = time.perf_counter()
-        found = split(table, forward.groups)
+        found = split(forward.pending(), forward.groups)
+        width, events = self._width(), []
         for (request, step), group, predictions in zip(
             forward.fed, forward.groups, found, strict=True
         ):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
-            assert request.feed is not None
-            # Perhaps another's fault, who with pieces or copied rows need not be in this forward.
-            # Only a request whose logits are not finite alone either has failed by itself.
-            anywhere = self.prefill_rows is not None or request.feed.copied
-            if predictions is None and (len(forward.fed) > 1 or anywhere):
-                predictions = self._alone(request, request.feed.anew(), group)
+            if predictions is None and (len(forward.fed) > 1 or request.feed is not None):
+                predictions = self._alone(request, step, group)
+            request.session.width = width
             events.append(self._accept(request, step, predictions))
-        took, after = ended - forward.began, time.perf_counter() - ended
-        self.budget.learned.note_forward(forward.rows, forward.reads, len(forward.fed), took, after)
         return events
 
     def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
-        """A step again without the others: a row that sees nothing of a request whose values are
-        not finite may still have met them, at a weight of 0."""
-        self._count([step])
-        table = self._compute(join([(request, step)]), wanted_of([group]))()
-        return split(table, [group])[0]
+        """Compute a step again without the others. NaN may come from a neighbour in the batch, or
+        from one that fed rows before it: a row that sees nothing of it has still met it, at a
+        weight of 0."""
+        whole = step if request.feed is None else request.feed.anew()
+        rows, wanted = join([(request, whole)]), wanted_of([group])
+        self.forwards += 1
+        self.rows += len(rows.tokens)
+        return split(self._compute(rows, wanted)(), [group])[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
-        """Hand a request its predictions; the event that says what they changed. An error of the
-        request's own ends it here and goes no further."""
+        """Hand a request its predictions; returns the event that says what they changed. An error
+        of the request's own ends it here and goes no further."""
         now, feed = time.perf_counter(), request.feed
-        assert feed is not None
         try:
             request.accept(step, predictions, now)
-            if request.feed is not feed:  # all of its rows were fed
-                self.budget.note_request(request, step, first=feed.first)
-                if feed.first:
-                    self.prefixes.add(request.base, feed)
+            if self.prefixes is not None and feed is not None and feed.first and not request.feed:
+                self.prefixes.add(request.base, feed)
             event = request.event()
         except Exception as error:
             self._release(request)
@@ -315,26 +379,10 @@ class Engine:
 class StartedForward:
     """A forward that is under way on the device, or done.
 
-    fed: the steps in it, with their requests. groups: what each of them wants of its rows. began:
-    when its making was begun, in the seconds of perf_counter; later by what only the first forward
-    of so many rows has to do. pending: waits for the forward and gives its table.
+    fed: the steps in it, with their requests. groups: what each of them wants of its rows.
+    pending: waits for the forward and gives its table (`decode.engine.sampling.table_of`).
     """
 
     fed: list[tuple[Request, Step]]
     groups: list[PredictionRequest]
-    began: float
     pending: PendingTable
-
-    @property
-    def rows(self) -> int:
-        """How many it feeds."""
-        return sum(len(step.tokens) for _, step in self.fed)
-
-    @property
-    def reads(self) -> int:
-        """Of how many predictions are wanted."""
-        return sum(group.count for group in self.groups)
-
-    def wait(self) -> NDArray[np.float64]:
-        """Its table, as `decode.engine.sampling.table_of` has it."""
-        return self.pending()

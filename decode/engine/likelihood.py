@@ -70,7 +70,7 @@ class Likelihood(Decoder):
         return 0
 
     @property
-    def overhang(self) -> int:
+    def extra_positions(self) -> int:
         return self.block_size - 1
 
     def check(self, contract: Contract) -> None:

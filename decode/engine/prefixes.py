@@ -25,8 +25,11 @@ from decode.step import Ints, Step
 
 
 class Source:
-    """The first step of a request, once it was fed. final: rows before it are in its slots as that
-    step left them. ended: its request is done, its slots are kept only for others."""
+    """The first step of a request, once it was fed.
+
+    final: rows before it are in its slots as that step left them. ended: its request is done, its
+    slots are kept only for others.
+    """
 
     def __init__(self, feed: Feed):
         self.feed = feed
@@ -36,8 +39,8 @@ class Source:
         self._row[feed.step.slots] = np.arange(self.final)
 
     def note(self, later: Step) -> None:
-        """Another step of the request is fed now. A row that is fed again only to be read (Dream's
-        before a block) is not changed by it."""
+        """Find which rows another step of the request overwrites. A row that is fed again only to
+        be read (Dream's before a block) is not changed by it."""
         fed = np.flatnonzero(later.slots < len(self._row))
         rows = self._row[later.slots[fed]]
         fed, rows = fed[rows >= 0], rows[rows >= 0]
@@ -45,7 +48,7 @@ class Source:
         self.final = min(self.final, int(changed.min(initial=self.final)))
 
     def common(self, feed: Feed) -> int:
-        """How many leading rows of a first step are here."""
+        """Count the leading rows of a first step that are here."""
         # Never all: a step that is nothing but copied would be a bidirectional one of an equal
         # request, at one moment of its decoding.
         most = min(self.final, len(feed.step.tokens) - 1)
@@ -59,26 +62,25 @@ class Source:
 
     @property
     def useful(self) -> bool:
-        """Whether there is a row that another request could have of it."""
+        """Say whether another request could have a row of it."""
         return bool((self.feed.closed <= self.final).any())
 
 
 class Prefixes:
-    """Whose rows an engine has in its slots, by where the slots begin; those that were wanted least
-    lately first. on: whether any are remembered. reused_rows: how many were copied and not fed."""
+    """LRU of prompts whose rows are still in the cache, keyed by first slot. reused_rows: how many
+    rows were copied and not fed."""
 
-    def __init__(self, cache: SlotCache, *, on: bool):
-        self.cache, self.on = cache, on
+    def __init__(self, cache: SlotCache):
+        self.cache = cache
         self.reused_rows = 0
         self._sources: dict[int, Source] = {}
 
     def add(self, base: int, feed: Feed) -> None:
-        """A first step was fed, and what was read of it is finite."""
-        if self.on:
-            self._sources[base] = Source(feed)
+        """Remember a first step that was fed, of which what was read is finite."""
+        self._sources[base] = Source(feed)
 
     def note(self, base: int, step: Step) -> None:
-        """A step of the request at `base` is fed next."""
+        """Take note that a step of the request at `base` is fed next."""
         if base in self._sources:
             self._sources[base].note(step)
 
@@ -87,7 +89,7 @@ class Prefixes:
         self._sources.pop(base, None)
 
     def keep(self, base: int) -> bool:
-        """A request is done; whether its slots are kept until `evict` names them."""
+        """Say of a request that is done whether its slots are kept until `evict` names them."""
         source = self._sources.pop(base, None)
         if source is None or not source.useful:
             return False
@@ -96,15 +98,15 @@ class Prefixes:
         return True
 
     def evict(self) -> int | None:
-        """The slots of which finished request to give up next, None where none are kept."""
+        """Give up a finished request: where its slots begin, None where none are kept."""
         base = next((base for base, source in self._sources.items() if source.ended), None)
         if base is not None:
             self.drop(base)
         return base
 
     def wanted(self, feed: Feed) -> tuple[int, int]:
-        """(where its slots begin, how many leading rows are there) of the request that has most of
-        a first step, which is the last to be given up then; (0, 0) where none has any."""
+        """Find the request that has most of a first step, and let it be given up last: (where its
+        slots begin, how many leading rows are there); (0, 0) where none has any."""
         found = {base: source.common(feed) for base, source in self._sources.items()}
         base = max(found, key=found.__getitem__, default=0)
         if not found.get(base):
@@ -125,7 +127,7 @@ class Prefixes:
 
 
 def _alike(a: Step, rows: Ints, b: Step, others: Ints) -> NDArray[np.bool_]:
-    """Whether a's rows are those of b: token, position, slot and spans."""
+    """Compare a's rows to those of b: token, position, slot and spans."""
     width = max(a.spans.shape[1], b.spans.shape[1])
     spans = widened(a.spans[rows], width) == widened(b.spans[others], width)
     return (

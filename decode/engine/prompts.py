@@ -19,10 +19,10 @@ EXPECTED = "expected text, chat messages or ids"
 
 
 def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one or many were given. Raises InputError."""
+    """Make a list of prompts, whether one or many were given. Raises InputError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    many = _listed(_plain(prompts))
+    many = _listed(prompts)
     if many is None:
         raise InputError(f"prompts: {EXPECTED}, one or a list of them, got {repr_of(prompts)}")
     alone = bool(many) and isinstance(many[0], Mapping | Integral)  # messages, or ids
@@ -30,48 +30,54 @@ def as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = False) -> list[int]:
-    """A prompt's ids. Chat messages go through the tokenizer's chat template, and so does text, as
-    a user message, where there is one and not `raw`. Raises InputError."""
-    prompt = _plain(prompt)
-    # An iterator would be used up by the first look at it, and it is looked at several times.
-    if not isinstance(prompt, str) and (not hasattr(prompt, "__len__") or _listed(prompt) is None):
+    """Turn a prompt into ids. Raises InputError, which begins with `where`.
+
+    Chat messages go through the tokenizer's chat template, and so does text, as a user message,
+    where there is a template and not `raw`.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = [prompt]
+    text = prompt if isinstance(prompt, str) else None
+    # An iterator would be used up by the first look at it.
+    parts = None if text is not None or not hasattr(prompt, "__len__") else _listed(prompt)
+    if text is None and parts is None:
         raise InputError(f"{where}: {EXPECTED}, got {repr_of(prompt)}")
-    messages = _messages(prompt, where)
-    if messages is None and not isinstance(prompt, str):
+    messages: list[Any] | None = None
+    if parts and any(isinstance(part, Mapping) for part in parts):
+        odd = next((part for part in parts if not isinstance(part, Mapping)), None)
+        if odd is not None:
+            raise InputError(
+                f"{where}: expected chat messages alone, got {repr_of(odd)} among them"
+            )
+        messages = parts
+    if messages is None and parts is not None:
         # bool is a subclass of int: True would pass as the id 1.
-        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt):
-            raise InputError(f"{where}: expected whole token ids, got {repr_of(list(prompt)[:5])}")
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in parts):
+            raise InputError(f"{where}: expected whole token ids, got {repr_of(parts[:5])}")
+        return [int(token) for token in parts]
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
         raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
-    if not len(prompt):
+    if text is not None and not text:
         raise InputError(f"{where} is empty: expected at least one token")
-    if messages is None:
-        _check_unicode([prompt], where)
-        if raw or tokenizer.chat_template is None:
+    try:
+        if messages is not None and tokenizer.chat_template is None:
+            raise InputError(f"chat messages need a chat template, {model.path} has none")
+        if text is not None and (raw or tokenizer.chat_template is None):
             # Here the tokenizer adds its own special tokens; a chat template writes them itself,
             # so `chat.encode` adds none: the BOS would be doubled.
-            return list(tokenizer(prompt)["input_ids"])
-        messages = [{"role": "user", "content": prompt}]
-    elif tokenizer.chat_template is None:
-        raise InputError(f"{where}: chat messages need a chat template, {model.path} has none")
-    else:
-        _check_unicode([part for m in messages for part in m.values()], where)
-    try:
-        return chat.encode(tokenizer, messages)
+            return list(tokenizer(text)["input_ids"])
+        return chat.encode(tokenizer, messages or [{"role": "user", "content": text}])
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Lists of numbers in place of a tensor or an array of them."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair
+        raise InputError(f"{where} is not Unicode text: {error}") from error
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """What a list of any kind holds, None where it is none: bytes are not meant as ids, a set has
-    no order."""
+    """List what a list, tensor or array holds, None where it is none: bytes are not meant as ids, a
+    set has no order."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, bytes | bytearray | memoryview | set | frozenset):
         return None
     try:
@@ -80,35 +86,12 @@ def _listed(value: Any) -> list[Any] | None:
         return None
 
 
-def _messages(prompt: Prompt, where: str) -> list[Message] | None:
-    """The chat messages of a prompt, None where it is text or ids. Raises InputError for a list
-    that has both."""
-    if isinstance(prompt, Mapping):
-        return [prompt]
-    if isinstance(prompt, str) or not any(isinstance(part, Mapping) for part in prompt):
-        return None
-    for part in prompt:
-        if not isinstance(part, Mapping):
-            raise InputError(
-                f"{where}: expected chat messages alone, got {repr_of(part)} among them"
-            )
-    return list(prompt)  # type: ignore[arg-type]
-
-
-def _check_unicode(parts: Sequence[object], where: str) -> None:
-    """Raise InputError for half of a surrogate pair, which no tokenizer takes."""
-    try:
-        "".join(part for part in parts if isinstance(part, str)).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{where} is not Unicode text: {error}") from error
-
-
 def default_length(
-    model: DiffusionModel, ids: Sequence[int], where: str, *, overhang: int = 0
+    model: DiffusionModel, ids: Sequence[int], where: str, *, extra_positions: int = 0
 ) -> int:
-    """Tokens of a response that nobody said the length of: 256, less where the context leaves less.
-    overhang: of the decoder. Raises InputError where it leaves none."""
-    room = model.context_length - len(ids) - overhang
+    """Choose the length of a response where nobody said it: 256 tokens, less where the context,
+    without the decoder's `extra_positions`, leaves less. Raises InputError where it leaves none."""
+    room = model.context_length - len(ids) - extra_positions
     if room < 1:
         raise InputError(
             f"{where} has {len(ids)} tokens, the model's context is {model.context_length}: no "
@@ -118,12 +101,12 @@ def default_length(
 
 
 def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:
-    """The decoder with its max_new_tokens, the default one where it says none. Raises
-    InputError."""
+    """Set the decoder's max_new_tokens where it says none. Raises InputError."""
     if decoder.max_new_tokens is not None:
         return decoder
-    length: Any = {"max_new_tokens": default_length(model, ids, where, overhang=decoder.overhang)}
-    return replace(decoder, **length)  # a field of every decoder, but not of their base
+    most = default_length(model, ids, where, extra_positions=decoder.extra_positions)
+    length: Any = {"max_new_tokens": most}  # a field of every decoder, but not of their base
+    return replace(decoder, **length)
 
 
 def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -> None:
@@ -139,9 +122,10 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
             f"{where} contains the mask id {model.mask_id} at position {ids.index(model.mask_id)}: "
             "a prompt is never masked"
         )
-    total = len(ids) + decoder.length + decoder.overhang
+    extra = decoder.extra_positions
+    total = len(ids) + decoder.length + extra
     if total > model.context_length:
-        after = f" and {decoder.overhang} positions after them" if decoder.overhang else ""
+        after = f" and {extra} positions after them" if extra else ""
         raise InputError(
             f"{where} has {len(ids)} tokens; with max_new_tokens={decoder.length}{after} that is "
             f"{total}, the model's context is {model.context_length}"
@@ -151,7 +135,8 @@ def check(model: DiffusionModel, ids: list[int], decoder: Decoder, where: str) -
 def checked(
     model: DiffusionModel, prompt: Prompt, decoder: Decoder, where: str, *, raw: bool
 ) -> tuple[list[int], Decoder]:
-    """A prompt's ids and its decoder, which fit each other and the model. Raises InputError."""
+    """Return a prompt's ids and its decoder, which fit each other and the model. Raises
+    InputError."""
     decoder.check(model.contract)
     if decoder.stop and model.tokenizer is None:
         raise InputError(f"stop strings need a tokenizer, {model.path} has none")

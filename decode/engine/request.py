@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedTokenizerBase
 
 from d2f.contract import Contract
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
-from decode.decoders.adaptive import Adaptive
 from decode.decoders.base import Decoder
-from decode.engine.pieces import Feed
 from decode.engine.sampling import Sampler
 from decode.step import Event, FinishReason, Predictions, Result, Step
 
+if TYPE_CHECKING:
+    from decode.engine.pieces import Feed
+
 
 class Request:
-    """A prompt with its decoder; index says which prompt of the caller's it is. views: whether its
-    events have blocks, which nobody who only waits for the result need pay for. adaptive: its
-    session, where the engine chooses how wide it speculates, else None."""
+    """A prompt with its decoder.
+
+    index: says which prompt of the caller's it is.
+    views: its events show its blocks, which costs time in each forward.
+    step: what its next forward feeds; None before `begin` and after the last one.
+    feed: how far the step has been fed, where the engine feeds steps in pieces or copies rows.
+    base: where its slots begin in the cache.
+    """
 
     def __init__(
         self,
@@ -33,88 +41,84 @@ class Request:
         self.decoder = decoder
         self.contract = contract
         self.tokenizer = tokenizer
-        self.session = session = decoder.begin(prompt, contract)
-        self.adaptive = session if isinstance(session, Adaptive) and session.widths else None
+        self.session = decoder.begin(prompt, contract)
         self.sampler = Sampler(decoder.sampling, contract.mask_id)
-        # Always one step ahead: that a request is done is known with the predictions that end it,
-        # and it leaves the batch before the next forward.
-        self.feed = self._next_feed(first=True)
-        if self.feed is None:  # it would run for ever, in no forward
-            raise RequestError(f"the decoder {decoder.name} has no first step")
+        self.step: Step | None = None
+        self.feed: Feed | None = None
         self.calls: list[tuple[int, int]] = []
         self.reused_rows = 0
         self.base = 0
         self.result: Result | None = None
-        self._began = 0.0
-
-    @property
-    def next_step(self) -> Step | None:
-        """What its session asks for next."""
-        return None if self.feed is None else self.feed.step
+        self._began: float | None = None
 
     @property
     def done(self) -> bool:
         return self.result is not None
 
+    def begin(self, width: int) -> Step:
+        """Make the first step, which may speculate as far as `width`. Raises what the session
+        raises."""
+        if self.step is None:
+            self.session.width = width
+            self.step = self.session.step()
+        if self.step is None:  # it would run for ever, in no forward
+            raise RequestError(f"the decoder {self.decoder.name} has no first step")
+        return self.step
+
     def start(self, base: int, now: float) -> None:
-        """Enter the batch: slots begin at `base`."""
+        """Enter the batch, with slots from `base` on."""
         self.base, self._began = base, now
 
     def fail(self, error: Exception, now: float) -> Event:
-        """Give up for what was raised on its behalf; its last event."""
+        """Give up for what was raised on its behalf; returns its last event."""
         if not isinstance(error, InputError | RequestError):
             cause = error
             error = RequestError(
                 f"failed at forward {len(self.calls)}: {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
-        self.feed = None
+        self.step = self.feed = None
         self.result = Result.failed(
             error,
             calls=self.calls,
-            seconds=now - self._began if self._began else 0.0,  # 0: it never entered
+            seconds=0.0 if self._began is None else now - self._began,
             prompt_tokens=self.session.prompt_length,
             seed=self.decoder.seed,
         )
         return Event(self.index, len(self.calls), [], result=self.result)
 
-    def accept(self, step: Step, predictions: Predictions | None, now: float) -> None:
-        """Take the predictions of a step or of a piece of it, None where they are not finite; the
-        request may be done after it. Raises NonFiniteLogitsError, and what the session raises."""
-        self.calls.append((len(step.tokens), step.cached))  # also of a step that failed: it was run
+    def accept(self, fed: Step, predictions: Predictions | None, now: float) -> None:
+        """Take the predictions of its step, or of a piece of it; None where they are not finite. It
+        may be done then. Raises NonFiniteLogitsError, and what the session raises."""
+        self.calls.append((len(fed.tokens), fed.cached))  # also of a step that failed: it was run
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {len(self.calls)}"
             )
-        assert self.feed is not None
-        if self.feed.first:
-            self.reused_rows = self.feed.spared
-        whole = self.feed.take(predictions)
-        self.sampler.took(len(step.read), whole=whole is not None)
+        whole: Predictions | None = predictions
+        if self.feed is not None:
+            whole = self.feed.take(predictions)
+        self.sampler.took(len(fed.read), whole=whole is not None)
         if whole is None:  # rows of its step are still to be fed
             return
+        if self.feed is not None:
+            self.reused_rows += self.feed.spared
+            self.feed = None
         self.session.accept(whole)
-        # A stop string in text that may still change ends nothing.
+        # One step ahead: a request that is done leaves the batch before the next forward. A stop
+        # string in text that may still change ends nothing.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
-        self.feed = None if stopped else self._next_feed()
-        if self.feed is None:
+        self.step = None if stopped else self.session.step()
+        if self.step is None:
             self.result = self._finish(now)
 
-    def _next_feed(self, *, first: bool = False) -> Feed | None:
-        if (session := self.adaptive) is not None:
-            return Feed(session.feed_step, first=first) if session.proceed() else None
-        step = self.session.step()
-        return None if step is None else Feed(step, first=first)
-
     def event(self) -> Event:
-        """What the last forward did to this request."""
-        in_pieces = self.feed is not None and self.feed.fed
-        revealed = [] if in_pieces else list(self.session.revealed)
+        """Say what the last forward did to this request."""
         return Event(
             self.index,
             len(self.calls),
             self.session.blocks() if self.views else [],
-            revealed,
+            list(self.session.revealed) if self.feed is None else [],  # None: its step is whole
             self.result,
             self.session.settled,
             self.calls[-1],
@@ -124,7 +128,7 @@ class Request:
         # Only what is settled: behind it there may be decided tokens with masks in between.
         tokens = self.session.settled
         reason: FinishReason = "length"
-        # The end id is looked for first, so a stop string behind it is of no response.
+        # The end id is looked for first: a stop string behind it is not in the response.
         ends = [i for i, token in enumerate(tokens) if token in self.contract.end_ids]
         if ends:
             tokens, reason = tokens[: ends[0]], "end"
@@ -139,7 +143,7 @@ class Request:
             text=text,
             forwards=len(self.calls),
             calls=self.calls,
-            seconds=now - self._began,
+            seconds=now - (self._began or 0.0),
             finish_reason=reason,
             prompt_tokens=self.session.prompt_length,
             counts=dict(self.session.counts),
@@ -154,8 +158,11 @@ class Request:
 
     def _stop(self, tokens: list[int]) -> tuple[list[int], str] | None:
         """Cut tokens at the first stop string: the tokens whose text lies wholly before it, and the
-        text before it. None where no stop string is in the text. First is the one that ends first,
-        of those the longest: what follows it, which a wide forward settles too, changes nothing."""
+        text before it. None where no stop string is in the text.
+
+        First is the one that ends first, of those the longest: what follows it, which a wide
+        forward settles too, changes nothing.
+        """
         if not self.decoder.stop:
             return None
         text = self._decode(tokens)

@@ -197,7 +197,6 @@ def _describe_option(option: Option, given: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": option.name,
         "kind": kind,
-        "words": list(option.words),
         "default": default,
         "shown": str(default) if own else option.shown,
         "help": option.help,

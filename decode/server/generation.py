@@ -51,12 +51,12 @@ def _fitted(
     served: ServedModel, ids: list[int], decoder: Decoder, where: str, fixed: bool
 ) -> Decoder:
     """The decoder with a length that fits behind the prompt. Raises ApiError."""
-    room = served.context_length - len(ids) - decoder.overhang
+    room = served.context_length - len(ids) - decoder.extra_positions
     length = decoder.length
     if not fixed:
         length = min(length, max(room, 1))
     if length > room:
-        after = f", and {decoder.overhang} positions after them" if decoder.overhang else ""
+        after = f", and {decoder.extra_positions} positions after them" if decoder.extra_positions else ""
         raise ApiError(
             400,
             f"{where} has {len(ids)} tokens and the response {length}{after}: the context of "
@@ -325,7 +325,7 @@ def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decod
     values = served.options(kind) | values
     values.setdefault("seed", secrets.randbits(48))
     try:
-        decoder = kind(**kind.completed(values, served.model.contract))
+        decoder = kind(**kind.with_model_defaults(values, served.model.contract))
         decoder.check(served.model.contract)
     except InputError as error:  # options that do not go together
         raise ApiError(400, str(error), param="decoder") from error

@@ -13,7 +13,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.cli import DecoderSettings, check_options, load, of_model, option_names, outline, say
-from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, spelled
+from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import common_options
 from decode.engine.async_engine import AsyncEngine
 from decode.engine.likelihood import ROWS
@@ -59,7 +59,7 @@ def choose_default(contract: Contract, settings: DecoderSettings) -> Kind:
 def fits(kind: Kind, contract: Contract) -> bool:
     """Whether a decoder decodes models of that contract."""
     try:
-        kind(**kind.completed({}, contract)).check(contract)
+        kind(**kind.with_model_defaults({}, contract)).check(contract)
     except InputError:
         return False
     return True
@@ -69,8 +69,8 @@ def fitting(contract: Contract, default: Kind, allowed: Sequence[str] | None) ->
     """The decoders that requests may name, those that fit the model: of all in this package, or of
     the allowed ones; the default one is always among them."""
     kinds = DECODERS.values() if allowed is None else [find_decoder(name) for name in allowed]
-    found = {spelled(kind): kind for kind in kinds if fits(kind, contract)}
-    return {spelled(default): default, **found}
+    found = {qualified_name(kind): kind for kind in kinds if fits(kind, contract)}
+    return {qualified_name(default): default, **found}
 
 
 def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) -> None:
@@ -108,7 +108,7 @@ def serve_model(
         settings.given,
         min(model.context_length, max_model_len or model.context_length),
     )
-    default(**default.completed(served.options(default), model.contract)).check(model.contract)
+    default(**default.with_model_defaults(served.options(default), model.contract)).check(model.contract)
     return served
 
 
