@@ -45,7 +45,6 @@ from decode.decoders import Decoder
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.engine import Engine, StartedForward
-from decode.engine.learned import learned_of
 from decode.engine.prompts import encode
 from decode.engine.request import Request
 from decode.step import Step
@@ -152,8 +151,8 @@ def products(model: DiffusionModel, rows: int, read: int) -> float:
         layers = [(layer, layer.in_features) for layer in found]
     inputs = [torch.randn(1, rows, width, **kind) for _, width in layers]
     last = torch.randn(1, read, model.backbone.lm_head.in_features, **kind)
-    learned, times = learned_of(model), []
-    with torch.inference_mode(), learned.best_threads(rows):
+    times = []
+    with torch.inference_mode():
         for _ in range(REPEAT):
             began = time.perf_counter()
             for (layer, _), x in zip(layers, inputs, strict=True):

@@ -32,8 +32,8 @@ def usable_cpus(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> 
 
 
 def cpu_quota(own: Path, root: Path) -> float | None:
-    """Find how many processors' worth of time the process's control groups leave it, None where they
-    set no limit."""
+    """Find how many processors' worth of time the process's control groups leave it, None where
+    they set no limit."""
     found = [limit for folder in _groups(own, root) if (limit := _limit(folder)) is not None]
     return min(found, default=None)
 
@@ -123,10 +123,12 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
 
 
 def parse_threads(threads: int | str | None) -> int:
-    """Choose how many threads a forward on a CPU is computed with: N alone; for ``auto`` as many as
-    the processors that the process may use; for None no more than torch is set to (OMP_NUM_THREADS).
-    Where other programs keep all of these processors busy, one: threads that wait for each other at
-    every loop would be far slower than it. Raises InputError."""
+    """Choose how many threads a forward on a CPU is computed with. Raises InputError.
+
+    N is taken as it is, ``auto`` is the processors that the process may use, None no more than
+    torch is set to (OMP_NUM_THREADS). Where other programs keep all of these processors busy, it is
+    one: threads that wait for each other at every loop would be far slower than it.
+    """
     if isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MOST_THREADS:
         return threads
     if threads not in (None, "auto"):
@@ -166,8 +168,8 @@ def _available() -> str:
 # Between two parallel loops OpenMP's threads spin, each on a core, to be ready at once. Where
 # something else wants these cores, a thread that has work waits until one that only spins is moved
 # away, in every loop of every layer: decoding falls to a small part. A thread that sleeps at once
-# has to be woken for each loop, which costs a quarter of the speed on an idle machine. So they spin for
-# some microseconds, which the gaps between the loops of a forward take, and sleep then.
+# has to be woken for each loop, which costs a quarter of the speed on an idle machine. So they spin
+# for some microseconds, which the gaps between the loops of a forward take, and sleep then.
 #
 # The runtime reads it from the environment when torch is loaded. So this package says it when it is
 # imported, which is before torch in all our commands; where torch came first, or the user said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Literal, get_args
 
 from d2f.errors import InputError, repr_of
@@ -104,7 +104,9 @@ class Events(Iterator[Event]):
         self._raise = on_error == "raise"
         self._warned = False
         self._shared = isinstance(decoder, str | Decoder) or not isinstance(decoder, Iterable)
-        given: Iterable[Decoder | str] = repeat(decoder) if self._shared else decoder  # type: ignore
+        given: Iterable[Decoder | str] = decoder  # type: ignore[assignment]
+        if self._shared:
+            given = repeat(decoder)  # type: ignore[arg-type]
         made: Iterator[Request | Event]
         if isinstance(prompts, Iterator):
             pairs = enumerate(zip(prompts, given, strict=False))
@@ -112,7 +114,7 @@ class Events(Iterator[Event]):
             slots = default_slots(model, batch_size)
         else:
             many = as_many(prompts)
-            own = list(given) if not self._shared else list(repeat(decoder, len(many)))  # type: ignore
+            own = list(islice(given, len(many)) if self._shared else given)
             if len(own) != len(many):
                 raise InputError(f"expected one decoder or {len(many)}, got {len(own)}")
             # The checks are made at the call, not at the first event.
@@ -121,9 +123,7 @@ class Events(Iterator[Event]):
             sizes = [one.session.slots for one in found if isinstance(one, Request)]
             slots = sum(sorted(sizes, reverse=True)[:batch_size])
             made = iter(found)
-        self._engine = Engine(
-            model, batch_size=batch_size, slots=max(1, slots), max_rows=max_rows
-        )
+        self._engine = Engine(model, batch_size=batch_size, slots=max(1, slots), max_rows=max_rows)
         self._events: Generator[Event, None, None] = self._run(made)
 
     @property
@@ -151,7 +151,7 @@ class Events(Iterator[Event]):
         if not self._warned and (notice := doubt_of(model, decoder)) is not None:
             warnings.warn(notice, stacklevel=4)
             self._warned = True
-        # Prompts that share a decoder get different seeds; a prompt's own decoder is taken as it is.
+        # Prompts that share a decoder get different seeds, one's own decoder is taken as it is.
         samples = [decoder.sampled(i if self._shared else 0, sample) for sample in range(self._n)]
         return [
             Request(place, ids, own, model.contract, model.tokenizer, views=self._views)

@@ -125,7 +125,7 @@ BlockState = Literal["waiting", "semi-active", "fully active", "to cache", "cach
 
 @dataclass(frozen=True)
 class BlockView:
-    """A block as it stands: response positions ``[start, end)`` and its tokens, None where masked."""
+    """A block as it stands: response positions ``[start, end)`` and tokens, None where masked."""
 
     start: int
     end: int

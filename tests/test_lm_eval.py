@@ -78,7 +78,9 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
         model, tasks=[f"d2f_{task}"], limit=12, apply_chat_template=True,
         task_manager=tasks_of(ours.TASKS), bootstrap_iters=0,
     )  # fmt: skip
-    decoder = D2F.with_model_defaults({"max_new_tokens": RESPONSE_LENGTH[task]}, model.model.contract)
+    decoder = D2F.with_model_defaults(
+        {"max_new_tokens": RESPONSE_LENGTH[task]}, model.model.contract
+    )
     expected = evaluate(model.model, D2F(**decoder), task, 12)
     assert expected["right"] > 0
     assert found["results"][f"d2f_{task}"]["solved,none"] == expected["right"] / 12

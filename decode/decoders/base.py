@@ -47,7 +47,8 @@ def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) 
 def number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False
 ) -> None:
-    """Raise InputError unless value is a finite number in [least, most]; above: in (least, most]."""
+    """Raise InputError unless value is a finite number in [least, most], or with `above` in
+    (least, most]."""
     wrong = isinstance(value, bool) or not isinstance(value, int | float)
     fits = not wrong and (least < value if above else least <= value) and value <= most  # type: ignore
     try:

@@ -114,9 +114,10 @@ class Blockwise(Decoder):
 class BlockwiseSession(MaskedSession):
     """One request, block after block.
 
-    block: number of the current one, at positions ``[start, end)``. A scratch slot follows the sequence's own: a
-    shifted family's row before the block is fed to be read, and its keys and values, which would
-    not be those that the cache policy keeps, go there.
+    block: number of the current one, at positions ``[start, end)``.
+
+    A scratch slot follows the sequence's own: a shifted family's row before the block is fed to be
+    read, and its keys and values, which would not be those that the cache policy keeps, go there.
     """
 
     def __init__(self, decoder: Blockwise, prompt: list[int], contract: Contract):

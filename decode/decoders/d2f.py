@@ -91,9 +91,7 @@ class D2F(Decoder):
         "blocks, or once, when a block would be cached",
         shown="never",
     )
-    tau_revoke: float = ratio(
-        0.9, "with revoke: probability below which a token is taken back"
-    )
+    tau_revoke: float = ratio(0.9, "with revoke: probability below which a token is taken back")
     forced_pick: Pick = option(
         "confidence",
         "which token a fully active block reveals where none is above tau_conf: that of highest "

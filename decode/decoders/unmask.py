@@ -1,12 +1,12 @@
 """Decoders that reveal tokens of the current block for good; each is a rule that chooses which.
 
-- `Static`, LLaDA's low-confidence decoding (arXiv 2502.09992): a fixed number of the most confident.
+- `Static`, LLaDA's low-confidence decoding (arXiv 2502.09992): a fixed number of the surest.
 - `Threshold`, Fast-dLLM's confidence threshold (arXiv 2505.22618, section 3.3 and algorithm 1): all
   that the model is sure of, and always the surest.
 - `Factor`, Fast-dLLM's factor rule: as many together as their confidence allows, by the bound of
-  the paper's theorem on parallel greedy decoding. Of the masked tokens sorted by confidence the n-th
-  passes where c_(n) >= 1 - factor / (n + 1); the first always does. The longest passing prefix is
-  revealed. The official code differs in one case: where only the last of all ranks fails, it is
+  the paper's theorem on parallel greedy decoding. Of the masked tokens sorted by confidence the
+  n-th passes where c_(n) >= 1 - factor / (n + 1); the first always does. The longest passing prefix
+  is revealed. The official code differs in one case: where only the last of all ranks fails, it is
   revealed too.
 - `EntropyBounded`, the EB sampler (arXiv 2505.24857): the masked tokens are sorted by an error
   proxy, the smallest error first, and the longest prefix U with sum_U H - max_U H <= gamma is
@@ -27,7 +27,6 @@ from d2f.errors import InputError
 from decode.decoders.base import Card, block_size_option, option
 from decode.decoders.blockwise import Blockwise, BlockwiseSession, blockwise_card
 from decode.step import Floats, Ints, Predictions
-
 
 Proxy = Literal["entropy", "confidence", "margin"]
 
@@ -158,8 +157,8 @@ class Factor(Blockwise):
 
 
 def sure_together(confidence: Floats, factor: float) -> Ints:
-    """Choose of confidence ``[N]`` the longest prefix whose ranks pass; as indices, surest first and
-    the first of equals first."""
+    """Choose of confidence ``[N]`` the longest prefix whose ranks pass; as indices, surest first,
+    of equals the first."""
     order = np.argsort(-confidence, kind="stable")
     rank = np.arange(1, len(order) + 1)
     passes = confidence[order].astype(np.float64) >= 1 - factor / (rank + 1)

@@ -84,7 +84,7 @@ class EngineStats:
     """What an engine does now and has done.
 
     running: requests in the batch. waiting: accepted, and not in it yet.
-    finished, cancelled, failed: how the others ended; one whose prompt or options were bad was none.
+    finished, cancelled, failed: how the others ended; those with a bad prompt do not count.
     refused: for a full queue, or after closing.
     forwards: calls of the model. rows: what they fed.
     tokens: visible ones of those finished.
@@ -428,7 +428,11 @@ class AsyncEngine:
         await self.close(finish=kind is None)
 
     async def _enter(
-        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool, views: bool
+        self,
+        asked: Sequence[tuple[Prompt, Decoder | str]],
+        raw: bool,
+        ignore_eos: bool,
+        views: bool,
     ) -> list[Outbox]:
         """Queue requests, prepared beside the event loop: a chat template may take long."""
         thread = self._thread
@@ -449,7 +453,11 @@ class AsyncEngine:
         return outboxes
 
     def _prepare(
-        self, asked: Sequence[tuple[Prompt, Decoder | str]], raw: bool, ignore_eos: bool, views: bool
+        self,
+        asked: Sequence[tuple[Prompt, Decoder | str]],
+        raw: bool,
+        ignore_eos: bool,
+        views: bool,
     ) -> list[Request]:
         """Make requests that the engine can take. Raises InputError."""
         boolean("raw", raw)

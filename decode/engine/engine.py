@@ -14,8 +14,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from d2f.cache import SlotCache, SlotPool
 from d2f.device import as_current
@@ -89,8 +91,8 @@ class Engine:
     max_rows: rows that one forward should have. A lossless session speculates at most
         ``max_rows // running`` wide and at least one, so the tokens are the same for every value;
         None: `CPU_MAX_ROWS` or `GPU_MAX_ROWS`.
-    static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs (`decode.engine.cuda_graphs`);
-        None: there alone.
+    static: pad forwards to a few fixed sizes, on a GPU as CUDA graphs
+        (`decode.engine.cuda_graphs`); None: there alone.
     prefill_rows: most rows of prompts, and of steps larger than this, in one forward. What is more
         waits, or is fed in pieces where the mask allows it exactly (`decode.engine.pieces`), so
         that a long prompt does not hold up the requests that run. Each piece is a forward of its
@@ -334,7 +336,7 @@ class Engine:
         forward, self._started = self._started, None
         if forward is None:
             return []
-        found = split(forward.pending(), forward.groups)
+        found = split(forward.wait(), forward.groups)
         width, events = self._width(), []
         for (request, step), group, predictions in zip(
             forward.fed, forward.groups, found, strict=True
@@ -386,3 +388,6 @@ class StartedForward:
     fed: list[tuple[Request, Step]]
     groups: list[PredictionRequest]
     pending: PendingTable
+
+    def wait(self) -> NDArray[np.float64]:
+        return self.pending()

@@ -42,7 +42,7 @@ def allowed_cuts(step: Step, *, unwritten: int = -1) -> Ints:
 
 
 def _largest(values: Ints, ranges: Ints) -> Ints:
-    """Find the largest of ``values[start:end]`` of each range ``[..., 2]``, -1 where it is empty."""
+    """Find the largest of ``values[start:end]`` for ranges ``[..., 2]``, -1 where one is empty."""
     starts, ends = ranges[..., 0], ranges[..., 1]
     found = np.full(starts.shape, -1)
     # largest[i] is that of values[i : i + width]; two of them cover any range of up to 2 * width.

@@ -56,7 +56,11 @@ def _fitted(
     if not fixed:
         length = min(length, max(room, 1))
     if length > room:
-        after = f", and {decoder.extra_positions} positions after them" if decoder.extra_positions else ""
+        after = (
+            f", and {decoder.extra_positions} positions after them"
+            if decoder.extra_positions
+            else ""
+        )
         raise ApiError(
             400,
             f"{where} has {len(ids)} tokens and the response {length}{after}: the context of "

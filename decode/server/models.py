@@ -108,7 +108,9 @@ def serve_model(
         settings.given,
         min(model.context_length, max_model_len or model.context_length),
     )
-    default(**default.with_model_defaults(served.options(default), model.contract)).check(model.contract)
+    default(**default.with_model_defaults(served.options(default), model.contract)).check(
+        model.contract
+    )
     return served
 
 
