@@ -102,7 +102,7 @@ class Events(Iterator[Event]):
         one_of("on_error", on_error, get_args(OnError))
         self._model, self._n, self._raw, self._views = model, n, raw, views
         self._raise = on_error == "raise"
-        self._warned = False
+        self._notice: str | None = None
         self._shared = isinstance(decoder, str | Decoder) or not isinstance(decoder, Iterable)
         given: Iterable[Decoder | str] = decoder  # type: ignore[assignment]
         if self._shared:
@@ -123,6 +123,8 @@ class Events(Iterator[Event]):
             sizes = [one.session.slots for one in found if isinstance(one, Request)]
             slots = sum(sorted(sizes, reverse=True)[:batch_size])
             made = iter(found)
+            if self._notice is not None:
+                warnings.warn(self._notice, stacklevel=3)
         self._engine = Engine(model, batch_size=batch_size, slots=max(1, slots), max_rows=max_rows)
         self._events: Generator[Event, None, None] = self._run(made)
 
@@ -148,9 +150,7 @@ class Events(Iterator[Event]):
             if self._raise:
                 raise
             return [Event(place, 0, [], result=Result.failed(error)) for place in places]
-        if not self._warned and (notice := doubt_of(model, decoder)) is not None:
-            warnings.warn(notice, stacklevel=4)
-            self._warned = True
+        self._notice = self._notice or doubt_of(model, decoder)
         # Prompts that share a decoder get different seeds, one's own decoder is taken as it is.
         samples = [decoder.sampled(i if self._shared else 0, sample) for sample in range(self._n)]
         return [

@@ -148,7 +148,7 @@ def test_a_small_model_has_its_code_before_its_first_forward(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(d2f.cpu.packed.Product, "__call__", lambda _, x: made.append(len(x)))
             for number in rows:
-                model.prepare_rows(number)
+                model.compiled_rows.code.make(number)
         return sorted(set(made))
 
     assert made_later(1, 17, 33, 100, 512, 513) == [513]

@@ -21,6 +21,7 @@ from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.spans import block_ends
 from decode.step import (
+    BlockState,
     BlockView,
     Ints,
     Predictions,
@@ -434,7 +435,7 @@ class MaskedSession(Session):
             confidence = float(predictions.confidence[i])
             self.reveal(int(self.wanted[i]), int(predictions.token[i]), confidence)
 
-    def view(self, start: int, end: int, state: Any) -> BlockView:
+    def view(self, start: int, end: int, state: BlockState) -> BlockView:
         """Show the block of sequence positions ``[start, end)``."""
         tokens, masked = self.x[start:end].tolist(), self.masked[start:end].tolist()
         shown = tuple(None if m else token for token, m in zip(tokens, masked, strict=True))

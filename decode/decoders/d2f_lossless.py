@@ -24,17 +24,13 @@ Had x revealed c too, the branch would not have been the next state, and only it
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.branches import Branch, split, with_branches
-from decode.decoders.d2f_session import D2FSession
+from decode.decoders.d2f_session import D2FSession, Pipeline
 from decode.step import Predictions, Step
-
-if TYPE_CHECKING:
-    from decode.decoders.d2f import D2F
 
 
 class LosslessSession(D2FSession):
@@ -44,7 +40,7 @@ class LosslessSession(D2FSession):
     branches, and how many of them were ``accepted``.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         # Of branches in a forward; each state decides a token more than the one before.
         self.most = min((decoder.lossless or 1) - 1, decoder.length)

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.base import Revocations
-from decode.decoders.d2f_session import D2FSession, PipelineBlock
+from decode.decoders.d2f_session import D2FSession, Pipeline, PipelineBlock
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest
 from decode.step import Floats, Ints, Predictions, Step
-
-if TYPE_CHECKING:
-    from decode.decoders.d2f import D2F
 
 Verified = tuple[PipelineBlock, Ints]  # a block, those of its positions that a shadow predicts
 Checked = list[tuple[PipelineBlock, Ints, Floats]]  # and what it gives the tokens there
@@ -35,7 +31,7 @@ class RevokingSession(D2FSession):
     verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.revocations = Revocations(self)
         self.verified: list[Verified] = []
@@ -140,7 +136,7 @@ class AlwaysSession(RevokingSession):
         4          1          0                                          4
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         self.spare: Counter[int] = Counter()  # tokens that may be taken back, by a block's start
         super().__init__(decoder, prompt, contract)
 
@@ -176,7 +172,7 @@ class CommitSession(RevokingSession):
         4                      .95    .95 .95      cached; position 3 is not asked about again
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.sure = np.arange(len(self.x)) < len(prompt)  # never taken back (again)
 

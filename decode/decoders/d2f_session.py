@@ -19,18 +19,100 @@ revealed; c is above. In forward 3 block 1 is fed with its final tokens, and d i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from d2f.contract import Contract
-from decode.decoders.base import MaskedSession
+from d2f.errors import InputError
+from decode.decoders.base import (
+    DEFAULT_BLOCK_SIZE,
+    Decoder,
+    MaskedSession,
+    block_size_option,
+    early_exit_option,
+    max_new_tokens_option,
+    option,
+    ratio,
+)
 from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
 
-if TYPE_CHECKING:
-    from decode.decoders.d2f import D2F
-
 Pick = Literal["confidence", "entropy", "margin"]
+Revoke = Literal["always", "commit"]
+
+
+@dataclass(frozen=True)
+class Pipeline(Decoder):
+    """Options of the pipeline.
+
+    block_size: None takes the one that the model was trained with, else 32.
+    tau_add: share of the last block that must be decoded before another is appended.
+    tau_act: share of a block that must be decoded before the next becomes fully active.
+    tau_conf: confidence above which a token is revealed.
+    forced_pick: which token a fully active block reveals where none is above tau_conf: the one of
+        highest confidence, of lowest entropy (the official code's neg_entropy) or of the largest
+        margin between its two likeliest ids.
+    max_new_tokens: kept exactly, the last block may be short.
+    early_exit: stop when the first end id and all before it are decoded; False finishes all open
+        blocks, as the official code does.
+    lossless: states of the pipeline that a forward checks at most, the fed one and drafts of the
+        next (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts
+        nothing. The engine's `max_rows` bounds it, too.
+    revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
+        tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``,
+        once, in the forward that would cache a block. It helps a tau_conf below tau_revoke.
+    """
+
+    block_size: int | None = block_size_option(None, f"the model's own, else {DEFAULT_BLOCK_SIZE}")
+    tau_add: float = ratio(
+        0.1,
+        "share of the last block that must be decoded before another is appended",
+        search=(0.1, 0.5),
+    )
+    tau_act: float = ratio(
+        0.95,
+        "share of a block that must be decoded before the next becomes fully active",
+        search=(0.95, 1.0),
+    )
+    tau_conf: float = ratio(
+        0.9,
+        "confidence above which a token is revealed",
+        search=(0.8, 0.9, 0.95, 0.97, 0.99),
+    )
+    max_new_tokens: int | None = max_new_tokens_option()
+    early_exit: bool = early_exit_option("finish the open blocks")
+    lossless: int | None = option(
+        None,
+        "states that a forward checks at most, at least 1, drafted from the predictions at hand: "
+        "the same tokens in no more forwards, each with more rows",
+    )
+    revoke: Revoke | None = option(
+        None,
+        "take decided tokens back that WINO's check does not bear out: always, in the active "
+        "blocks, or once, when a block would be cached",
+        shown="never",
+    )
+    tau_revoke: float = ratio(0.9, "with revoke: probability below which a token is taken back")
+    forced_pick: Pick = option(
+        "confidence",
+        "which token a fully active block reveals where none is above tau_conf: that of highest "
+        "confidence, lowest entropy or largest margin between its two likeliest",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lossless is not None:
+            self.greedy_only("lossless")
+            if self.revoke is not None:
+                raise InputError(
+                    "lossless drafts the pipeline that takes nothing back: expected lossless or "
+                    f"revoke, got lossless {self.lossless!r} and revoke {self.revoke!r}"
+                )
+
+    def size(self, contract: Contract) -> int:
+        """Tokens a block."""
+        return self.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
 
 
 class PipelineBlock:
@@ -64,7 +146,7 @@ class D2FSession(MaskedSession):
     counts: ``active_blocks``, summed over the forwards.
     """
 
-    def __init__(self, decoder: D2F, prompt: list[int], contract: Contract):
+    def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         super().__init__(prompt, decoder.length, contract)
         self.decoder = decoder
         self.block_size = decoder.size(contract)
