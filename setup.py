@@ -78,7 +78,7 @@ setup(
     ],
     extras_require={
         "data": ["datasets>=4.0"],
-        "plot": ["matplotlib>=3.9"],
+        "plot": ["matplotlib>=3.9", "adjusttext>=1.3"],
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
@@ -115,6 +115,7 @@ setup(
             "types-PyYAML>=6.0",
             "tensorboard>=2.20",
             "matplotlib>=3.9",
+            "adjusttext>=1.3",
             "scipy>=1.13",
             "math-verify>=0.9",
         ],

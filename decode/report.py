@@ -1,4 +1,4 @@
-"""What was measured on problems of a task, one by one, and what follows from it."""
+"""Summarise measurements: intervals, the machine they were made on, Markdown tables."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ import transformers
 from d2f.model import DiffusionModel
 from decode.decoders import Decoder
 
-# 95 % intervals: of shares and of their differences, of which none has a width of zero, and of a
-# mean.
-
 Z95 = 1.959964
 
 
 def wilson(right: float, count: float) -> tuple[float, float]:
-    """95 % interval of a share (Wilson's score interval). right: whole or not; of the sum of values
-    in [0, 1] it is wider than needed, as their variance is at most that of a share."""
-    share = right / count
-    middle = (share + Z95 * Z95 / (2 * count)) / (1 + Z95 * Z95 / count)
-    half = (
-        Z95
-        / (1 + Z95 * Z95 / count)
-        * math.sqrt(share * (1 - share) / count + Z95 * Z95 / (4 * count * count))
-    )
+    """Return Wilson's 95 % score interval of a share; it never has a width of zero.
+
+    scipy's `binomtest` gives the same for whole numbers. Here `right` may also be a sum of values
+    in [0, 1], such as pass@k a problem: the interval is then wider than needed, since the variance
+    of such values is at most that of a share.
+    """
+    share, z2 = right / count, Z95 * Z95
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    variance = share * (1 - share) / count + z2 / (4 * count * count)
+    half = Z95 / (1 + z2 / count) * math.sqrt(variance)
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def paired(gained: float, lost: float, count: float) -> tuple[float, float]:
-    """95 % interval of the difference of two shares on the same `count` problems: the differences
-    that a score test does not reject (Tango, Statistics in Medicine 17, 1998; recommended for few
-    pairs by Fagerland, Lydersen and Laake, Statistics in Medicine 33, 2014). Where no pair differs
-    it is z^2 / (count + z^2) on either side, about 3.8 problems.
+    """Return the 95 % interval of the difference of two shares on the same `count` problems.
 
-    gained, lost: problems that only the first, or only the second, is right on; whole or not, as
-    `count` is, where they stand for an effective number of problems.
+    It holds the differences that Tango's score test does not reject (Statistics in Medicine 17,
+    1998; recommended for few pairs by Fagerland, Lydersen and Laake, Statistics in Medicine 33,
+    2014). Where no pair differs it is z^2 / (count + z^2) on either side, about 3.8 problems.
+
+    Args:
+        gained, lost: problems that only the first, or only the second, is right on; not whole
+            where they stand for an effective number of problems, like `count`.
     """
     if not count:
         return -1.0, 1.0
@@ -53,7 +53,7 @@ def paired(gained: float, lost: float, count: float) -> tuple[float, float]:
 
 
 def _highest(gained: float, lost: float, count: float) -> float:
-    """The highest difference that the score test does not reject, found by bisection: it rejects
+    """Find the highest difference that the score test does not reject, by bisection: it rejects
     all above and none between it and the estimate."""
     low, high = (gained - lost) / count, 1.0  # the estimate is never rejected
     # Until no float lies between the two.
@@ -74,15 +74,13 @@ def _highest(gained: float, lost: float, count: float) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval of the mean (Student's t over the values); nan without two values.
-    Needs scipy (the extra `ablation`)."""
-    from scipy.stats import t
+    """Return the mean and its 95 % interval (Student's t); nan for fewer than two values."""
+    from scipy.stats import sem, t
 
     mean, count = sum(values) / len(values), len(values)
     if count < 2:
         return mean, math.nan, math.nan
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (count - 1))
-    half = float(t.ppf(0.975, count - 1)) * deviation / math.sqrt(count)
+    half = float(t.ppf(0.975, count - 1) * sem(values))
     return mean, mean - half, mean + half
 
 
@@ -90,9 +88,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 class Measurements:
     """Problems decoded by one decoder; all arrays are [problems].
 
-    right: whether the response solves the problem. tokens: visible ones. forwards: calls of the
-    model that the request was in. seconds: wall time; of problems decoded together each has a
-    share, so that they add up to the time that passed.
+    right: the response solves the problem. tokens: visible ones. forwards: calls of the model that
+    the request was in. seconds: wall time; problems decoded together share it, so that the sum is
+    the time that passed.
     """
 
     right: npt.NDArray[np.bool_]
@@ -101,11 +99,8 @@ class Measurements:
     seconds: npt.NDArray[np.float64]
 
     def first(self, count: int) -> Measurements:
-        """The first `count` problems of it."""
-        part = slice(count)
-        return Measurements(
-            self.right[part], self.tokens[part], self.forwards[part], self.seconds[part]
-        )
+        """Return the first `count` problems."""
+        return Measurements(*(getattr(self, field.name)[:count] for field in fields(self)))
 
     @property
     def problems(self) -> int:
@@ -121,7 +116,7 @@ class Measurements:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % of the accuracy."""
+        """The 95 % interval of the accuracy."""
         return wilson(self.count_right, self.problems)
 
     @property
@@ -142,7 +137,7 @@ class Measurements:
         return float(self.seconds.sum() / self.problems)
 
     def numbers(self) -> dict[str, Any]:
-        """Sums and shares, as reports have them."""
+        """Return sums and shares as reports have them."""
         low, high = self.interval
         return {
             "problems": self.problems,
@@ -157,16 +152,13 @@ class Measurements:
 
 
 def joined(parts: list[Measurements]) -> Measurements:
-    """Parts one after another. parts: at least one."""
+    """Concatenate at least one part."""
     names = [field.name for field in fields(Measurements)]
     return Measurements(*(np.concatenate([getattr(p, n) for p in parts]) for n in names))
 
 
-# The machine and the versions that something was measured on.
-
-
 def environment(model: DiffusionModel) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine, the versions and the model's precision."""
     cuda = model.device.type == "cuda"
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -181,7 +173,7 @@ def environment(model: DiffusionModel) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """Return the CPU's name."""
     information = Path("/proc/cpuinfo")
     if information.is_file():
         for entry in information.read_text().splitlines():
@@ -190,28 +182,23 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-# Tables in Markdown.
-
-
-def markdown_table(columns: Sequence[str], entries: Iterable[Sequence[object]]) -> list[str]:
-    """The lines of a table, an entry a line."""
-    lines = [columns, *([str(cell) for cell in entry] for entry in entries)]
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [columns, *([str(cell) for cell in row] for row in rows)]
     head, *rest = ["| " + " | ".join(cells) + " |" for cells in lines]
     return [head, "|---" * len(columns) + "|", *rest]
 
 
-# What a user should know of a model and a decoder before they run.
-
-_told: WeakSet[DiffusionModel] = WeakSet()
+_warned: WeakSet[DiffusionModel] = WeakSet()
 
 
 def doubt_of(model: DiffusionModel, decoder: Decoder) -> str | None:
-    """Why the decoder may decode the model badly, the first time that it is asked; None where it
-    should not. An official adapter, which does not say what trained it, is taken at its word."""
+    """Return why the decoder may decode the model badly, once for each model; None if it should
+    not. An official adapter does not say what trained it: it gets no warning."""
     doubt = decoder.warning_for(model.contract)
-    if doubt is None or model in _told:
+    if doubt is None or model in _warned:
         return None
     if model.contract.objective is None and model.is_adapted:
         return None
-    _told.add(model)
+    _warned.add(model)
     return f"{model.path or 'the model'} {doubt}"

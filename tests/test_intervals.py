@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import binomtest
 
 from decode.report import Z95, paired, wilson
 
@@ -60,8 +61,10 @@ def test_where_no_pair_differs():
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_wilson_has_a_width(case):
+def test_wilson_is_that_of_scipy(case):
     low, high = wilson(*case)
+    expected = binomtest(*case).proportion_ci(method="wilson")
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-8)
     assert 0 <= low < high <= 1
 
 
