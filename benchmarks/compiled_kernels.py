@@ -32,7 +32,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.row_file import RowFile
+from benchmarks.common import RowFile
 from triton_kernels import masked_kl as masked_kl_tiles
 from triton_kernels.confidence import confidence_of_logits
 from triton_kernels.draws import Draws

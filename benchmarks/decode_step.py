@@ -16,23 +16,13 @@ blocks being decoded, on 512 to 4,096 cached keys:
 
 By default a GPU takes those of LLaDA-8B and Dream-7B that its memory holds, a CPU the shapes tiny
 and small; it has no graph and no flex. What would not fit is an error before anything is built.
-
-python -m benchmarks.decode_step --count
-
-No measurement: the bytes and operations of each launch of such a forward, of LLaDA-8B by default
-for 64 rows on 512 cached keys, and an estimate of its time on a GPU whose speeds are given (an
-H100's by default, as assumed: nobody has measured them here), eager and compiled
-(`benchmarks/forward_count.py`). Needs no GPU, and memory for no weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,15 +32,22 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from benchmarks.count_report import report
-from benchmarks.forward_count import Gpu, bytes_needed
-from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits, default_shapes
-from benchmarks.span_attention import decoding_spans
-from benchmarks.timing import about
+from benchmarks.common import (
+    MASK_ID,
+    SHAPES,
+    RowFile,
+    about,
+    build,
+    bytes_needed,
+    check_fits,
+    default_dtype,
+    default_shapes,
+    seconds,
+)
+from benchmarks.kernels import decoding_spans
 from d2f.attention import NAME, SpanPlan
 from d2f.compile import CompiledRows
 from d2f.errors import CompileError, InputError
-from d2f.files import write_beside
 from d2f.model import DiffusionModel, Fp32Rotary
 from decode.engine.batch import FlatRows
 from decode.engine.cuda_graphs import GraphForwards
@@ -81,19 +78,6 @@ def bandwidth(device: str) -> float:
     source = source.to(device).fill_(7)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 10)
-
-
-def seconds(run: Forward, device: str, repeat: int) -> float:
-    """Median wall time of a call, waited for, after three that are not counted."""
-    times = []
-    for i in range(repeat + 3):
-        began = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if i >= 3:
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
 
 
 def batch(rows: int, cached: int) -> FlatRows:
@@ -229,25 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cuda = torch.cuda.is_available()
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: see above")
-    parser.add_argument("--rows", type=int, nargs="+", help="default: 16 32 64 128")
-    parser.add_argument("--cached", type=int, nargs="+", help="default: 512 2048 4096")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU and counted, else float32")
-    parser.add_argument("--count", action="store_true", help="count instead, see above")
-    parser.add_argument("--gb-per-second", type=float, default=3000, help="of a counted GPU")
-    parser.add_argument("--tflops", type=float, default=600, help="of its products, a second")
-    parser.add_argument("--gap", type=float, default=2, help="us between its launches in a graph")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     options = parser.parse_args(arguments)
-    if options.count:
-        gpu = Gpu(1e9 * options.gb_per_second, 1e12 * options.tflops, 1e-6 * options.gap)
-        dtype = getattr(torch, options.dtype or "bfloat16")
-        rows, cached = options.rows or [64], options.cached or [512]
-        report(options.shapes or ["LLaDA-8B"], rows, cached, dtype, gpu, options.json)
-        return 0
-    options.rows = options.rows or [16, 32, 64, 128]
-    options.cached = options.cached or [512, 2048, 4096]
-    options.dtype = options.dtype or ("bfloat16" if cuda else "float32")
     device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
     needed = {
         shape: memory_needed(shape, dtype, max(options.rows), max(options.cached), device)
@@ -262,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     speed = bandwidth(device)
     facts: dict[str, Any] = {**about(options.dtype), "bytes_per_second": speed}
     print(f"{facts['device']}, {options.dtype}, {speed / 1e9:.0f} GB/s, torch {facts['torch']}; ms")
-    table = []
+    table = RowFile(options.json, facts)
     for shape in shapes:
         model = build(shape, dtype, device)
         compiled = try_compile(model)
@@ -270,13 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for rows in options.rows:
                 floor = 1e3 * bytes_needed(model, rows, cached) / speed
                 found = measure(model, rows, cached, device, options.repeat, compiled)
-                table.append(
-                    {"shape": shape, "rows": rows, "cached": cached, "floor": floor, **found}
-                )
+                sizes = {"shape": shape, "rows": rows, "cached": cached, "floor": floor}
+                table.add({**sizes, **found})
                 times = "".join(f"  {way} {ms:.3f} ({ms / floor:.2f})" for way, ms in found.items())
                 print(f"{shape:<9}{rows:>4} on {cached:<5} floor {floor:.3f}{times}", flush=True)
-                if options.json is not None:  # a row that failed later leaves those before it
-                    write_beside(options.json, json.dumps({**facts, "measured": table}) + "\n")
         del model, compiled
     return 0
 

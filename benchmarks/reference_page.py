@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.ablation.ablation_config import Ablation
+from benchmarks.ablation import Ablation
 from d2f.config import Section
 from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.results import markdown, read_runs
+from benchmarks.sizes import decoding_table, weights_table
 from d2f.files import write_beside
 from d2f.quantize import QUANTISATIONS, Quantisation
 from decode.decoders import DECODERS
@@ -178,11 +180,20 @@ def _on_cuda(found: Quantisation) -> str:
     return f"compute capability {major}.{minor}" + ", bfloat16" * found.bf16
 
 
+def measured_on_gpus() -> str:
+    """The runs in benchmarks/results/gpu."""
+    paths = sorted((RESULTS / "gpu").glob("*.json"))
+    return markdown([run for path in paths for run in read_runs(path)])
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "frontier": ("README.md", frontier),
     "comparison": ("README.md", comparison),
     "decoders": ("docs/decoders.md", decoders),
     "quantisations": ("docs/low-precision.md", quantisations),
+    "weights and cache": ("docs/gpu.md", weights_table),
+    "decoding": ("docs/gpu.md", decoding_table),
+    "measured": ("docs/gpu.md", measured_on_gpus),
 }
 """The page of each block and what makes it. A block stands between two comments of its name."""
 

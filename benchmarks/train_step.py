@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -35,18 +34,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.decode_step import seconds
-from benchmarks.fresh_process import in_fresh_process
-from benchmarks.row_file import RowFile
-from benchmarks.shapes import MASK_ID, SHAPES, build, check_fits
-from benchmarks.timing import about
+from benchmarks.common import (
+    MASK_ID,
+    SHAPES,
+    RowFile,
+    about,
+    build,
+    check_fits,
+    default_dtype,
+    in_fresh_process,
+    peak_bytes,
+    seconds,
+)
 from d2f import noise
 from d2f import spans as sp
 from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
-from decode.compare.entries import peak_bytes, reset_peak
 from distill.config import Data, TrainConfig
 from distill.objectives.base import Batch
 from distill.objectives.d2f import D2F, D2FOptions
@@ -173,20 +178,14 @@ def measure(
 
 
 def peak_of(step: Callable[[], None], device: str) -> int:
-    """Bytes that a step takes at its peak, as this module says."""
+    """Bytes that a step takes at its peak: on a CPU beyond what was held before it."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated()
     # What the C library keeps of freed memory would be taken again without being counted.
-    if sys.platform == "linux":
+    if device == "cpu" and sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
-    here = [os.getpid()]
-    reset_peak(here)
-    before = peak_bytes(here) or 0
+    before = peak_bytes(device, reset=True)
     step()
-    return (peak_bytes(here) or 0) - before
+    return peak_bytes(device) - (before if device == "cpu" else 0)
 
 
 def least_memory(
@@ -209,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="LLaDA-8B" if cuda else "small", choices=SHAPES)
     parser.add_argument("--samples", type=int, default=1, help="sequences in a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--checkpointing", action="store_true", help="of activations")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--repeat", type=int, default=5, help="steps in a measurement")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from every_decoder import exact_model
@@ -16,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decode
-from benchmarks import shared_cores
 from d2f.device import TRIALS, ThreadChoice, cpu_quota, parse_threads, thread_counts, usable_cpus
 from d2f.errors import InputError
 from decode.engine.learned import Learned
@@ -185,19 +182,3 @@ def test_how_threads_wait_is_said_before_torch_is_loaded(first, given_spins, exp
         [sys.executable, "-c", code], capture_output=True, text=True, env=around, check=True
     )
     assert found.stdout.split("\n")[0] == expected
-
-
-def test_the_benchmark_of_shared_cores(tmp_path, capsys, monkeypatch):
-    """Its children decode, its other work ends with it, and the file has what was printed."""
-    monkeypatch.setattr(shared_cores, "WAYS", {"one thread": shared_cores.WAYS["one thread"]})
-    file = tmp_path / "found.json"
-    arguments = ["--model", "tiny-d2f", "--seconds", "0.5", "--repeat", "1", "--json", str(file)]
-    assert shared_cores.main([*arguments, "--busy", "sleep 600"]) == 0
-    found = json.loads(file.read_text())
-    printed = capsys.readouterr().out.splitlines()
-    for cores in ("alone", "shared"):
-        assert set(found[cores]) == set(shared_cores.WAYS)
-        for way, speeds in found[cores].items():
-            (line,) = (one for one in printed if one.startswith(f"| {cores} | {way} |"))
-            assert speeds[0] > 0 and f"| {speeds[0]:,.0f} |" in line
-    assert not [p for p in psutil.Process().children() if "sleep" in p.cmdline()]

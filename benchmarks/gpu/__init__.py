@@ -1,1 +1,1 @@
-"""Every measurement that needs a GPU, run one after another, kept, and shown as tables."""
+"""Measure everything that needs a GPU, one after another, and show it as tables."""

@@ -1,20 +1,19 @@
 """python -m benchmarks.gpu --output benchmarks/results/gpu/h100.json --minutes 9
 
-Every GPU measurement of the project on this machine's NVIDIA GPU, in this order:
+Run every GPU measurement of the project on this machine's NVIDIA GPU, in this order:
 
-    correctness  the kernels' tests and those marked `gpu`, natively; compute-sanitizer over some
-    decoding     matrix products of few rows; the kernels of a captured step, its time and its floor
-    kernels      attention, masked KL and confidence beside what PyTorch and others have
-    training     a step of LLaDA-8B's shape at 1,024 tokens, and at 4,096 with checkpointing
+    correctness  the kernels' tests and those marked `gpu`, natively
     decode_step  a decoding forward of LLaDA-8B's and Dream-7B's shapes against its floor
+    kernels      attention, loss and confidence beside what PyTorch and others have
+    training     a step of LLaDA-8B's shape at 1,024 tokens, and at 4,096 with checkpointing
     forward      the parts of a decoding forward of the bundled models
     compare      the bundled models beside each other, and beside vLLM with --vllm-python
 
-What is measured is in the file after every row. The same command goes on with it: what was measured
-on the same device with the same code and versions is not measured again, what failed is, at the
-end. With --minutes a measurement that would not be over in time is left for the next call, and one
-that takes longer than was thought is cut off; what it had written is kept. A warning that a kernel
-or a graph is not used stands beside every later figure, which is then one of the plain computation.
+The file is whole after every row. The same command goes on with it: what was measured on the same
+device with the same code and versions is not measured again; what failed is, at the end. With
+--minutes a measurement that would not be over in time is left for the next call, and one that takes
+longer than expected is cut off; what it had written is kept. A warning that a kernel or a graph is
+not used stands beside every later figure, which is then one of the plain computation.
 
 At the end come the tables for docs/gpu.md; --table prints those of a file, on any machine.
 """
@@ -22,61 +21,318 @@ At the end come the tables for docs/gpu.md; --table prints those of a file, on a
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import math
+import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.bring_up import MEASUREMENTS, PARTS
-from benchmarks.gpu.measured_tables import markdown
-from benchmarks.gpu.results_file import FAILED, ResultsFile, read_runs
+from benchmarks.gpu.results import (
+    CUT,
+    DONE,
+    FAILED,
+    NOT_RUN,
+    Results,
+    device_and_versions,
+    markdown,
+    read_runs,
+)
 from d2f.errors import InputError
-from decode.cli import Parser, command
+from d2f.files import make_folder
 
-USUAL = "python -m benchmarks.gpu"
+ROOT = Path(__file__).parents[2]
+CODE = ("triton_kernels", "d2f", "decode", "distill", "benchmarks", "tests")
+FALLBACK = re.compile(r"Warning: ((?:the Triton kernel|no CUDA graph).*)")
+KEPT = 6000  # characters of what a measurement printed, its end
+POLL, GRACE = 0.5, 5.0  # seconds between looks at its rows, and for ending by itself
+PARTS = ("correctness", "decode_step", "kernels", "training", "forward", "compare")
 
 
-@command(interrupted="interrupted; what was measured is in the file, the same command goes on")
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, or print what was measured; the exit status."""
-    began = time.monotonic()
-    parser = Parser(USUAL, description=__doc__, allow_abbrev=False)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of the results")
-    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="to stop within")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="everything at tiny sizes, with or without a GPU"
+@dataclass(frozen=True)
+class Measurement:
+    """A process that measures something and writes each row to the file that `--json` names.
+
+    command: a module of benchmarks with its arguments. small: those of a dry run; None where it
+    means something on a GPU alone, or another measurement runs the same module. seconds: a guess
+    for an H100, until it was measured. needs: modules without which it does not run.
+    """
+
+    part: str
+    name: str
+    seconds: int
+    command: str
+    small: str | None = None
+    needs: tuple[str, ...] = ()
+
+    def words(self, *, dry: bool) -> list[str]:
+        """The module and its arguments."""
+        module, *arguments = self.command.split()
+        return [module, *(self.small or "").split()] if dry else [module, *arguments]
+
+    def hindrance(self, *, cuda: bool, dry: bool) -> str:
+        """Why it does not run here, empty where it does."""
+        if self.small is None and not cuda:
+            return "needs a GPU"
+        if self.small is None and dry:
+            return "not for a dry run"
+        missing = [name for name in self.needs if not _is_installed(name)]
+        return f"needs {' and '.join(missing)}" if missing else ""
+
+
+def _is_installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+TESTS = ("pytest", "hypothesis")
+MEASUREMENTS = (
+    Measurement(
+        "correctness",
+        "kernels' tests",
+        120,
+        "benchmarks.gpu.native_tests kernels --jobs 12",
+        needs=TESTS,
+    ),
+    Measurement(
+        "correctness",
+        "tests marked gpu",
+        150,
+        "benchmarks.gpu.native_tests marked",
+        needs=TESTS,
+    ),
+    *(
+        Measurement(
+            "decode_step",
+            f"a decoding step of {shape}, {cached:,} cached",
+            75,
+            f"benchmarks.decode_step --shapes {shape} --rows 16 64 --cached {cached} --repeat 10",
+            "--shapes tiny --rows 4 --cached 16 --repeat 1" if i == 0 else None,
+        )
+        for i, (shape, cached) in enumerate(product(("LLaDA-8B", "Dream-7B"), (512, 4096)))
+    ),
+    Measurement(
+        "kernels",
+        "attention",
+        120,
+        "benchmarks.kernels attention --cached 512 4096 --lengths 1024 4096",
+        "attention --rows 4 --cached 16 --lengths 8 --repeat 1",
+    ),
+    Measurement(
+        "kernels",
+        "the distillation loss",
+        90,
+        "benchmarks.kernels loss --vocabularies 126464 --rows 512 4096",
+        "loss --rows 3 --vocabularies 300 --width 8 --repeat 1",
+    ),
+    Measurement(
+        "kernels",
+        "confidence",
+        30,
+        "benchmarks.kernels confidence --rows 16 64 --vocabularies 126464",
+        "confidence --rows 1 --vocabularies 300 --width 8 --repeat 1",
+    ),
+    Measurement(
+        "training",
+        "a training step of 1,024 tokens",
+        90,
+        "benchmarks.train_step --repeat 3",
+        "--shape tiny --length 64 --repeat 1 --ways ours",
+    ),
+    Measurement(
+        "training",
+        "a training step of 4,096 tokens",
+        90,
+        "benchmarks.train_step --repeat 3 --length 4096 --checkpointing --ways ours",
+    ),
+    *(
+        Measurement(
+            "forward",
+            f"parts of a forward of {model}",
+            60,
+            f"benchmarks.forward --model {model} --device cuda",
+            f"--model {model} --problems 1 --batch-sizes 1" if model == "tiny-d2f" else None,
+        )
+        for model in ("tiny-d2f", "tiny-ar")
+    ),
+    Measurement(
+        "compare",
+        "the bundled models compared",
+        400,
+        "benchmarks.gpu.compare_entries --output {beside}-compare-{code}",
+        "--output {beside}-compare-{code}",
+        needs=("httpx", "openai"),
+    ),
+)
+
+
+class Session:
+    """Run measurements into a file of results, until `deadline` (`time.monotonic`)."""
+
+    def __init__(self, results: Results, deadline: float, vllm_python: str | None = None):
+        self.results, self.deadline, self.vllm_python = results, deadline, vllm_python
+        self.dry, self.commit = results.facts["dry_run"], commit()
+        entries = results.measured.values()
+        self.warnings = list(dict.fromkeys(w for entry in entries for w in entry["warnings"]))
+
+    def run(self, measurements: Sequence[Measurement]) -> None:
+        """Measure what is missing and fits into the time: new ones, then those that failed."""
+        make_folder(self.results.path.parent)
+        measured, todo = self.results.measured, []
+        for found in measurements:
+            entry = measured.get(found.name)
+            if entry and entry["state"] == DONE and entry["command"] == self.words(found):
+                _say(found, f"measured on {entry['date']}, same device, code and versions")
+            else:
+                todo.append(found)
+        todo.sort(key=lambda m: measured.get(m.name, {}).get("state") == FAILED)
+        for found in todo:
+            seconds = self.results.seconds(found.name)
+            if seconds is None:
+                seconds = 0.0 if self.dry else found.seconds
+            left = max(0.0, self.deadline - time.monotonic())
+            cuda = self.results.facts["device"] != "cpu"
+            if why := found.hindrance(cuda=cuda, dry=self.dry):
+                _say(found, f"not run: {why}")
+                self._save(found, NOT_RUN, why)
+            elif seconds + GRACE > left:
+                _say(found, f"left for the next call: about {seconds:.0f} s, {left:.0f} are left")
+            else:
+                self.measure(found)
+
+    def words(self, found: Measurement) -> list[str]:
+        """The module of a measurement, and its arguments."""
+        words = found.words(dry=self.dry)
+        if found.part == "compare" and self.vllm_python:
+            words += ["--vllm-python", self.vllm_python]
+        beside = self.results.path.with_suffix("").resolve()
+        if beside.is_relative_to(ROOT):  # where it runs: no path of this machine in a report
+            beside = beside.relative_to(ROOT)
+        return [word.format(beside=beside, code=self.results.facts["code"]) for word in words]
+
+    def measure(self, found: Measurement) -> None:
+        """Run one measurement; keep every row as it comes."""
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            rows, log = Path(folder) / "found.json", Path(folder) / "log.txt"
+            command = [sys.executable, "-m", *self.words(found), "--json", str(rows)]
+
+            def save(state: str, why: str = "") -> None:
+                text = log.read_text(encoding="utf-8", errors="replace")
+                self.warnings += dict.fromkeys(
+                    w for w in FALLBACK.findall(text) if w not in self.warnings
+                )
+                written = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {}
+                took = time.monotonic() - began
+                self._save(found, state, why, took, written, text[-KEPT:])
+
+            status = run_until(command, self.deadline - GRACE, log, lambda: save(CUT))
+            if status is None:
+                save(CUT, "the time was over")
+            elif status:
+                save(FAILED, f"exit status {status}")
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                print("\n".join(f"    {line}" for line in lines[-25:]))
+            else:
+                save(DONE)
+        entry = self.results.measured[found.name]
+        why = f": {entry['why']}" if entry["why"] else ""
+        _say(found, f"{entry['state']}{why}, {time.monotonic() - began:.0f} s")
+        for warning in entry["warnings"]:
+            print(f"    warned of: {warning}")
+
+    def _save(
+        self,
+        measurement: Measurement,
+        state: str,
+        why: str,
+        seconds: float = 0.0,
+        found: dict[str, Any] | None = None,
+        output: str = "",
+    ) -> None:
+        entry = {
+            "state": state,
+            "why": why,
+            "command": self.words(measurement),
+            "date": date.today().isoformat(),
+            "commit": self.commit,
+            "seconds": round(seconds, 1),
+            "warnings": list(self.warnings),
+            "found": found or {},
+            "output": output,
+        }
+        self.results.save(measurement.name, entry)
+
+
+def run_until(command: Sequence[str], deadline: float, log: Path, look: Any) -> int | None:
+    """Run a command and return its exit status, None where it still ran at the deadline.
+
+    It is ended then, with the processes that it started. What it prints goes to `log`; `look` is
+    called while it runs.
+    """
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(POLL, left))
+                look()
+            return None
+        finally:
+            with suppress(ProcessLookupError):  # nothing of its group is left
+                os.killpg(process.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def code() -> str:
+    """Hash all Python files of this checkout, also where there is no git."""
+    total = hashlib.sha256()
+    for path in sorted(path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
+        total.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return total.hexdigest()[:12]
+
+
+def commit() -> str | None:
+    """The commit that is checked out, None without git or a repository."""
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
-    parser.add_argument(
-        "--table", nargs="+", type=Path, metavar="FILE", help="print the tables of these results"
-    )
-    options = parser.parse_args(arguments)
-    if options.table:
-        print(markdown([run for path in options.table for run in read_runs(path)]))
-        return 0
-    if options.output is None:
-        raise InputError("expected --output FILE for the results, or --table FILE to print some")
+    return done.stdout.strip() or None
 
-    from benchmarks.fresh_process import in_fresh_process
-    from benchmarks.gpu.machine import code, device_and_versions
-    from benchmarks.gpu.session import Session
 
-    facts = in_fresh_process(device_and_versions)
-    assert facts is not None
-    if facts["device"] == "cpu" and not options.dry_run:
-        raise InputError("expected an NVIDIA GPU, torch finds none (--dry-run does without)")
-    facts |= {"code": code(), "dry_run": options.dry_run}
-    results = ResultsFile(options.output, facts)
-    session = Session(results, began + 60 * options.minutes, options.vllm_python)
-    session.run([found for found in MEASUREMENTS if found.part in options.only])
-    print(f"\n{markdown(results.runs)}")
-    failed = [name for name, entry in results.measured.items() if entry["state"] == FAILED]
-    if failed:
-        print(f"error: failed, see above: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+def _say(found: Measurement, what: str) -> None:
+    print(f"{found.part}, {found.name}: {what}", flush=True)
 
 
 def _minutes(text: str) -> float:
@@ -84,6 +340,49 @@ def _minutes(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
     return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or print what was measured."""
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of the results")
+    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="to stop within")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
+    parser.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
+    parser.add_argument("--dry-run", action="store_true", help="everything at tiny sizes")
+    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print their tables")
+    options = parser.parse_args(arguments)
+    try:
+        if options.table:
+            print(markdown([run for path in options.table for run in read_runs(path)]))
+            return 0
+        if options.output is None:
+            raise InputError("expected --output FILE for the results, or --table FILE to print")
+        from benchmarks.common import in_fresh_process
+
+        facts = in_fresh_process(device_and_versions) or {}
+        if facts["device"] == "cpu" and not options.dry_run:
+            raise InputError("expected an NVIDIA GPU, torch finds none (--dry-run does without)")
+        results = Results(options.output, facts | {"code": code(), "dry_run": options.dry_run})
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    session = Session(results, began + 60 * options.minutes, options.vllm_python)
+    try:
+        session.run([found for found in MEASUREMENTS if found.part in options.only])
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"\n{markdown(results.runs)}")
+    failed = [name for name, entry in results.measured.items() if entry["state"] == FAILED]
+    if failed:
+        print(f"error: failed, see above: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

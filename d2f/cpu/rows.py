@@ -269,7 +269,7 @@ def _checked(answer: int) -> None:
 # (confidence.cpp), for compiled models in fp32.
 #
 # The plain computation, `triton_kernels.confidence.confidence_reference`, goes over the vocabulary
-# about ten times, this one twice (`python -m benchmarks.confidence` has both). Built, looked at and
+# about ten times, this one twice. Built, looked at and
 # left out as `d2f.cpu` says.
 
 

@@ -14,12 +14,12 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "masked_kl": "--rows 3 --vocabularies 300 --width 8 --repeat 1",
-    "confidence": "--rows 1 3 --vocabularies 300 --width 8 --repeat 1",
+    "kernels loss": "--rows 3 --vocabularies 300 --width 8 --repeat 1",
+    "kernels confidence": "--rows 1 3 --vocabularies 300 --width 8 --repeat 1",
     # in bf16, which is a GPU's: RoPE is in fp32 then, and attention gets two dtypes
     "decode_step": "--shapes tiny --rows 4 --cached 16 --repeat 1 --dtype bfloat16",
     "train_step": "--shape tiny --length 64 --repeat 1 --dtype bfloat16 --ways plain compiled",
-    "span_attention": "--rows 4 --cached 16 --lengths 8 --repeat 1",
+    "kernels attention": "--rows 4 --cached 16 --lengths 8 --repeat 1",
 }
 
 
@@ -36,7 +36,7 @@ def run(module: str, *arguments: str) -> str:
 @pytest.mark.parametrize("module", SMALL)
 def test_a_benchmark_writes_what_it_prints(module, tmp_path):
     path = tmp_path / "out.json"
-    out = run(module, *SMALL[module].split(), "--json", str(path))
+    out = run(*module.split(), *SMALL[module].split(), "--json", str(path))
     measured = json.loads(path.read_text())["measured"]
     assert measured and len(out.splitlines()) > len(measured) / 2
 
@@ -44,21 +44,21 @@ def test_a_benchmark_writes_what_it_prints(module, tmp_path):
 def test_calls_of_microseconds_take_turns_at_buffers_that_a_cache_does_not_hold(monkeypatch):
     import torch
 
-    from benchmarks import timing
+    from benchmarks import common
 
     seen: list[int] = []
-    timing.replayed_milliseconds(seen.append, 3, "cpu", repeat=2)
+    common.replayed_milliseconds(seen.append, 3, "cpu", repeat=2)
     assert seen == [0, 1, 2] * (3 + 2), "three times uncounted"
     properties = SimpleNamespace(L2_cache_size=50 << 20)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for size in (1 << 20, 9 << 20, 68 << 20, 1 << 30):
-        copies = timing.copies_beyond_cache(size, "cuda")
+        copies = common.copies_beyond_cache(size, "cuda")
         assert copies >= 3 and copies * size > 4 * properties.L2_cache_size
 
 
 def test_flash_attention_stands_where_there_is_no_mask(tmp_path):
     path = tmp_path / "out.json"
-    run("span_attention", *SMALL["span_attention"].split(), "--json", str(path))
+    run("kernels", "attention", *SMALL["kernels attention"].split(), "--json", str(path))
     rows = json.loads(path.read_text())["measured"]
     assert [row["what"] for row in rows if "flash" in row] == ["decoding", "bidirectional"] * 2
     assert all(row["blocks"] == 1 for row in rows if row["what"] == "decoding" and "flash" in row)
@@ -119,7 +119,7 @@ def test_the_interpreter_is_refused_where_kernels_are_to_be_compiled(monkeypatch
 
 def test_what_is_measured_stays_if_a_later_row_fails(tmp_path, monkeypatch):
     """Of a benchmark that is cut off, the JSON has the rows before."""
-    from benchmarks import confidence, masked_kl, span_attention
+    from benchmarks import kernels
 
     done = []
 
@@ -132,26 +132,26 @@ def test_what_is_measured_stays_if_a_later_row_fails(tmp_path, monkeypatch):
     def fresh(*arguments):
         return {"ms": measure(), "peak_mib": 1.0}
 
-    for module, name, small in [
-        (span_attention, "replayed_milliseconds", "--rows 4 --cached 16 --lengths 8"),
-        (confidence, "replayed_milliseconds", "--rows 1 2 3 --vocabularies 300 --width 8"),
-        (masked_kl, "in_fresh_process", "--rows 3 5 --vocabularies 300 400 --width 8"),
+    for kernel, name, small in [
+        ("attention", "replayed_milliseconds", "--rows 4 --cached 16 --lengths 8"),
+        ("confidence", "replayed_milliseconds", "--rows 1 2 3 --vocabularies 300 --width 8"),
+        ("loss", "in_fresh_process", "--rows 3 5 --vocabularies 300 400 --width 8"),
     ]:
         done.clear()
-        monkeypatch.setattr(module, name, fresh if module is masked_kl else measure)
+        monkeypatch.setattr(kernels, name, fresh if kernel == "loss" else measure)
         path = tmp_path / "out.json"
         with pytest.raises(RuntimeError, match="out of time"):
-            module.main([*small.split(), "--json", str(path)])
+            kernels.main([kernel, *small.split(), "--json", str(path)])
         written = json.loads(path.read_text())
         path.unlink()
-        assert written["device"] and written["measured"], module.__name__
+        assert written["device"] and written["measured"], kernel
 
 
 def test_the_plain_training_step_has_the_gradient_of_ours(monkeypatch):
     """What the benchmark compares does one and the same."""
     import torch
 
-    from benchmarks.shapes import build
+    from benchmarks.common import build
     from benchmarks.train_step import draw, ours, plain
     from d2f.adapters import new_lora
 

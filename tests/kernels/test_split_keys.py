@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import decode
-from benchmarks.span_attention import decoding_spans
+from benchmarks.kernels import decoding_spans
 from d2f.convert import build
 from d2f.model import DiffusionModel
 from tests.tiny import tokenizer

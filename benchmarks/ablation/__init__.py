@@ -1,1 +1,0 @@
-"""Ablations of a training: variants of one configuration, several seeds each, measured alike."""

@@ -1,1 +1,0 @@
-"""Tables of papers, measured again: a table is a YAML file here, with the figures published."""
