@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from benchmarks.ablation.ablation_config import read_ablation
+
 from d2f.errors import InputError
 from decode import Block, Static
 from decode.compare.config import read_config as read_comparison

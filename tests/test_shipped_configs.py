@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from benchmarks.ablation.ablation_config import read_ablation
 from ray.serve.schema import ServeDeploySchema
 
-from benchmarks.ablation.ablation_config import read_ablation
 from d2f import shipped
 from d2f.errors import InputError
 from d2f.models import resolve

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.ablation.ablation_config import read_ablation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ablation.ablation_config import read_ablation
 from d2f.config import read_mapping
 from d2f.errors import LONGEST, InputError, brief, one_line
 from decode.cli import DecoderSettings, split
