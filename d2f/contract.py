@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from d2f.checkpoint import read_object
 from d2f.errors import CheckpointError
 
 FILE_NAME = "d2f_contract.json"
@@ -55,6 +54,8 @@ class Contract:
     @staticmethod
     def load(folder: Path) -> Contract | None:
         """The contract in `folder`, or None where there is none. Raises CheckpointError."""
+        from d2f.checkpoint import read_object  # loads torch
+
         path = folder / FILE_NAME
         if not path.is_file():
             return None

@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from d2f.errors import InputError, repr_of
+
+if TYPE_CHECKING:
+    import torch
 
 # How many processors this process may compute on; imports no torch.
 
@@ -75,12 +78,12 @@ def _read(path: Path) -> str | None:
 
 
 _DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
 }
 
 
@@ -89,6 +92,8 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 
     Raises InputError for a name that is none, and for a device that this machine does not have.
     """
+    import torch
+
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -105,12 +110,16 @@ def parse_device(device: torch.device | str | None) -> torch.device:
 def as_current(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Within it `device` is this thread's current GPU, where it is one: Triton starts its kernels
     there, wherever their tensors are."""
+    import torch
+
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """A torch dtype from its name; None is fp32 on a CPU and bf16 elsewhere, ``auto`` bf16 wherever
     it is fast: also on a CPU with AMX or AVX512-BF16. On others products in bf16 are emulated."""
+    import torch
+
     if dtype == "auto" and device.type == "cpu" and _has_fast_bf16():
         return torch.bfloat16
     if dtype in (None, "auto"):
@@ -119,7 +128,8 @@ def parse_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.
         return dtype
     if dtype not in _DTYPES:
         raise InputError(f"dtype must be one of {sorted(['auto', *_DTYPES])}, got {dtype!r}")
-    return _DTYPES[dtype]
+    found: torch.dtype = getattr(torch, _DTYPES[dtype])
+    return found
 
 
 def parse_threads(threads: int | str | None) -> int:
@@ -129,6 +139,8 @@ def parse_threads(threads: int | str | None) -> int:
     torch is set to (OMP_NUM_THREADS). Where other programs keep all of these processors busy, it is
     one: threads that wait for each other at every loop would be far slower than it.
     """
+    import torch
+
     if isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= MOST_THREADS:
         return threads
     if threads not in (None, "auto"):
@@ -155,10 +167,14 @@ def busy() -> bool:
 
 
 def _has_fast_bf16() -> bool:
+    import torch
+
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def _available() -> str:
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu" + "".join(f", cuda:{i}" for i in range(count))
 

@@ -19,13 +19,13 @@ several sequences in one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from triton_kernels.span_attention import MAX_SPANS as MAX_SPANS
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Spans made on the host, in numpy: the one place where a decoder's step and a training mask get
 # theirs (`d2f.spans` has the latter as tensors). Importing it does not import torch.
@@ -170,7 +170,9 @@ def widen(spans: Tensor, k: int) -> Tensor:
     have = spans.shape[-2]
     if have > k:
         raise ValueError(f"spans have {have} ranges a query, which does not fit in {k}")
-    return torch.nn.functional.pad(spans, (0, 0, 0, k - have))
+    from torch.nn.functional import pad
+
+    return pad(spans, (0, 0, 0, k - have))
 
 
 def pack(parts: Sequence[Tensor], length: int) -> Tensor:
@@ -183,6 +185,8 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
         position    0       1       2       3       4       5
         span        [0, 2)  [0, 2)  [2, 3)  [2, 4)  [2, 5)  [0, 0)
     """
+    import torch
+
     k = max((part.shape[-2] for part in parts), default=1)
     rows, offset = [], 0
     for part in parts:
@@ -196,4 +200,6 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _tensor(spans: Ints) -> Tensor:
+    import torch
+
     return torch.from_numpy(spans).to(torch.int32)

@@ -6,7 +6,6 @@ options, docs/batch.md says what comes out; the parts are in decode/batching.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -15,17 +14,26 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import TypeAdapter
+from tyro.conf import arg
 
 from d2f.data import BadRecord, JsonLines, Source, Table, open_records
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
-from d2f.model import DiffusionModel
 from d2f.quiet import quiet
-from decode.cli import command, followed, say
-from decode.cli import parse_batch_flags as parse
+from decode import cli
+from decode.cli import (
+    DecoderOptions,
+    ModelOptions,
+    Switch,
+    WorkerOptions,
+    check_least,
+    command,
+    followed,
+    say,
+)
 from decode.decoders import Decoder
 from decode.display import ShownProgress, standard_output
 from decode.engine.prompts import Prompt, checked
@@ -35,10 +43,61 @@ from decode.step import Result
 from decode.workers import chunk_size
 
 if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
     from decode.workers import Crew
 
 
-def run(options: argparse.Namespace) -> None:
+@dataclass(kw_only=True)
+class InputOptions:
+    """Rows to answer."""
+
+    input: Annotated[str, arg(metavar="FILE")]
+    """rows: JSONL, parquet (by its ending), or a data set, which is a folder of save_to_disk or a
+    hub name"""
+    split: Annotated[str | None, arg(metavar="NAME")] = None
+    """of a data set (default: train)"""
+    dataset_config: Annotated[str | None, arg(metavar="NAME")] = None
+    """of a data set that has several"""
+    column: Annotated[str | None, arg(metavar="NAME")] = None
+    """what is asked: text, chat messages or token ids (default: the first of messages, prompt,
+    question and ids that a row has)"""
+    raw: Switch = False
+    """take text prompts as they are, without the chat template"""
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """How it runs, and what it writes."""
+
+    output: Annotated[str, arg(metavar="DIR")]
+    """folder for the answers; one of another run is refused"""
+    batch_size: Annotated[int, arg(metavar="N")] = 32
+    """rows that each worker decodes together, at least 1; the tokens do not depend on it"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, batch_size=1)
+
+
+@dataclass(kw_only=True)
+class Options(ModelOptions, InputOptions, DecoderOptions, OutputOptions, WorkerOptions):
+    """Answer every row of a file or data set: a folder with one file of the input's kind, in its
+    order, each row with its own fields and text, tokens, forwards and finish_reason.
+
+    The same command again goes on where it stopped. docs/batch.md says what a row may be and what
+    the folder holds.
+
+    Exit status: 0 done; 2 bad input, found before any work, or no row could be answered; 130
+    interrupted, what is answered stays and the same command goes on.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    return cli.parse(Options, arguments, usual="python -m decode.batch")
+
+
+def run(options: Options) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
     from decode.cli import check_options, outline, read_settings
@@ -72,7 +131,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def describe(
-    options: argparse.Namespace,
+    options: Options,
     model: DiffusionModel,
     weights: str,
     decoder: Decoder,
@@ -93,7 +152,7 @@ def describe(
 
 
 def _answer(
-    options: argparse.Namespace,
+    options: Options,
     crew: Crew,
     ledger: BatchLedger,
     source: Source,
@@ -137,9 +196,7 @@ def _say_what_is_there(ledger: BatchLedger, source: Source, folder: Path) -> Non
         raise InputError(f"none of the {len(bad)} rows could be answered")
 
 
-@command(
-    interrupted="interrupted; what is answered stays, the same command goes on", goes_on_unread=True
-)
+@command(interrupted="interrupted; what is answered stays, the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

@@ -13,7 +13,6 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
 
 from d2f.errors import one_line
 from decode.jobs import PromptJob, Record, numbers, plain_line, shown_text, verdict
@@ -21,6 +20,7 @@ from decode.step import Event
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
 
 # The running requests on a terminal of any size: what is being decoded stays in view, and what

@@ -7,7 +7,6 @@ are in decode/evaluation.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -18,18 +17,28 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from tyro.conf import arg
 
 from d2f.errors import InputError, OutputError
 from d2f.files import locked, write_beside
-from d2f.model import DiffusionModel
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, find_task
+from decode import cli
 from decode.api import generate
-from decode.cli import command, followed, say
-from decode.cli import parse_evaluation_flags as parse
+from decode.cli import (
+    DecoderOptions,
+    ModelOptions,
+    TaskOptions,
+    WorkerOptions,
+    check_least,
+    check_samples,
+    command,
+    followed,
+    say,
+)
 from decode.decoders import Decoder
 from decode.display import ShownProgress, Silent, standard_output
 from decode.jobs import Output, PromptJob, Record, draw_problems, encode_problems, task_sources
@@ -39,10 +48,89 @@ from decode.report import Measurements, wilson
 from decode.step import Event, Result, p_cache_of
 from decode.workers import Crew, OneWorker
 
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+
 ANSWERS = "answers.jsonl"  # of the folder of --output
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+@dataclass(kw_only=True)
+class ProblemOptions:
+    """Which problems, and how often."""
+
+    split: Literal["tuning", "heldout", "all"] = "heldout"
+    """which problems; all: every row of a task's data, also those that tuning may see"""
+    problems: Annotated[int | None, arg(metavar="N")] = None
+    """of each task, at least 1 (default: 500 generated ones, of data all that there are)"""
+    samples: Annotated[int, arg(metavar="N")] = 1
+    """answers a problem, each with a seed of its own: several need a --temperature"""
+    pass_at: Annotated[str, arg(metavar="LIST")] = ""
+    """1,10: the chance that one of so many samples is right, from --samples that are at least as
+    many (the unbiased estimator of the HumanEval paper)"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, problems=1)
+        check_samples("--samples", self.samples)
+        _ = self.passes
+
+    @property
+    def passes(self) -> list[int]:
+        """The numbers of --pass-at."""
+        try:
+            found = [int(part) for part in self.pass_at.split(",")] if self.pass_at else []
+        except ValueError:
+            found = [0]
+        if len(set(found)) < len(found) or not all(1 <= k <= self.samples for k in found):
+            raise InputError(
+                f"--pass-at must be whole numbers from 1 to --samples {self.samples}, each once, "
+                f"as 1,10: got {self.pass_at!r}"
+            )
+        return found
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """How it runs, and what it writes."""
+
+    batch_size: Annotated[int, arg(metavar="N")] = 32
+    """problems decoded together, at least 1; the tokens do not depend on it"""
+    output: Annotated[str | None, arg(metavar="DIR")] = None
+    """folder for answers.jsonl (every answer as it comes; the same command again goes on where it
+    stopped) and report.json"""
+    json: Annotated[Path | None, arg(metavar="FILE")] = None
+    """file for the numbers alone"""
+    judge_jobs: Annotated[int | None, arg(metavar="N")] = None
+    """processes of the judges python and math, each for a response, at least 1; the verdicts do not
+    depend on it (default: a core each, 8 at most)"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, batch_size=1, judge_jobs=1)
+
+
+@dataclass(kw_only=True)
+class Options(
+    ModelOptions, TaskOptions, ProblemOptions, DecoderOptions, OutputOptions, WorkerOptions
+):
+    """Decode problems of tasks with one model and one decoder, and say for each task: accuracy with
+    its 95 % interval, forwards, visible tokens (before the first end token) and tokens per forward;
+    of several samples a problem pass@k and the majority vote too.
+
+    The tasks are the tiny ones, task files, or a file or data set of your own with a judge: --tasks
+    gsm8k, --tasks my_task.yaml, or --data problems.jsonl --judge numeric.
+
+    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
+    work; 130 interrupted, the answers in --output stay and the same command goes on.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    return cli.parse(Options, arguments, usual="python -m decode.evaluate")
+
+
+def run(options: Options) -> dict[str, Any]:
     """The report that the command line asks for: settings, environment and what was measured
     of each task. Raises InputError before any decoding, NonFiniteLogitsError."""
     if options.output is None:
@@ -53,7 +141,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
+def _run(options: Options, folder: Path | None) -> dict[str, Any]:
     from decode.workers import workers
 
     given, jobs = _jobs(options, folder)
@@ -63,7 +151,7 @@ def _run(options: argparse.Namespace, folder: Path | None) -> dict[str, Any]:
 
 
 def _measure(
-    options: argparse.Namespace,
+    options: Options,
     crew: Crew,
     given: dict[str, Any],
     jobs: dict[str, list[PromptJob]],
@@ -86,7 +174,7 @@ def _measure(
     measured = []
     judges = JudgePool(options.judge_jobs or default_jobs())
     with ShownProgress(standard_output(), "answers") as shown, judges, output or nullcontext():
-        for task in options.tasks:
+        for task in options.chosen:
             measured.append(
                 evaluate_jobs(
                     crew,
@@ -95,7 +183,7 @@ def _measure(
                     split=options.split,
                     batch_size=options.batch_size,
                     samples=options.samples,
-                    pass_at=options.pass_at,
+                    pass_at=options.passes,
                     output=output,
                     shown=shown,
                     judges=judges,
@@ -115,7 +203,7 @@ def _measure(
 
 
 def _about(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Of a loaded model: what decides the run, what it is measured on, what to doubt."""
     from decode.report import doubt_of, environment
@@ -125,7 +213,7 @@ def _about(
 
 
 def _jobs(
-    options: argparse.Namespace, folder: Path | None
+    options: Options, folder: Path | None
 ) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
     """The decoder options that were given, and what is decoded of each task. From the cheapest
     check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
@@ -134,13 +222,13 @@ def _jobs(
 
     settings = read_settings(options)
     length = settings.given.get("max_new_tokens")
-    settings.check([length or task.response_length for task in options.tasks])
+    settings.check([length or task.response_length for task in options.chosen])
     check_options(options)
     sources = {
         task.name: task_sources(
             task, draw_problems(task, options.split, options.problems or task.default_count)
         )
-        for task in options.tasks
+        for task in options.chosen
     }
     shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
     jobs = {
@@ -155,25 +243,25 @@ def _jobs(
 
 
 def describe(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> dict[str, Any]:
     """What decides a run's answers and verdicts."""
     from decode.jobs import header
 
     return {
         **header(options, model, weights, jobs),
-        "tasks": {task.name: task.identity for task in options.tasks},
+        "tasks": {task.name: task.identity for task in options.chosen},
         "split": options.split,
         "samples": options.samples,
     }
 
 
-def _give_notices(options: argparse.Namespace, jobs: dict[str, list[PromptJob]]) -> None:
+def _give_notices(options: Options, jobs: dict[str, list[PromptJob]]) -> None:
     """What the user should know before it starts, on standard error."""
     from decode.jobs import give_notices
 
-    give_notices(options.tasks)
-    for task in options.tasks:
+    give_notices(options.chosen)
+    for task in options.chosen:
         kept = task.kept_back(options.split)
         if kept and options.problems is None:
             count = len(jobs[task.name]) // options.samples
@@ -195,7 +283,6 @@ def _keep(report: dict[str, Any], path: Path) -> None:
 
 @command(
     interrupted="interrupted; the answers in an --output stay, the same command goes on",
-    goes_on_unread=True,
 )
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""

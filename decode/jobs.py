@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -11,22 +10,24 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from d2f import __version__
-from d2f.checkpoint import parse
 from d2f.errors import InputError, one_line
 from d2f.files import write_beside
-from d2f.model import DiffusionModel
 from d2f.tasks import Problem, Task
-from decode.cli import DEFAULT_PROBLEMS, DecoderSettings, check_least, chosen_tasks, say
+from decode.cli import DecoderSettings, say
 from decode.decoders import Decoder, qualified_name
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
-from decode.engine.prompts import check, encode, fitted
 from decode.ledger import Ledger, check_place
 from decode.step import Event, Result
 
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+
 # Problems of tasks as prompts.
+
+DEFAULT_PROBLEMS = 2
 
 
 def draw_problems(
@@ -54,6 +55,8 @@ def encode_problems(
 ) -> list[list[int]]:
     """The prompts' ids; no weights are needed for it. of: said after a problem's number. Raises
     InputError for the first that the decoder cannot decode."""
+    from decode.engine.prompts import check, encode
+
     found = []
     for number, problem in enumerate(problems, 1):
         where = f"{problem.task} {number}{of}"
@@ -94,21 +97,18 @@ class PromptJob:
     decoder: Decoder
 
 
-def read_sources(options: argparse.Namespace) -> list[Source]:
+def read_sources(options: Any) -> list[Source]:
     """The prompts or held-out problems of a command line. Raises InputError."""
     if options.prompt is not None:
-        if not options.prompt:
-            raise InputError("--prompt is empty: expected at least one token")
         source = Source("prompt", "--prompt", options.prompt)
         _check_text(source)
         return [source]
     if options.prompts_file is not None:
         return read_prompts(options.prompts_file)
-    check_least(options, problems=1)
     count = DEFAULT_PROBLEMS if options.problems is None else options.problems
     return [
         source
-        for task in chosen_tasks(options)
+        for task in options.chosen
         for source in task_sources(task, draw_problems(task, "heldout", count))
     ]
 
@@ -157,7 +157,7 @@ def read_prompts(path: str) -> list[Source]:
 
 def _read_line(line: str, number: int, where: str) -> Source:
     try:
-        values = parse(line)
+        values = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}") from error
     if not isinstance(values, dict) or sum(kind in values for kind in _KINDS) != 1:
@@ -224,6 +224,8 @@ def make_jobs(
 
     Raises InputError for the first prompt that cannot be decoded.
     """
+    from decode.engine.prompts import check, encode, fitted
+
     jobs = []
     for place, source in enumerate(sources):
         # Text that a task gives is the whole prompt: it said itself whether it wants a template.
@@ -267,7 +269,7 @@ def prompts_hash(jobs: list[PromptJob]) -> str:
 
 
 def header(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Any, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> dict[str, Any]:
     """What decides a run's results: the resolved settings, and the hashes of weights and prompts.
     max_new_tokens and stop of the decoder are null where they differ between prompts."""
@@ -285,9 +287,7 @@ def header(
     }
 
 
-def model_header(
-    options: argparse.Namespace, model: DiffusionModel, weights: str
-) -> dict[str, Any]:
+def model_header(options: Any, model: DiffusionModel, weights: str) -> dict[str, Any]:
     """What decides a run's results of its model."""
     return {
         "version": __version__,

@@ -49,13 +49,13 @@ from tqdm import tqdm
 
 import d2f
 from d2f import chat, spans
-from d2f.command import CommandParser, program
+from d2f.command import program
 from d2f.config import read_mapping
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
 from d2f.tasks import Problem, check, make_problems
 from decode.api import DEFAULT_BATCH_SIZE, stream
-from decode.cli import DecoderSettings, command, load, outline, weights_hash
+from decode.cli import DecoderSettings, ModelOptions, command, load, outline, weights_hash
 from decode.decoders import Decoder
 from decode.decoders.base import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given in (["-h"], ["--help"]):
         usual = "python -m decode.lm_eval"
-        CommandParser(usual, description=__doc__, usage=f"{program(usual)} ...").print_help()
+        print((__doc__ or "").replace(usual, program(usual)).strip())
         return
     if find_spec("lm_eval") is None:
         raise InputError(
@@ -718,11 +718,17 @@ class D2FLM(HarnessText):
         if loaded is not None:
             self.model, self.weights = loaded, weights_hash(loaded)
         else:
-            wanted = Namespace(
-                model=pretrained, adapter=adapter, family=family, dtype=dtype, quantize=quantize,
-                merge=merge, compile=compile, device=self.processes.device(device), verbose=False,
-                tensor_parallel=1, threads=threads,
-            )  # fmt: skip
+            wanted = ModelOptions(
+                model=str(pretrained),
+                adapter=adapter,
+                family=family,
+                dtype=dtype,  # type: ignore[arg-type]
+                quantize=quantize,  # type: ignore[arg-type]
+                merge=merge,
+                compile=compile,
+                device=self.processes.device(device),
+                threads=threads,  # type: ignore[arg-type]
+            )
             self.model, self.weights = load(wanted)
         self._device = self.model.device
         self.tokenizer = self.model.tokenizer

@@ -12,17 +12,18 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2f.errors import InputError, NonFiniteLogitsError
-from d2f.model import DiffusionModel
 from d2f.tasks import Problem, Task
-from decode.api import stream
 from decode.decoders import Decoder
 from decode.display import Silent
 from decode.jobs import Output, PromptJob, Record, Trace, make_record
 from decode.step import Event, Result
 from decode.workers import Crew, OneWorker, chunk_size, cores_here
+
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
 
 # Judging in processes of its own, several responses at a time.
 #
@@ -197,6 +198,8 @@ def decode(
     if not isinstance(crew, OneWorker):
         timed = watch.over_workers(_spread(crew, jobs, batch_size))
     else:
+        from decode.api import stream
+
         prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
         # All prompts and decoders are checked here; nothing is decoded before the first event is
         # asked for.
@@ -269,6 +272,8 @@ def results(
     model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
 ) -> Iterator[tuple[Key, Result]]:
     """The result of each prompt, by its key, as it is done; one that failed has its error."""
+    from decode.api import stream
+
     given = list(items)
     ids, decoders = [ids for _, (ids, _) in given], [decoder for _, (_, decoder) in given]
     for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
@@ -278,6 +283,8 @@ def results(
 
 def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
     """The first forwards of a job, not timed: they pay for what is done only once."""
+    from decode.api import stream
+
     try:
         for _ in islice(stream(model, [job.ids], job.decoder), WARM_UP_FORWARDS):
             pass

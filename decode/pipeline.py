@@ -6,19 +6,30 @@ and how fast it was. `--help` lists the options; the parts are in decode/command
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import command, followed, parse, say
-from decode.display import is_live, standard_output
-from decode.ledger import check_place, refuse_early
+from decode import cli
+from decode.cli import (
+    DecoderOptions,
+    ModelOptions,
+    Switch,
+    TaskOptions,
+    check_least,
+    check_samples,
+    command,
+    followed,
+    say,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +37,81 @@ if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.display import Silent
     from decode.jobs import Output, PromptJob, Record
+
+
+@dataclass(kw_only=True)
+class PromptOptions:
+    """What to decode, by default held-out problems."""
+
+    prompt: Annotated[str | None, arg(metavar="TEXT")] = None
+    """one user message, through the tokenizer's chat template"""
+    prompts_file: Annotated[str | None, arg(metavar="FILE")] = None
+    """JSONL, - for standard input: a line has one of prompt (text), messages (role and content) or
+    ids (token ids), and may have an id (default: its line number)"""
+    raw: Switch = False
+    """take text prompts as they are, without the chat template"""
+    problems: Annotated[int | None, arg(metavar="N")] = None
+    """held-out problems a task, at least 1 (default: 2)"""
+    n: Annotated[int, arg(metavar="N")] = 1
+    """answers a prompt, at least 1, each with a seed of its own; their ids are ID#1, ID#2, ..."""
+
+    def check(self) -> None:
+        """Raise InputError for flags that do not go together."""
+        prompts = self.prompt is not None or self.prompts_file is not None
+        if self.prompt is not None and self.prompts_file is not None:
+            raise InputError("--prompt and --prompts-file exclude each other: expected one")
+        for name in ("tasks", "data", "problems"):
+            if prompts and getattr(self, name) is not None:
+                raise InputError(f"--{name} is for held-out problems, not for prompts of your own")
+        if self.raw and not prompts:
+            raise InputError("--raw needs --prompt or --prompts-file")
+        if self.prompt == "":
+            raise InputError("--prompt is empty: expected at least one token")
+        check_least(self, problems=1)
+        check_samples("--n", self.n)
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """How it runs, and what it writes."""
+
+    batch_size: Annotated[int, arg(metavar="N")] = 1
+    """prompts decoded together, at least 1; the tokens do not depend on it"""
+    output: Annotated[str | None, arg(metavar="FILE")] = None
+    """JSONL: the run's settings, then a line a result as it comes; the same command again goes on
+    where it stopped"""
+    trace: Annotated[str | None, arg(metavar="FILE")] = None
+    """JSON of every forward: rows fed, block states, tokens, confidences"""
+    pause: Annotated[float | None, arg(metavar="SECONDS")] = None
+    """how long each forward stays on the screen, in a terminal and one prompt at a time; not
+    counted in any time (default: 0.05 at first, then less and less, 3 seconds in all)"""
+    quiet: Switch = False
+    """only the totals; with --prompt only the response"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, batch_size=1)
+        if self.pause is not None and not 0 <= self.pause <= 60:
+            raise InputError(f"--pause must lie in [0, 60] seconds, got {self.pause}")
+
+
+@dataclass(kw_only=True)
+class Options(ModelOptions, PromptOptions, TaskOptions, DecoderOptions, OutputOptions):
+    """Decode a few held-out problems with the bundled D2F model and show the pipeline live in a
+    terminal: the state of each block, its tokens as they appear.
+
+    For each problem it then says whether the answer is right, visible tokens per second, forwards
+    (calls of the model) and tokens per forward. Where standard output is not a terminal it prints
+    plain lines.
+
+    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
+    work, with nothing written; 130 interrupted, the output lines written so far stay.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    return cli.parse(Options, arguments, usual="python -m decode.pipeline")
 
 
 @command(interrupted="interrupted; an --output keeps its lines, the same command goes on")
@@ -36,17 +122,20 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         run(options, console)
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> None:
+def run(options: Options, console: Console | None = None) -> None:
     """Decode what the options say. Raises InputError before any work, RankError."""
     if followed(options):
         return
+    from decode.display import standard_output
+    from decode.ledger import check_place
+
     _check_paths(options)
     if options.output is not None:
         check_place(Path(options.output))
     _run(options, console or standard_output())
 
 
-def _run(options: argparse.Namespace, console: Console) -> None:
+def _run(options: Options, console: Console) -> None:
     with _waiting(options, console):
         from decode.cli import check_options, load, outline, read_settings
         from decode.jobs import (
@@ -59,6 +148,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
             read_sources,
             refuse_equal_samples,
         )
+        from decode.ledger import refuse_early
         from decode.loop import decode
         from decode.workers import OneWorker
 
@@ -101,7 +191,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _give_notices(
-    options: argparse.Namespace, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
+    options: Options, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
 ) -> None:
     """What the user should know before it starts, on standard error."""
     from decode.report import doubt_of
@@ -120,7 +210,7 @@ def _give_notices(
 
 
 def _report(
-    options: argparse.Namespace,
+    options: Options,
     console: Console,
     model: DiffusionModel,
     records: list[Record],
@@ -153,10 +243,8 @@ def _report(
         print(line, file=console.file)
 
 
-def _display(
-    options: argparse.Namespace, console: Console, model: DiffusionModel, total: int
-) -> Silent:
-    from decode.display import LiveDisplay, Plain, Silent
+def _display(options: Options, console: Console, model: DiffusionModel, total: int) -> Silent:
+    from decode.display import LiveDisplay, Plain, Silent, is_live
 
     if options.quiet:
         return Silent()
@@ -167,16 +255,19 @@ def _display(
     return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
 
 
-def _waiting(options: argparse.Namespace, console: Console) -> AbstractContextManager[object]:
+def _waiting(options: Options, console: Console) -> AbstractContextManager[object]:
     """Says in a terminal that the model is being loaded."""
+    from rich.text import Text
+
+    from decode.display import is_live
+
     if options.quiet or not is_live(console):
         return nullcontext()
-    from rich.text import Text
 
     return console.status(Text(f"loading {options.model}"))
 
 
-def _check_paths(options: argparse.Namespace) -> None:
+def _check_paths(options: Options) -> None:
     """Raise InputError where two options name one file."""
     seen: dict[str, str] = {}
     for name in ("config", "prompts_file", "output", "trace"):

@@ -6,25 +6,24 @@ of each open block: what training with `noise.schedule: pipeline` and `noise.sta
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+from tyro.conf import Suppress
+
+from d2f import command as command_line
 from d2f.errors import InputError
 from d2f.files import locked_file, make_folder
 from d2f.quiet import quiet
 from decode.cli import (
-    Parser,
-    add_flags,
-    add_model,
-    add_tasks,
-    add_verbose,
+    OneProcessModel,
+    TaskOptions,
     check_least,
-    chosen_tasks,
     command,
-    given_options,
+    decoder_flags,
 )
 from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f import D2F
@@ -55,47 +54,68 @@ def _ratio(block: BlockView) -> float:
     return block.tokens.count(None) / len(block.tokens)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser("python -m decode.record_states", description=__doc__, allow_abbrev=False)
-    add_model(parser)
-    add_tasks(parser)
-    parser.add_argument("--problems", type=int, default=64, help="of each task (default 64)")
-    parser.add_argument("--split", default="train", choices=("train", "tuning", "heldout"))
-    parser.add_argument("--seed", type=int, default=0, help="of the problems")
-    parser.add_argument(
-        "--block-sizes", help="as 4,8: states of each (default: the one the model was trained with)"
-    )
-    parser.add_argument("--batch-size", type=int, default=32)
-    decoder = parser.add_argument_group("pipeline")
-    add_flags(decoder, [D2F], ("tau_add", "tau_act", "tau_conf"))
-    parser.add_argument("--output", type=Path, required=True, help="file for the states")
-    add_verbose(parser)
-    return parser
+@dataclass(kw_only=True)
+class RecordOptions:
+    """What is recorded."""
+
+    problems: int = 64
+    """of each task"""
+    split: Literal["train", "tuning", "heldout"] = "train"
+    """whose problems"""
+    seed: int = 0
+    """of the problems"""
+    block_sizes: str | None = None
+    """as 4,8: states of each (default: the one the model was trained with)"""
+    batch_size: int = 32
+    """problems decoded together"""
+    output: Path
+    """file for the states"""
+    given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of --block-sizes."""
+        text = self.block_sizes
+        try:
+            sizes = [int(part) for part in text.split(",")] if text else []
+        except ValueError as error:
+            raise InputError(f"--block-sizes must be as 4,8, got {text!r}") from error
+        if len(set(sizes)) < len(sizes):
+            raise InputError(f"--block-sizes must have each size once, got {text!r}")
+        return sizes
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, problems=1, batch_size=1, seed=0)
+        _ = self.sizes
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line as a namespace; `tasks` and `block_sizes` are lists. Raises InputError,
-    SystemExit after --help."""
-    options = _parser().parse_args(arguments)
-    options.tasks = chosen_tasks(options)
-    check_least(options, problems=1, batch_size=1, seed=0)
-    options.block_sizes = _sizes(options.block_sizes)
-    return options
+@dataclass(kw_only=True)
+class Options(OneProcessModel, TaskOptions, RecordOptions):
+    """Decode problems of tasks with D2F's pipeline and record, at each forward, the mask ratio of
+    each open block: what training with `noise.schedule: pipeline` and `noise.states` draws from.
+    """
 
 
-def run(options: argparse.Namespace) -> None:
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    more = {RecordOptions: decoder_flags([D2F], ("tau_add", "tau_act", "tau_conf"))}
+    return command_line.parse(Options, arguments, usual="python -m decode.record_states", more=more)
+
+
+def run(options: Options) -> None:
     """Record what the command line asks for."""
     from d2f.noise import PipelineStates
     from decode.cli import check_options, load, outline
     from decode.jobs import draw_problems, encode_problems
 
-    given = given_options(options)
+    given = options.given
     check_options(options)
     shape = outline(options.model, options.adapter)
-    sizes = options.block_sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
+    sizes = options.sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
     work = []
     for size in sizes:
-        for task in options.tasks:
+        for task in options.chosen:
             decoder = D2F(block_size=size, max_new_tokens=task.response_length, **given)
             # All sizes and tasks are checked before the weights are read.
             decoder.check(shape.contract)
@@ -109,25 +129,14 @@ def run(options: argparse.Namespace) -> None:
         print(f"block size {size}: {len(states)} states")
     about = {
         "model": options.model,
-        "tasks": [t.name for t in options.tasks],
+        "tasks": [t.name for t in options.chosen],
         "problems": options.problems,
         **given,
     }
     PipelineStates(found).save(options.output, **about)
 
 
-def _sizes(text: str | None) -> list[int]:
-    """The block sizes of ``4,8``."""
-    try:
-        sizes = [int(part) for part in text.split(",")] if text else []
-    except ValueError as error:
-        raise InputError(f"--block-sizes must be as 4,8, got {text!r}") from error
-    if len(set(sizes)) < len(sizes):
-        raise InputError(f"--block-sizes must have each size once, got {text!r}")
-    return sizes
-
-
-@command(interrupted="interrupted; nothing was written", goes_on_unread=True)
+@command(interrupted="interrupted; nothing was written")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

@@ -1,36 +1,35 @@
-"""python -m decode.serve --model tiny-d2f --tau-conf 0.95 --port 8000
+"""Serve models through OpenAI's HTTP interface: `python -m decode.serve --model tiny-d2f`.
 
-Serves models through OpenAI's HTTP interface. `--help` lists the options, docs/serving.md says what
-it takes and gives; the parts are in decode/server.
+docs/serving.md says what it takes and gives; the parts are in decode/server.
 """
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import command, followed, of_model, require_ray, require_serve
-from decode.cli import parse_serve_flags as parse
+from decode.cli import command, followed, require_extra, require_ray
+from decode.server.options import Options, parse
 
 
-@command(interrupted="interrupted before it served", goes_on_unread=True)
+@command(interrupted="interrupted before it served")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; its exit status."""
     options = parse(arguments)
-    require_serve()
+    require_extra("serve", "the server", "fastapi", "uvicorn", "openai", "prometheus_client")
     if options.max_replicas is not None:
         require_ray()
     with quiet(options.verbose):
         serve(options)
 
 
-def serve(options: argparse.Namespace) -> None:
+def serve(options: Options) -> None:
     """Serve until told to end. Raises InputError before anything is served, RankError."""
-    if followed(options, (of_model(options, name) for name in options.model.values())):
+    if followed(options, (replace(options, model=name) for name in options.named.values())):
         return
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
@@ -56,7 +55,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, not yet listening. Raises InputError."""
+    """Return a socket bound to the address, not yet listening. Raises InputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

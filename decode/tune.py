@@ -7,7 +7,6 @@ that is accurate enough, measures it on held-out problems, and writes it as YAML
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
@@ -15,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,19 +27,30 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import Suppress, arg
 
 from d2f import __version__
+from d2f import command as command_line
 from d2f.config import dump
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.files import locked, write_beside
-from d2f.model import DiffusionModel
 from d2f.quiet import quiet
 from d2f.tasks import DEFAULT_TASKS, Problem, Task, find_tasks
-from decode.cli import DEFAULT_MODEL, command, require_matplotlib
-from decode.cli import parse_tuning_flags as parse
+from decode import cli
+from decode.cli import (
+    DEFAULT_MODEL,
+    OneProcessModel,
+    TaskOptions,
+    WorkerOptions,
+    command,
+    help_of,
+    offered,
+    options_by_name,
+    require_matplotlib,
+)
 from decode.decoders import Decoder, find_decoder
-from decode.decoders.base import default_grid, searchable, whole_number
+from decode.decoders.base import default_grid, options_of, searchable, whole_number
 from decode.display import ShownProgress, standard_output
 from decode.evaluate import decode_and_judge
 from decode.jobs import encode_problems
@@ -50,7 +60,125 @@ from decode.plots import frontier as frontier_tuning_figure
 from decode.report import Measurements, environment, joined, markdown_table, paired
 from decode.workers import Crew
 
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+
 LEDGER = "measurements.jsonl"  # of the folder of --output
+
+
+@dataclass(kw_only=True)
+class SettingsOptions:
+    """Settings to search: lists, with commas; every combination is a setting. An option that the
+    decoder does not have is an error."""
+
+    decoder: Annotated[str, arg(metavar="NAME", help=cli.SUMMARIES)] = "d2f"
+    given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def lists(self) -> dict[str, list[int | float]]:
+        """The values of each option that was given. Raises InputError."""
+        whole = {o.name for o in options_of(find_decoder(self.decoder)) if o.kind is int}
+        return {
+            name: _numbers(name, text, int if name in whole else float)
+            for name, text in self.given.items()
+        }
+
+    def check(self) -> None:
+        """Raise InputError for a list that is none of numbers."""
+        _ = self.lists
+
+
+def _numbers(name: str, text: str, kind: type[int] | type[float]) -> list[int | float]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        flag = name.replace("_", "-")
+        raise InputError(f"--{flag}: expected numbers with commas, got {text!r}") from error
+
+
+@dataclass(kw_only=True)
+class SearchOptions:
+    """How settings are searched, and which one is chosen."""
+
+    search: Literal["halving", "grid"] = "halving"
+    """halving: all settings on few problems, the best on more; grid: all on all"""
+    problems: Annotated[int, arg(metavar="N")] = 200
+    """tuning problems at the last rung"""
+    eta: Annotated[int, arg(metavar="N")] = 3
+    """halving: 1/N go on"""
+    budget: Annotated[float | None, arg(metavar="SECONDS")] = None
+    """of measuring in the search, over all runs into this output, shared equally by the tasks:
+    after a first look at every setting, which it always takes, those that promise most go on, as
+    many as there are seconds for (default: no limit)"""
+    within: Annotated[float | None, arg(metavar="POINTS")] = None
+    """choose the fastest setting within so many percentage points of the most accurate one
+    (default: 1)"""
+    min_accuracy: Annotated[float | None, arg(metavar="SHARE")] = None
+    """choose the fastest setting with at least this accuracy, in [0, 1]"""
+    batch_size: Annotated[int, arg(metavar="N")] = 1
+    """problems decoded together; speed is that of such batches"""
+    seed: Annotated[int, arg(metavar="N")] = 0
+    """of the problems and draws"""
+
+    def check(self) -> None:
+        """Raise InputError for flags that do not go together."""
+        if self.within is not None and self.min_accuracy is not None:
+            raise InputError("--within and --min-accuracy exclude each other: expected one")
+
+
+@dataclass(kw_only=True)
+class OutputOptions:
+    """Final measurement and output."""
+
+    heldout: Annotated[int, arg(metavar="N")] = 500
+    """held-out problems of the final measurement"""
+    repetitions: Annotated[int, arg(metavar="N")] = 3
+    """of the final measurement, for its timing"""
+    output: Annotated[str, arg(metavar="DIR")]
+    """folder for measurements.jsonl, the frontier, the report and a YAML a task"""
+    figures: bool = True
+    """draw frontier.png and frontier.svg, which needs matplotlib"""
+
+    def check(self) -> None:
+        """Raise InputError where figures are asked for and cannot be drawn."""
+        if self.figures:
+            require_matplotlib("--no-figures")
+
+
+@dataclass(kw_only=True)
+class Options(
+    OneProcessModel, TaskOptions, SettingsOptions, SearchOptions, OutputOptions, WorkerOptions
+):
+    """Search the settings of a decoder on the tuning split of a task, draw the frontier of accuracy
+    against tokens per second, choose the fastest setting that is accurate enough, measure it on
+    held-out problems, and write it as YAML for `d2f decode --config`.
+
+    The same command again goes on where it stopped. docs/tuning.md says how it chooses.
+
+    Exit status: 0 done; 1 the model gave NaN or infinite logits; 2 bad input, found before any
+    work; 130 interrupted, what was measured stays.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    kinds = offered(arguments)
+    flags = []
+    for name, every in options_by_name(kinds).items():
+        having = [(kind, option) for kind, option in every if name in searchable(kind)]
+        tried = [
+            f"{kind.name} {','.join(f'{value:g}' for value in default_grid(kind)[name])}"
+            for kind, _ in having
+            if name in default_grid(kind)
+        ]
+        if having:
+            said = f"; searched by default: {'; '.join(tried)}" if tried else ""
+            about = arg(
+                metavar="LIST", help=help_of(having, len(kinds)) + said, help_behavior_hint=""
+            )
+            flags.append((name, Annotated[str | None, about], None))
+    more = {SettingsOptions: flags}
+    return command_line.parse(Options, arguments, usual="python -m decode.tune", more=more)
 
 
 def tune(
@@ -143,17 +271,18 @@ def _about(
     return describe(model, tuning, space, weights, workers), environment(model)
 
 
-def run(options: argparse.Namespace, console: Console | None = None) -> None:
+def run(options: Options, console: Console | None = None) -> None:
     """Tune as the options say, and show the result. Raises InputError before any work."""
     from decode.cli import check_options, outline
     from decode.jobs import give_notices
     from decode.workers import workers
 
     console = console or standard_output(PLAIN_WIDTH)
-    names = ("tasks", "decoder", "lists", "search", "problems", "eta", "budget", "batch_size")
+    names = ("decoder", "lists", "search", "problems", "eta", "budget", "batch_size")
     tuning = Tuning(
         **{name: getattr(options, name) for name in (*names, "heldout", "repetitions", "seed")},
-        goal=Goal(options.within, options.min_accuracy),
+        tasks=options.chosen,
+        goal=Goal(1.0 if options.within is None else options.within, options.min_accuracy),
     )
     check_options(options)
     shape = outline(options.model, options.adapter, options.family)
@@ -171,13 +300,13 @@ def run(options: argparse.Namespace, console: Console | None = None) -> None:
     show(report, console)
 
 
-def _adapter(options: argparse.Namespace, model: DiffusionModel, weights: str) -> str | None:
+def _adapter(options: Options, model: DiffusionModel, weights: str) -> str | None:
     """That beside a loaded model: one that was named alone, in its place, finds its base."""
     adapter: str | None = options.adapter
     return None if adapter == options.model else adapter
 
 
-@command(interrupted="interrupted; the same command goes on where it stopped", goes_on_unread=True)
+@command(interrupted="interrupted; the same command goes on where it stopped")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command; its exit status. console: where to show it, by default standard output."""
     options = parse(arguments)

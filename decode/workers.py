@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -13,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2f.device import parse_device
 from d2f.errors import InputError, brief
-from d2f.model import DiffusionModel
 from decode.cli import load, require_ray
+
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
 
 # Ray, started here or joined where it runs, and what each worker may have of it.
 #
@@ -151,7 +152,7 @@ def _check_there(address: str) -> None:
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 Found = TypeVar("Found")
-Work = Callable[[DiffusionModel, Iterable[tuple[Key, Item]]], Iterator[tuple[Key, Found]]]
+Work = Callable[["DiffusionModel", Iterable[tuple[Key, Item]]], Iterator[tuple[Key, Found]]]
 """What a worker does: each item's key with what was found, in any order, each once. It depends on
 the item alone and not on those beside it. With several workers it crosses to another process: a
 function of a module, or a `functools.partial` of one."""
@@ -172,7 +173,7 @@ class OneWorker:
 
     model: DiffusionModel
     weights: str = ""
-    options: argparse.Namespace | None = None
+    options: Any | None = None
     count: int = 1
 
     def ask(self, function: Callable[..., Found], *arguments: Any) -> Found:
@@ -191,7 +192,7 @@ class RayWorkers:
     """`count` workers with so many cores and GPUs each, in a Ray session. Raises InputError where
     their weights differ or one ends as it loads them, and what `load` raises."""
 
-    def __init__(self, options: argparse.Namespace, count: int, cores: int, gpus: int):
+    def __init__(self, options: Any, count: int, cores: int, gpus: int):
         import ray
 
         self._ray: Any = ray
@@ -305,7 +306,7 @@ def _reason(error: Exception) -> str:
 class _Worker:
     """What runs in a worker's process. The model is loaded when it is first needed."""
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: Any):
         self._options = options
         self._loaded: tuple[DiffusionModel, str] | None = None
 
@@ -323,12 +324,12 @@ class _Worker:
         return self._loaded
 
 
-def _weights(options: argparse.Namespace, model: DiffusionModel, weights: str) -> str:
+def _weights(options: Any, model: DiffusionModel, weights: str) -> str:
     return weights
 
 
 @contextlib.contextmanager
-def workers(options: argparse.Namespace) -> Iterator[Crew]:
+def workers(options: Any) -> Iterator[Crew]:
     """The models that a command line asks for, loaded; the workers end with the body. Raises
     InputError, before any weights are read where Ray cannot be used, and what `load` raises."""
     if options.workers == 1:

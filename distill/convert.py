@@ -1,31 +1,19 @@
-"""python -m distill.convert --model M --family dream --output DIR
-
-Makes of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a folder that the
-training of a diffusion model starts from: a mask token in its tokenizer and in its vocabulary, and
-the contract of the family. No weight that it has changes. It is not a diffusion model yet: the
-contract's objective stays `next_token` until `objective: masked_diffusion` has trained it
-(docs/from-autoregressive.md).
-
-    --family   starts from           row p predicts      for the objectives
-    dream      qwen2, llama          position p + 1      masked_diffusion, then d2f
-    llada      llama                 position p          masked_diffusion, then d2f
-    wedlm      llama, qwen2, qwen3   position p          wedlm
-    sdar       qwen3                 position p          masked_diffusion
-"""
+"""Make an autoregressive checkpoint a folder that diffusion training starts from: d2f convert."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from d2f import command as command_line
 from d2f.errors import CheckpointError, InputError
 from d2f.quiet import quiet
-from decode.cli import Parser, add_verbose, command
+from decode.cli import Verbose, command
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +24,36 @@ if TYPE_CHECKING:
 MASK_TOKEN = "<|mask|>"
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser("python -m distill.convert", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="folder, hub name or bundled model")
-    parser.add_argument("--family", required=True, help="dream, llada, wedlm or sdar")
-    parser.add_argument("--output", required=True, type=Path, help="new folder for the result")
-    parser.add_argument(
-        "--mask-token",
-        help="a new token, or a special one that the tokenizer has (default: the tokenizer's own "
-        f"mask token, else {MASK_TOKEN})",
-    )
-    add_verbose(parser)
-    return parser.parse_args(arguments)
+@dataclass(kw_only=True)
+class Options:
+    """Make of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a folder that the
+    training of a diffusion model starts from: a mask token in its tokenizer and in its vocabulary,
+    and the contract of the family. No weight that it has changes. It is not a diffusion model yet:
+    the contract's objective stays `next_token` until `objective: masked_diffusion` has trained it
+    (docs/from-autoregressive.md).
+
+        --family   starts from           row p predicts      for the objectives
+        dream      qwen2, llama          position p + 1      masked_diffusion, then d2f
+        llada      llama                 position p          masked_diffusion, then d2f
+        wedlm      llama, qwen2, qwen3   position p          wedlm
+        sdar       qwen3                 position p          masked_diffusion
+    """
+
+    model: str
+    """folder, hub name or bundled model"""
+    family: str
+    """dream, llada, wedlm or sdar"""
+    output: Path
+    """new folder for the result"""
+    mask_token: str | None = None
+    """a new token, or a special one that the tokenizer has (default: the tokenizer's own mask
+    token, else <|mask|>)"""
+    verbose: Verbose = False
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    return command_line.parse(Options, arguments, usual="python -m distill.convert")
 
 
 def convert_checkpoint(
@@ -187,7 +192,7 @@ def _stored_dtype(place: str) -> torch.dtype:
     return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))
 
 
-@command(OSError, interrupted="interrupted: nothing was written", goes_on_unread=True)
+@command(interrupted="interrupted: nothing was written")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -10,13 +9,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
+from tyro.conf import Suppress, arg
 
+from d2f import command as command_line
 from d2f import noise
 from d2f.checkpoint import parse as parse_trajectories
 from d2f.config import Section
@@ -26,20 +27,16 @@ from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, before_stop
 from decode.cli import (
     DecoderSettings,
-    Parser,
-    add_flags,
-    add_model,
-    add_tasks,
-    add_verbose,
-    add_workers,
+    OneProcessModel,
+    TaskOptions,
+    WorkerOptions,
     check_least,
-    check_workers,
-    chosen_tasks,
     command,
-    given_options,
-    own_names,
+    decoder_flags,
+    options_by_name,
 )
 from decode.decoders import DECODERS, Decoder
+from decode.decoders.base import common_options
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.jobs import draw_problems, encode_problems
@@ -67,40 +64,38 @@ RECORDED = ("wino", "d2f")
 _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Collect what the options say. Raises InputError before any work."""
     check_place(Path(options.output))
     _run(options)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: Options) -> None:
     from decode.cli import DecoderSettings, check_options, outline
     from decode.jobs import give_notices
     from decode.workers import workers
 
-    given = given_options(options)
+    given = options.given
     # All of the response is wanted, also what follows the end token.
     settings = DecoderSettings(options.decoder, given | {"early_exit": False})
-    settings.check([task.response_length for task in options.tasks])
+    settings.check([task.response_length for task in options.chosen])
     check_options(options)
     shape = outline(options.model, options.adapter)
-    jobs = make_jobs(shape, settings, options.tasks, options.problems, options.seed)
+    jobs = make_jobs(shape, settings, options.chosen, options.problems, options.seed)
     early = describe(options, shape, "", jobs)
     refuse_early(options.output, early, key="unique_id", header="rollouts")
-    give_notices(options.tasks)
+    give_notices(options.chosen)
     with (
         workers(options) as crew,
         RolloutLedger(options.output, crew.ask(describe, jobs)) as file,
     ):
         _collect(options, crew, jobs, file)
-    for task in options.tasks:
+    for task in options.chosen:
         kept = sum(name.startswith(f"{task.name}-") for name in file.rows)
         print(f"{task.name:<10} {kept} of {options.problems} right and kept")
 
 
-def _collect(
-    options: argparse.Namespace, crew: Crew, jobs: list[TrajectoryJob], file: RolloutLedger
-) -> None:
+def _collect(options: Options, crew: Crew, jobs: list[TrajectoryJob], file: RolloutLedger) -> None:
     """Collect what the file does not have."""
     from rich.console import Console
 
@@ -117,7 +112,7 @@ def _collect(
         print(f"{file.path}: going on after {[*file.rows][-1]}", file=sys.stderr)
     work = partial(
         collect,
-        temperatures=options.temperatures,
+        temperatures=options.ladder,
         seed=options.seed,
         batch_size=options.batch_size,
     )
@@ -143,7 +138,7 @@ def _collect(
 
 
 def describe(
-    options: argparse.Namespace, model: DiffusionModel, weights: str, jobs: list[TrajectoryJob]
+    options: Options, model: DiffusionModel, weights: str, jobs: list[TrajectoryJob]
 ) -> dict[str, Any]:
     """What decides a run's rollouts, and what their reader checks."""
     from d2f import __version__
@@ -164,64 +159,82 @@ def describe(
         "compiled": model.is_compiled,
         "decoder": options.decoder,
         "options": asdict(jobs[0].decoder) | {"max_new_tokens": None},
-        "tasks": [task.identity for task in options.tasks],
+        "tasks": [task.identity for task in options.chosen],
         "problems": options.problems,
         "seed": options.seed,
-        "temperatures": options.temperatures,
+        "temperatures": options.ladder,
     }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line as a namespace. Raises InputError, SystemExit after --help."""
-    parser = Parser(
-        "python -m distill.rollouts",
-        description=__doc__,
-        usage=argparse.SUPPRESS,  # the description opens with it
-        allow_abbrev=False,
-    )
-    add_model(parser, "compile", default=None)
-    parser.add_argument("--decoder", choices=RECORDED, default="wino", help="default: wino")
-    add_tasks(parser)
-    parser.add_argument(
-        "--problems", type=int, default=1000, help="training problems a task (default 1000)"
-    )
-    parser.add_argument("--output", required=True, help="JSONL file of the rollouts")
-    parser.add_argument(
-        "--temperatures",
-        default="0",
-        help="tried in this order until an answer is right (default 0: greedy alone; the official "
-        "collection takes 0,0.1,0.2,0.3,0.4,0.5)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of problems and sampling (default 0)")
-    parser.add_argument(
-        "--batch-size", type=int, default=32, help="problems a forward (default 32)"
-    )
-    add_workers(parser)
-    add_verbose(parser)
-    group = parser.add_argument_group("decoder")
+@dataclass(kw_only=True)
+class TeacherOptions(OneProcessModel):
+    """Whose answers are collected."""
+
+    model: Annotated[str, arg(metavar="NAME")] = field()
+    """folder, hub name or bundled model"""
+
+
+@dataclass(kw_only=True)
+class CollectOptions:
+    """What is collected."""
+
+    decoder: Literal["wino", "d2f"] = "wino"
+    """whose answers; d2f records the forward that each block was there from, too"""
+    problems: int = 1000
+    """training problems a task"""
+    output: str
+    """JSONL file of the rollouts"""
+    temperatures: str = "0"
+    """tried in this order until an answer is right (0: greedy alone; the official collection takes
+    0,0.1,0.2,0.3,0.4,0.5)"""
+    seed: int = 0
+    """of problems and sampling"""
+    batch_size: int = 32
+    """problems a forward"""
+    given: Suppress[dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ladder(self) -> list[float]:
+        """The numbers of --temperatures."""
+        try:
+            ladder = [float(part) for part in self.temperatures.split(",")]
+        except ValueError:
+            ladder = []
+        if not ladder or not all(0 <= t < float("inf") for t in ladder):
+            raise InputError(
+                f"--temperatures must be numbers of 0 or more, got {self.temperatures!r}"
+            )
+        return ladder
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, problems=1, batch_size=1, seed=0)
+        _ = self.ladder
+
+
+@dataclass(kw_only=True)
+class Options(TeacherOptions, TaskOptions, CollectOptions, WorkerOptions):
+    """Decode training problems of tasks and keep the responses that the checker accepts, each with
+    the forward that decided every token for good: what `objective: wino_plus` trains on.
+
+    All of the response is decoded, not only up to its end token, as in WINO+'s own collection. A
+    problem whose answer is wrong is decoded again at the next of --temperatures, if there is one.
+    The file is written line by line in the order of the problems; the same command again goes on
+    where it stopped.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
     kinds = [DECODERS[name] for name in RECORDED]
-    add_flags(group, kinds, [name for name in own_names(kinds) if name not in _NOT_TAKEN])
-    options = parser.parse_args(arguments)
-    options.tasks = chosen_tasks(options)
-    check_least(options, problems=1, batch_size=1)
-    check_workers(options)
-    if options.seed < 0:
-        raise InputError(f"--seed must be 0 or more, got {options.seed}")
-    options.temperatures = _temperatures(options.temperatures)
-    return options
+    names = [
+        name for name in options_by_name(kinds) if name not in (*_NOT_TAKEN, *common_options())
+    ]
+    more = {CollectOptions: decoder_flags(kinds, names)}
+    return command_line.parse(Options, arguments, usual="python -m distill.rollouts", more=more)
 
 
-def _temperatures(text: str) -> list[float]:
-    try:
-        ladder = [float(part) for part in text.split(",")]
-    except ValueError:
-        ladder = []
-    if not ladder or not all(0 <= t < float("inf") for t in ladder):
-        raise InputError(f"--temperatures must be numbers of 0 or more, got {text!r}")
-    return ladder
-
-
-@command(interrupted="interrupted: the same command goes on", goes_on_unread=True)
+@command(interrupted="interrupted: the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; the exit status."""
     options = parse(arguments)

@@ -10,21 +10,23 @@ lies in the configuration's `output`.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import arg
 
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from d2f.command import CommandParser
+from d2f.command import parse_known
 from d2f.errors import InputError, out_of_memory
 from d2f.files import locked
 from d2f.quiet import quiet, unread_output
-from decode.cli import add_verbose
+from decode.cli import Switch, Verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -35,32 +37,38 @@ NEEDS_LESS = "a higher gradient_accumulation, and gradient_checkpointing: true, 
 
 LAUNCH = "accelerate launch -m distill.train"
 DEFAULT_CONFIG = "tiny-d2f"
-_EPILOG = """\
-Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
-
-d2f train runs in one process; for several call accelerate launch -m distill.train, for their kinds
-with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs`.
-"""
 
 
-def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, argparse.Namespace]:
-    """The configuration that the command line asks for, and the command's own options. Raises
-    InputError."""
+@dataclass(kw_only=True)
+class Options:
+    """Train a model: from-scratch or warm-started masked diffusion, the autoregressive baseline,
+    the D2F student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from
+    an autoregressive model.
+
+    A killed run goes on where its newest checkpoint is, to the same weights to the bit; a finished
+    one says so, and goes on with higher steps. Ctrl-C, SIGTERM and the end of its terminal save
+    after the step. The result (adapter, merged model, contract, card, configuration, log) lies in
+    the configuration's `output`.
+
+    Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
+
+    d2f train runs in one process; for several call accelerate launch -m distill.train, for their
+    kinds with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs`.
+    """
+
+    config: Annotated[str | None, arg(metavar="NAME")] = None
+    """YAML file, or a name of training in `d2f configs` (default: tiny-d2f, which distils the
+    bundled teacher into a D2F student)"""
+    check: Switch = False
+    """do not train: say what the run would need, fail on what would fail later"""
+    verbose: Verbose = False
+
+
+def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
+    """Read the command line: the configuration that it asks for, and the command's own options.
+    Raises InputError."""
     usual = LAUNCH if __package__ else "accelerate launch distill/train.py"
-    description = (__doc__ or "").replace(LAUNCH, usual)
-    parser = CommandParser(usual, description=description, epilog=_EPILOG)
-    parser.add_argument(
-        "--config",
-        help="YAML file, or a name of training in `d2f configs`; default: "
-        f"{DEFAULT_CONFIG}, which distils the bundled teacher into a D2F student",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="do not train: say what the run would need, fail on what would fail later",
-    )
-    add_verbose(parser)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parse_known(Options, arguments, usual=usual)
     from d2f.shipped import TRAINING, shipped
     from distill.config import read_config
 

@@ -18,7 +18,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness
 from d2f.saving import save_model
 from d2f.tasks import make_problems
-from decode.cli import _MODEL_FLAGS, weights_hash
+from decode.cli import ModelOptions, weights_hash
 from decode.compare.config import read_config
 from decode.compare.entries import check_entries
 from decode.engine.engine import Engine
@@ -250,4 +250,4 @@ def test_compiled_as_not(tmp_path):
 
 
 def test_the_flag_names_each():
-    assert all(name in _MODEL_FLAGS["quantize"]["help"] for name in QUANTISATIONS)
+    assert all(name in ModelOptions.__annotations__["quantize"] for name in QUANTISATIONS)

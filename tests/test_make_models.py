@@ -30,7 +30,6 @@ from d2f.contract import Contract
 from d2f.shipped import TRAINING
 from d2f.shipped import shipped as shipped_configs
 from decode import evaluate
-from decode.cli import given_options
 from decode.decoders import default_decoder
 from distill.config import read_config
 
@@ -148,7 +147,7 @@ def test_the_shipped_measurements_are_those_that_the_command_would_take(name):
     for label, words in MEASUREMENTS[name]:
         options = evaluate.parse(["--model", name, *words])
         kind = options.decoder or default_decoder(Contract.load(MODELS / name)).name
-        told.append((label, kind, given_options(options)))
+        told.append((label, kind, options.given))
     there = json.loads((MODELS / name / "evaluation.json").read_text())
     assert told == [(r["label"], r["decoder"], r["settings"]) for r in there]
 

@@ -18,10 +18,11 @@ from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, find_config
 from d2f.tasks import find_task
-from decode.cli import parse, read_settings
-from decode.cli import parse_serve_flags as parse_serve
+from decode.cli import read_settings
 from decode.compare.config import options_file
 from decode.compare.config import read_config as read_comparison
+from decode.pipeline import parse
+from decode.server.options import parse as parse_serve
 from decode.server.ray_app import application, command_line
 from distill.config import read_config
 from distill.rollouts import parse as parse_rollouts

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from d2f import spans as sp
 from d2f.spans import block_ends, branch_spans, prefix, shadow_spans, stack, widened
+from triton_kernels.span_attention import MAX_SPANS
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 12)
@@ -194,7 +195,7 @@ def test_shift_moves_every_key_and_keeps_empty_rows_empty(spans, offset):
 
 @given(any_spans(), st.integers(0, 2))
 def test_widen_changes_the_shape_and_nothing_else(spans, more):
-    k = min(spans.shape[1] + more, sp.MAX_SPANS)
+    k = min(spans.shape[1] + more, MAX_SPANS)
     wide = sp.widen(spans, k)
     sp.validate(wide, len(spans))
     assert wide.shape == (len(spans), k, 2)

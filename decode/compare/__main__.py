@@ -1,10 +1,4 @@
-"""python -m decode.compare --config compare-tiny [--key value ...]
-
-Compares decoders of this project with an autoregressive model served by vLLM (or any
-OpenAI-compatible endpoint) and with transformers' generate: the same prompts, the same stopping
-rules, the same checker, greedy. Prints a table and writes report.json (every raw measurement),
-report.md and figures into the configuration's `output`.
-"""
+"""Measure decoders beside vLLM, an endpoint and transformers: d2f compare."""
 
 from __future__ import annotations
 
@@ -18,45 +12,52 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import arg
 
-from d2f.command import CommandParser, program
+from d2f.command import parse_known, program
 from d2f.errors import InputError
 from d2f.files import locked
 from d2f.quiet import quiet
-from decode.cli import DONE, FAILED, add_verbose, command, require_matplotlib, say
+from decode.cli import DONE, FAILED, Verbose, command, require_matplotlib, say
 from decode.compare.config import CompareConfig, Workload
 from decode.compare.entries import Contestant, wait_for_calm
 from decode.compare.report import ComparisonReport, Key, Record, RunsLedger, judge, number
 from decode.display import ShownProgress, standard_output
 
-_EPILOG = """\
-Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of an
-entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf 0.95.
 
-exit status: 0 done; 1 done, but requests failed, and who they were sent to is not ranked; 2 bad
-input, or an entry that failed altogether; 130 interrupted. What was measured until then is in the
-report, and the same command goes on.
-"""
+@dataclass(kw_only=True)
+class Options:
+    """Compare decoders of this project with an autoregressive model served by vLLM (or any OpenAI-
+    compatible endpoint) and with transformers' generate: the same prompts, the same stopping rules,
+    the same checker, greedy. Print a table and write report.json (every raw measurement), report.md
+    and figures into the configuration's `output`.
+
+    Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of
+    an entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf
+    0.95.
+
+    Exit status: 0 done; 1 done, but requests failed, and who they were sent to is not ranked; 2 bad
+    input, or an entry that failed altogether; 130 interrupted. What was measured until then is in
+    the report, and the same command goes on.
+    """
+
+    config: Annotated[str, arg(metavar="NAME")]
+    """YAML file, or a name of comparison in `d2f configs`"""
+    verbose: Verbose = False
 
 
 @command(
     interrupted="interrupted; what was measured is in the report, the same command goes on",
-    goes_on_unread=True,
 )
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
     usual = "python -m decode.compare"
-    parser = CommandParser(usual, description=__doc__, epilog=_EPILOG, allow_abbrev=False)
-    parser.add_argument(
-        "--config", required=True, help="YAML file, or a name of comparison in `d2f configs`"
-    )
-    add_verbose(parser)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options, overrides = parser.parse_known_args(given)
+    options, overrides = parse_known(Options, given, usual=usual)
     with _interruptible(), quiet(options.verbose):
         from decode.compare.config import read_config
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.cli import DecoderSettings, check_options, load, of_model, option_names, outline, say
+from decode.cli import DecoderSettings, check_options, load, option_names, outline, say
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import common_options
 from decode.engine.async_engine import AsyncEngine
 from decode.engine.likelihood import ROWS
+from decode.server.options import Options
 
 Kind = type[Decoder]
 SHARED = (*common_options(), "max_new_tokens", "stop")  # options of every decoder
@@ -117,26 +117,26 @@ def serve_model(
 # The models of a command line, each with an engine.
 
 
-def check_models(options: argparse.Namespace, settings: DecoderSettings) -> None:
+def check_models(options: Options, settings: DecoderSettings) -> None:
     """Raise InputError for what can be known to be wrong before anything is read."""
     length = settings.given.get("max_new_tokens")
     settings.check([1 if length is None else length])
-    for name in options.model.values():
-        check_options(of_model(options, name))
+    for name in options.named.values():
+        check_options(replace(options, model=name))
 
 
-def check_outlines(options: argparse.Namespace, settings: DecoderSettings) -> None:
+def check_outlines(options: Options, settings: DecoderSettings) -> None:
     """Raise InputError where the models, read without their weights, do not fit the options."""
-    models = [outline(name, options.adapter, options.family) for name in options.model.values()]
+    models = [outline(name, options.adapter, options.family) for name in options.named.values()]
     check_settings(models, settings)
 
 
-def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[ServedModel]:
+def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel]:
     """Load all of them, and start their engines. Raises InputError."""
     loaded = {}
-    for alias, name in options.model.items():
+    for alias, name in options.named.items():
         say(f"loading {name}")
-        loaded[alias], _ = load(of_model(options, name))
+        loaded[alias], _ = load(replace(options, model=name))
     check_settings([*loaded.values()], settings)
     models = []
     for alias, model in loaded.items():
@@ -158,7 +158,7 @@ def load_models(options: argparse.Namespace, settings: DecoderSettings) -> list[
                 model,
                 engine,
                 settings,
-                allowed=options.allow_decoders,
+                allowed=options.allowed,
                 max_model_len=longest,
             )
         )
@@ -213,7 +213,7 @@ def own_names(address: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*LOOPBACK, f"[{address}]" if ":" in address else address)))
 
 
-def settings_of(options: argparse.Namespace, *, allowed_hosts: tuple[str, ...]) -> Settings:
+def settings_of(options: Options, *, allowed_hosts: tuple[str, ...]) -> Settings:
     """Those of a command line. allowed_hosts: where it names none."""
     return Settings(
         max_body=options.max_body,
@@ -223,8 +223,8 @@ def settings_of(options: argparse.Namespace, *, allowed_hosts: tuple[str, ...]) 
         most_unsent=options.max_unsent,
         most_choices=min(options.max_choices, options.max_batch + options.max_waiting),
         api_keys=options.api_key,
-        public=options.public,
-        allowed_hosts=tuple(options.allowed_host) or allowed_hosts,
-        cors_origins=tuple(options.cors_origin),
+        public=options.public_paths,
+        allowed_hosts=options.allowed_host or allowed_hosts,
+        cors_origins=options.cors_origin,
         log_prompts=options.log_prompts,
     )

@@ -7,7 +7,6 @@ of replicas, and of fronts that Ray's HTTP proxy hands requests to.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -18,7 +17,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ from starlette.types import Message, Receive, Scope, Send
 from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode.cli import DecoderSettings, read_settings, say
-from decode.cli import parse_serve_flags as parse
 from decode.server.app import create_app, new_app, router, router_about_models, router_tokenization
 from decode.server.middleware import ID_HEADER, Record, read_body, set_up_logs
 from decode.server.models import (
@@ -56,6 +54,7 @@ from decode.server.models import (
     load_models,
     settings_of,
 )
+from decode.server.options import Options, parse
 from decode.server.protocol import RETRY_SECONDS, ApiError, as_api_error
 from decode.server.run import SWITCH_SECONDS
 from decode.server.state import Metrics, ServerState, state_of
@@ -80,11 +79,11 @@ class Call:
 class Replica:
     """Answers calls with the application of `decode.server.app`.
 
-    options: the command line (`decode.cli.parse`). Which adapter the model has may
+    options: the command line (`decode.server.options`). Which adapter the model has may
     be Ray's `user_config` instead, ``{"adapter": NAME}``: it can change while requests run.
     """
 
-    def __init__(self, options: argparse.Namespace):
+    def __init__(self, options: Options):
         self._options = options
         self._app: FastAPI | None = None
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -94,8 +93,8 @@ class Replica:
         if set(config) - {"adapter"}:
             raise InputError(f"user_config: expected adapter alone, got {', '.join(config)}")
         adapter = config.get("adapter", self._options.adapter)
-        if adapter is not None and len(self._options.model) > 1:
-            raise InputError(f"adapter is for one model, got {len(self._options.model)}")
+        if adapter is not None and len(self._options.named) > 1:
+            raise InputError(f"adapter is for one model, got {len(self._options.named)}")
         self._options.adapter = adapter
         await self.reload()
 
@@ -110,7 +109,7 @@ class Replica:
             self._app.state.server.models.update({served.name: served for served in models})
 
     def _load(self) -> list[ServedModel]:
-        options = argparse.Namespace(**vars(self._options))  # `load` changes what it is given
+        options = replace(self._options)  # `load` changes what it is given
         with quiet(options.verbose):
             return load_models(options, read_settings(options))
 
@@ -447,9 +446,9 @@ def application(args: dict[str, Any]) -> Application:
     return front.bind(options, replicas(options))
 
 
-def replicas(options: argparse.Namespace, **more: Any) -> Application:
+def replicas(options: Options, **more: Any) -> Application:
     """The deployment of the replicas alone. more: options of Ray's."""
-    kept = argparse.Namespace(**vars(options) | {"api_key": (), "cors_origin": []})
+    kept = replace(options, api_key=(), cors_origin=())
     settings: dict[str, Any] = {
         "user_config": {"adapter": options.adapter},
         "max_ongoing_requests": MOST,
@@ -476,7 +475,7 @@ def replicas(options: argparse.Namespace, **more: Any) -> Application:
 )
 @serve.ingress()
 class _Front:
-    def __init__(self, options: argparse.Namespace, handle: DeploymentHandle):
+    def __init__(self, options: Options, handle: DeploymentHandle):
         self._options = options
         self._handle = handle
 
@@ -500,13 +499,14 @@ def command_line(args: dict[str, Any]) -> list[str]:
 
 
 def serve_replicas(
-    options: argparse.Namespace,
+    options: Options,
     decoding: DecoderSettings,
     settings: Settings,
     listener: socket.socket,
 ) -> None:
     """Serve until a signal ends it; then nothing of it is left. Raises InputError."""
     check_outlines(options, decoding)
+    assert options.max_replicas is not None
     flag = "--max-replicas" if options.replicas is None else "--replicas"
     gpus = options.replica_gpus
     if gpus is None:
@@ -543,10 +543,11 @@ def serve_replicas(
             serve.delete(name)
 
 
-def _deploy(name: str, options: argparse.Namespace, each: dict[str, int]) -> Any:
+def _deploy(name: str, options: Options, each: dict[str, int]) -> Any:
     """Start the replicas, `each` with its share of the machine; their handle. Raises InputError."""
     from ray import serve
 
+    assert options.min_replicas is not None and options.max_replicas is not None
     scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
     if options.min_replicas < options.max_replicas:
         scaling = {

@@ -1,27 +1,21 @@
-"""python -m distill.data --inspect --config NAME [--samples 3] [--key value ...]
-
-Prints what the model of a training run will see: some samples with their tokens by mask state and
-their block borders, the mask ratio of each block, lengths, how many rows were dropped or cut, and
-what a step and an epoch hold. Of recorded trajectories it shows the states, with the tokens that
-the decoder decided next. Colours on a terminal; elsewhere [masked], [+decided next] and {tail}.
-"""
+"""Show what the model of a training run will see: d2f data."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
+from tyro.conf import arg
 
-from d2f.command import CommandParser
+from d2f.command import parse_known
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import add_verbose, command
+from decode.cli import Switch, Verbose, check_least, command
 from distill.data.samples import Sample
 from distill.data.stream import Plan, Stream, plan
 
@@ -29,26 +23,38 @@ if TYPE_CHECKING:
     from distill.objectives.base import Objective
 
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line: its options, and the overrides of the configuration."""
-    parser = CommandParser(
-        "python -m distill.data",
-        description=__doc__,
-        allow_abbrev=False,
-        epilog="Every key of the configuration can be overridden: --data.row_length 512",
-    )
-    parser.add_argument("--inspect", action="store_true", required=True, help="show samples")
-    parser.add_argument(
-        "--config", required=True, help="YAML file, or a name of training in `d2f configs`"
-    )
-    parser.add_argument("--samples", type=int, default=3, help="samples to show (default 3)")
-    add_verbose(parser)
-    return parser.parse_known_args(arguments)
+@dataclass(kw_only=True)
+class Options:
+    """Print what the model of a training run will see: some samples with their tokens by mask state
+    and their block borders, the mask ratio of each block, lengths, how many rows were dropped or
+    cut, and what a step and an epoch hold. Of recorded trajectories it shows the states, with the
+    tokens that the decoder decided next. Colours on a terminal; elsewhere [masked], [+decided next]
+    and {tail}.
+
+    Every key of the configuration can be overridden: --data.row_length 512
+    """
+
+    inspect: Switch = False
+    """show samples; must be given"""
+    config: Annotated[str, arg(metavar="NAME")]
+    """YAML file, or a name of training in `d2f configs`"""
+    samples: Annotated[int, arg(metavar="N")] = 3
+    """samples to show"""
+    verbose: Verbose = False
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, samples=1)
+        if not self.inspect:
+            raise InputError("expected --inspect, which is all that this command does")
 
 
-def inspect(
-    options: argparse.Namespace, overrides: Sequence[str], console: Console | None = None
-) -> None:
+def parse(arguments: Sequence[str] | None = None) -> tuple[Options, list[str]]:
+    """Read the command line: its options, and the overrides of the configuration."""
+    return parse_known(Options, arguments, usual="python -m distill.data")
+
+
+def inspect(options: Options, overrides: Sequence[str], console: Console | None = None) -> None:
     """Show what the options ask for. Raises InputError."""
     from rich.console import Console
 
@@ -56,8 +62,6 @@ def inspect(
     from distill.export import prepare_model
     from distill.objectives import OBJECTIVES
 
-    if options.samples < 1:
-        raise InputError(f"--samples must be at least 1, got {options.samples}")
     config = read_config(options.config, overrides)
     model = prepare_model(config, "meta")  # no weights are needed to look
     objective = OBJECTIVES[config.objective.name](model, config)

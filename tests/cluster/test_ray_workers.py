@@ -21,7 +21,7 @@ from batch_runs import ROWS, answered, command, files, write_rows
 
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode import batch, evaluate, tune
-from decode.cli import parse_batch_flags as parse
+from decode.batch import parse
 from decode.workers import RayWorkers, ray_session
 from distill import rollouts
 

@@ -17,11 +17,10 @@ import decode
 from d2f.saving import save_model
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from d2f.tasks.task import RESPONSE_LENGTH
-from decode.cli import parse
 from decode.decoders import DECODERS
 from decode.decoders.base import options_of
 from decode.display import LiveDisplay, Running
-from decode.pipeline import main
+from decode.pipeline import main, parse
 
 # What it prints
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import decode.serve
 from d2f.errors import InputError
 from d2f.models import resolve
-from decode.cli import parse_serve_flags as parse
+from decode.server.options import parse
 from decode.server.ray_app import TOLD, Call, Replica, _beginning, application, together
 
 SHORT = {"model": "m", "prompt": "Use 3 and 4 to make 12.", "max_tokens": 24, "ignore_eos": True}

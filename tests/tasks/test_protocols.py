@@ -20,9 +20,9 @@ from d2f.config import dump
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks import find_task
 from d2f.tasks.data_task import read_task_file
-from decode.cli import parse_evaluation_flags as parse
 from decode.cli import read_settings
 from decode.decoders import find_decoder
+from decode.evaluate import parse
 
 ROOT = Path(__file__).parent.parent.parent
 GSM8K = {"question": "Ann has {} pens.", "answer": "<<2+2=4>>\n#### 4"}

@@ -1,0 +1,299 @@
+"""The options of `d2f serve`: which models, and what an operator decides of their server."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Suppress, UseAppendAction, arg
+
+from d2f.errors import InputError, did_you_mean
+from decode import cli
+from decode.cli import (
+    DEFAULT_MODEL,
+    DecoderOptions,
+    ModelOptions,
+    Switch,
+    check_least,
+    check_model_name,
+)
+from decode.decoders import find_decoder
+
+KEY_VARIABLE = "D2F_API_KEY"
+PUBLIC = ("/health", "/ready", "/metrics")
+MOST_SECONDS = 1_000_000  # the system counts milliseconds in 32 bits
+MOST_REQUESTS = 1_000_000
+_HOST = re.compile(r"\*|[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+
+
+@dataclass(kw_only=True)
+class ServedModelOptions(ModelOptions):
+    """Which models, and how they are loaded."""
+
+    model: Suppress[str] = DEFAULT_MODEL
+    models: Annotated[tuple[str, ...], UseAppendAction, arg(name="model", metavar="NAME")] = ()
+    """folder, hub name or bundled model; may be given several times; ALIAS=NAME serves it under
+    another name (default: tiny-d2f)"""
+    max_model_len: Annotated[int | None, arg(metavar="N")] = None
+    """most tokens of a prompt and its response (default: the model's context)"""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Each --model by the name that it is served under. Raises InputError."""
+        found: dict[str, str] = {}
+        for one in self.models or (DEFAULT_MODEL,):
+            alias, equals, name = one.partition("=")
+            if not equals or "/" in alias:  # a folder's name may have any sign
+                alias = name = one
+            if not alias or not name:
+                raise InputError(f"--model must be NAME or ALIAS=NAME, got {one!r}")
+            if alias in found:
+                raise InputError(f"--model: two are called {alias}: give one as ALIAS=NAME")
+            found[alias] = name
+        return found
+
+    def check(self) -> None:
+        """Raise InputError for models that cannot be, or flags that do not go together."""
+        for name in self.named.values():
+            check_model_name(name)
+        for flag in ("adapter", "family"):
+            if getattr(self, flag) is not None and len(self.named) > 1:
+                raise InputError(f"--{flag} is for one model, got {len(self.named)}")
+        check_least(self, max_model_len=2)
+        super().check()
+
+
+@dataclass(kw_only=True)
+class RequestOptions:
+    """What requests may ask for."""
+
+    allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
+    """decoders that requests may name, with commas between them (default: all that fit the
+    model)"""
+
+    @property
+    def allowed(self) -> list[str] | None:
+        """The decoders of --allow-decoders."""
+        return None if self.allow_decoders is None else self.allow_decoders.split(",")
+
+    def check(self) -> None:
+        """Raise InputError for a decoder that is not there."""
+        for name in self.allowed or ():
+            find_decoder(name)
+
+
+@dataclass(kw_only=True)
+class EngineOptions:
+    """Each model has its own engine."""
+
+    max_batch: Annotated[int, arg(metavar="N")] = 16
+    """most requests in a forward"""
+    slots: Annotated[int | None, arg(metavar="N")] = None
+    """slots of the cache, a position each (default: by batch, context and free memory)"""
+    request_slots: Annotated[int | None, arg(metavar="N")] = None
+    """most slots that a request may need, and so rows that it feeds in a forward: prompt, response,
+    and what its decoder drafts (default: about four times --max-model-len)"""
+    max_waiting: Annotated[int, arg(metavar="N")] = 256
+    """most that wait for room; more are refused with 429"""
+    prefill_rows: Annotated[int | None, arg(metavar="N")] = None
+    """most rows of prompts in a forward, so that a long one does not hold up the others (default:
+    as many whole ones as 4096 rows hold)"""
+    reuse_prefixes: Switch = False
+    """copy the rows of a prompt that an earlier one began with, where that is exact"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, max_batch=1, slots=1, request_slots=1, max_waiting=0, prefill_rows=1)
+        for name in ("max_batch", "max_waiting"):
+            if getattr(self, name) > MOST_REQUESTS:
+                flag, value = name.replace("_", "-"), getattr(self, name)
+                raise InputError(f"--{flag} must be at most {MOST_REQUESTS}, got {value}")
+
+
+@dataclass(kw_only=True)
+class ReplicaOptions:
+    """Several processes, by the extra ray (docs/serving.md)."""
+
+    replicas: Annotated[int | None, arg(metavar="N")] = None
+    """processes that each hold the models and an engine of each; the cores are divided among them
+    (default: no Ray, one engine in this process)"""
+    min_replicas: Annotated[int | None, arg(metavar="N")] = None
+    """in place of --replicas: keep at least so many (default: 1) ..."""
+    max_replicas: Annotated[int | None, arg(metavar="N")] = None
+    """... and at most so many, by how many requests there are"""
+    target_requests: Annotated[float | None, arg(metavar="X")] = None
+    """requests in flight, for each replica, that the number of replicas is kept to (default:
+    --max-batch)"""
+    replica_gpus: Annotated[int | None, arg(metavar="N")] = None
+    """GPUs of each replica (default: 1 where the device is cuda, else 0)"""
+    ray_address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """of a running Ray cluster, or auto (default: Ray is started here, on 127.0.0.1)"""
+
+    if TYPE_CHECKING:  # of the models' options
+        tensor_parallel: int
+        device: str | None
+
+    def check(self) -> None:
+        """Raise InputError where the flags do not go together. Then min_replicas and max_replicas
+        are how many there may be, both None without replicas."""
+        check_least(self, replicas=1, min_replicas=1, max_replicas=1, replica_gpus=0)
+        if self.replicas is not None:
+            if self.min_replicas is not None or self.max_replicas is not None:
+                raise InputError(
+                    "--replicas is a fixed number: leave out --min- and --max-replicas"
+                )
+            if self.target_requests is not None:
+                raise InputError("--target-requests needs --max-replicas, not --replicas")
+            self.min_replicas = self.max_replicas = self.replicas
+        if self.max_replicas is None:
+            for name in ("min_replicas", "target_requests", "replica_gpus", "ray_address"):
+                if getattr(self, name) is not None:
+                    flag = name.replace("_", "-")
+                    raise InputError(f"--{flag} needs --replicas or --max-replicas")
+            return
+        if self.tensor_parallel > 1:
+            raise InputError("--tensor-parallel is not for replicas: each of them is one process")
+        self.min_replicas = self.min_replicas or 1
+        if self.min_replicas > self.max_replicas:
+            raise InputError(
+                f"--min-replicas {self.min_replicas} is more than --max-replicas "
+                f"{self.max_replicas}"
+            )
+        target = self.target_requests
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise InputError(f"--target-requests must be a number above 0, got {target:g}")
+        if self.device is not None and self.device.startswith("cuda:"):
+            raise InputError(
+                f"--device {self.device}: Ray gives each replica a GPU of its own, expected cuda"
+            )
+
+
+@dataclass(kw_only=True)
+class LimitOptions:
+    """What a client may cost."""
+
+    max_choices: Annotated[int, arg(metavar="N")] = 128
+    """most answers to a request, prompts times n"""
+    max_body: Annotated[int, arg(metavar="BYTES")] = 4_000_000
+    """of a request"""
+    max_unsent: Annotated[int, arg(metavar="BYTES")] = 16_000_000
+    """of forwards that wait for a client that asked for events and does not read"""
+    body_timeout: Annotated[float, arg(metavar="SECONDS")] = 30.0
+    """until the whole of a request must have come"""
+    request_timeout: Annotated[float, arg(metavar="SECONDS")] = 600.0
+    """until its answer must be complete"""
+    send_timeout: Annotated[float, arg(metavar="SECONDS")] = 30.0
+    """until a client must have taken what it was sent"""
+    drain_seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
+    """how long running requests may go on after SIGTERM"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, max_choices=1, max_body=1, max_unsent=1, drain_seconds=0)
+        for name in ("body_timeout", "request_timeout", "send_timeout", "drain_seconds"):
+            value, flag = getattr(self, name), name.replace("_", "-")
+            if value <= 0 and name != "drain_seconds":
+                raise InputError(f"--{flag} must be a number of seconds above 0, got {value:g}")
+            if not value <= MOST_SECONDS:
+                raise InputError(f"--{flag} must be at most {MOST_SECONDS} seconds, got {value:g}")
+
+
+@dataclass(kw_only=True)
+class AccessOptions:
+    """Address, access and log."""
+
+    host: str = "127.0.0.1"
+    """address"""
+    port: Annotated[int, arg(metavar="PORT")] = 8000
+    """0 takes any that is free"""
+    api_key: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="KEY")] = ()
+    """a key that requests must bear, may be given several times; better in the environment variable
+    D2F_API_KEY, which other users cannot see (default: none needed)"""
+    public: Annotated[str, arg(metavar="PATHS")] = "/health,/ready"
+    """which of /health,/ready,/metrics need no key"""
+    allowed_host: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME")] = ()
+    """a name that requests may call the server by, may be given several times, * for any (default:
+    localhost and its addresses where it listens there alone, else any)"""
+    cors_origin: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="ORIGIN")] = ()
+    """another site whose pages may ask, may be given several times (default: none)"""
+    log_format: Literal["text", "json"] = "text"
+    """of the log, on standard error"""
+    log_prompts: Switch = False
+    """write prompts into the log, too"""
+
+    @property
+    def public_paths(self) -> tuple[str, ...]:
+        """The paths that need no key."""
+        return tuple(self.public.split(",")) if self.public else ()
+
+    def check(self) -> None:
+        """Raise InputError for a value that cannot be; then the keys are those that are asked for,
+        and hosts are in lower case."""
+        check_least(self, port=0)
+        if self.port > 65535:
+            raise InputError(f"--port must be at most 65535, got {self.port}")
+        self.api_key = keys(self.api_key)
+        for path in self.public_paths:
+            if path not in PUBLIC:
+                hint = did_you_mean(path, PUBLIC)
+                raise InputError(
+                    f"--public must be some of {','.join(PUBLIC)}, got {self.public!r}{hint}"
+                )
+        self.allowed_host = tuple(name.lower().removesuffix(".") for name in self.allowed_host)
+        for name in self.allowed_host:
+            if not _HOST.fullmatch(name):
+                raise InputError(
+                    "--allowed-host must be a name or address without port, as a.example or [::1], "
+                    f"or *, got {name!r}"
+                )
+        for origin in self.cors_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise InputError(
+                    f"--cors-origin must be like https://a.example:8443 or *, got {origin!r}"
+                )
+
+
+@dataclass(kw_only=True)
+class Options(
+    ServedModelOptions,
+    DecoderOptions,
+    RequestOptions,
+    EngineOptions,
+    ReplicaOptions,
+    LimitOptions,
+    AccessOptions,
+):
+    """Serve models through OpenAI's HTTP interface: /v1/completions and /v1/chat/completions, with
+    streams of settled text alone, and a page at / that shows the pipeline.
+
+    A request may choose its decoder and that decoder's options; the decoder's options here are what
+    a request gets that says nothing else, where the decoder fits its model. docs/serving.md says
+    more.
+
+    SIGTERM or Ctrl-C: no new requests, those that run finish within --drain-seconds; a second one
+    cancels them. Exit status: 0 ended so; 2 bad input, found before a model is loaded where it can
+    be.
+    """
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line. Raises InputError, SystemExit after --help."""
+    return cli.parse(Options, arguments, usual="python -m decode.serve")
+
+
+def keys(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of the command line, else those of the environment, where spaces stand
+    between them. Raises InputError, which does not show them; also for a variable without a key,
+    which was to close the server and would leave it open."""
+    said = os.environ.get(KEY_VARIABLE)
+    if not given and said is not None and not said.split():
+        raise InputError(f"{KEY_VARIABLE} is set and has no key: expected one, or no such variable")
+    found = tuple(given or (said or "").split())
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
+        raise InputError("--api-key must be printable ASCII without spaces")
+    return found
