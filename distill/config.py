@@ -612,12 +612,14 @@ _WITHIN = ("wino_plus", "wedlm")  # their keys are now the objective's own
 
 
 def with_section(values: dict[str, Any]) -> dict[str, Any]:
-    """Put what an earlier version's file has beside ``objective: NAME`` into that section, and
-    leave a file of today as it is. What has its default is left out: only one objective read it."""
+    """Put what an earlier version's file has beside ``objective: NAME`` into that section.
+
+    What has its default is left out, as such a file may have the keys of all objectives. A file of
+    today is returned as it is.
+    """
     values = deepcopy(values)
-    if isinstance(values.get("objective"), dict):
-        return values
-    section: dict[str, Any] = {"name": values["objective"]} if "objective" in values else {}
+    section = values.get("objective", {})
+    section = section if isinstance(section, dict) else {"name": section}
     for key, plain in _EARLIER.items():
         given = values.pop(key, plain)
         if isinstance(plain, dict) and isinstance(given, dict):

@@ -32,7 +32,7 @@ def saved_tokenizer(place: Path) -> str:
 
 
 def stream_of(config: TrainConfig) -> Stream:
-    return OBJECTIVES[config.objective](random_model("llada"), config).stream()
+    return OBJECTIVES[config.objective.name](random_model("llada"), config).stream()
 
 
 def asked(ids: list[list[int]]) -> set[str]:

@@ -121,7 +121,7 @@ def test_a_run_goes_on_after_a_key_came_to_the_configuration(tmp_path):
     train(settings(tmp_path), stop_after=2)
     path = tmp_path / "config.yaml"
     values = yaml.safe_load(path.read_text())
-    del values["lora"]["targets"]
+    del values["attention"]
     path.write_text(yaml.safe_dump(values))
     train(settings(tmp_path))
     assert (tmp_path / "model" / "config.json").is_file()

@@ -297,5 +297,5 @@ def test_a_mask_id_beyond_the_weights_is_refused(causal):
 
 def test_the_shipped_configuration_is_valid():
     config = read_config(ROOT / "configs" / "training" / "tiny-wedlm.yaml")
-    assert (config.objective, config.init, config.family) == ("wedlm", "tiny-ar", "wedlm")
+    assert (config.objective.name, config.init, config.family) == ("wedlm", "tiny-ar", "wedlm")
     assert issubclass(WeDLM, Objective)

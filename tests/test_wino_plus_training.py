@@ -278,15 +278,14 @@ def test_an_adapter_is_trained_on(tmp_path, files, base):
     ("change", "message"),
     [
         ({"wino_plus": {"tau1": 0.9, "tau2": 0.9}}, "tau1 must be below tau2, got 0.9 and 0.9"),
-        ({"wino_plus": {"scope": "row"}}, "wino_plus.scope"),
-        ({"wino_plus": {"sharpen_weight": -0.1}}, "wino_plus.sharpen_weight"),
-        ({"wino_plus": {"lambda": 0.1}}, "wino_plus.lambda"),
+        ({"wino_plus": {"scope": "row"}}, "objective.scope"),
+        ({"wino_plus": {"sharpen_weight": -0.1}}, "objective.sharpen_weight"),
+        ({"wino_plus": {"lambda": 0.1}}, "objective.lambda"),
         (
             {"data": {"tasks": {"story": 1.0}}},
             "needs data.file: a file of distill.rollouts",
         ),
         ({"init": None, "family": "llada", "model": {}}, "wino_plus needs init"),
-        ({"objective": "masked_diffusion", "init_adapter": "x"}, "leave out init_adapter"),
     ],
 )
 def test_a_bad_configuration_is_an_error(tmp_path, change, message):
@@ -343,4 +342,4 @@ def test_a_rollout_with_a_foreign_or_a_mask_id_is_named(tmp_path, files, base):
 @pytest.mark.parametrize("name", ["tiny-wino-plus", "tiny-wino-plus-d2f"])
 def test_the_shipped_configurations_are_valid(name):
     config = read_config(ROOT / "configs" / "training" / f"{name}.yaml")
-    assert config.output == f"runs/{name}" and config.objective == "wino_plus"
+    assert config.output == f"runs/{name}" and config.objective.name == "wino_plus"
