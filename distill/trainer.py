@@ -517,7 +517,6 @@ class Training:
             return
         values = {"loss": loss, "lr": result.rate, "grad_norm": float(result.norm)}
         values["samples"] = self.sample
-        values.update(self.stream.counts())
         if self.evaluator is not None and evaluated:
             self.watch.check_state(done, self.stepper.trainable, self.stepper.optimizer)
             # The others wait for the main process at their next common operation.
