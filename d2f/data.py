@@ -189,15 +189,17 @@ def load_rows(
                 first = file.read(4096).lstrip()[:1]
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if not first:
+            raise InputError(f"{place}: expected at least one row, got none")
         kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "text")
         if path.suffix == ".json" and first == b"[":
             kind = "json"
         # What is not UTF-8 becomes an escape that JSON does not have.
         coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
-        more = coded if kind == "text" else {}
         # The path itself: it may have the characters of a pattern.
-        found = _read(kind, path, data_files=glob.escape(str(path)), **more) if first else []
-        if kind == "text" and first:
+        files = {"data_files": glob.escape(str(path))}
+        found = _read(kind, path, **files, **(coded if kind == "text" else {}))
+        if kind == "text":
             found = found.rename_column("text", LINE)
     if len(found) == 0:
         raise InputError(f"{place}: expected at least one row, got none")
