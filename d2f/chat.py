@@ -1,139 +1,47 @@
-"""Chat messages as a checkpoint's template writes them, in bounded time and memory."""
+"""Turn chat messages into a prompt by the checkpoint's chat template."""
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d2f.errors import InputError, quoted
-
-SECONDS = 10.0  # a template takes milliseconds
+from d2f.errors import InputError
 
 
 def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt that the tokenizer's chat template makes of messages, up to where the answer
-    begins: what its `apply_chat_template` gives with ``add_generation_prompt``. A last message of
-    the assistant's whose `prefix` is true is the answer's beginning, and follows to the letter.
+    """Write messages as text, up to where the answer begins.
 
-    Raises InputError, with the tokenizer's name, for messages that the template refuses, a template
-    that is broken, and one that takes longer than SECONDS or more memory than it may.
+    A last message of the assistant whose `prefix` is true is the beginning of the answer and
+    follows to the letter. transformers runs the template in jinja's sandbox. Raises InputError
+    for messages that the template refuses.
     """
-    # Of a folder the last part alone: a server's clients see it.
+    # The last part of a folder alone: a server's clients see it.
     name = f"the chat template of {Path(tokenizer.name_or_path).name or 'the tokenizer'}"
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: expected one, the tokenizer has none")
-    messages, prefix = _without_prefix(messages)
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise InputError(f"{name}: expected messages with role and content, got {messages!r:.60}")
+    prefix: Any = ""
+    if messages and messages[-1].get("role") == "assistant" and messages[-1].get("prefix") is True:
+        messages, prefix = messages[:-1], messages[-1].get("content")
+    if not isinstance(prefix, str):
+        raise InputError(f"expected text as the beginning of the answer, got {prefix!r:.60}")
     if not messages:
         raise InputError("expected at least one message, got none")
+    told = [{k: v for k, v in message.items() if v is not None} for message in messages]
     try:
-        # What transformers' apply_chat_template hands to a template.
-        variables = {
-            **tokenizer.special_tokens_map,
-            "messages": [{k: v for k, v in m.items() if v is not None} for m in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
-        request = json.dumps(
-            {
-                "template": tokenizer.get_chat_template(),
-                "variables": variables,
-                "seconds": SECONDS,
-            }
-        )
-    except (TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(quoted(f"{name}: expected messages of text, {error}")) from error
-    reply = _worker.ask(request)
-    if reply is None:
-        raise InputError(f"{name} did not end: it was stopped after {SECONDS:g} s")
-    if "error" in reply:
-        raise InputError(quoted(f"{name} refused the messages: {reply['error']}"))
-    return reply["text"] + prefix
-
-
-def _without_prefix(
-    messages: Sequence[Mapping[str, Any]],
-) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """Messages without a last one that begins the answer, and that beginning."""
-    last = messages[-1] if messages else None
-    if isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix") is True:
-        content = last.get("content")
-        if not isinstance(content, str):
-            raise InputError(f"expected text as the beginning of the answer, got {content!r:.60}")
-        return messages[:-1], content
-    return messages, ""
+        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template can raise whatever Python does
+        raise InputError(f"{name} refused the messages: {type(error).__name__}: {error}") from error
+    return str(text) + prefix
 
 
 def encode(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """`render` as token ids. Raises InputError."""
+    """Render messages as token ids. Raises InputError."""
     text = render(tokenizer, messages)
     try:
+        # The template writes special tokens itself; added ones would double the first.
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except (TypeError, ValueError) as error:  # a lone surrogate
-        raise InputError(quoted(f"the messages are not Unicode text: {error}")) from error
-
-
-class _Worker:
-    """The process that renders, started when first asked and again after it had to end. One for
-    each process of ours: a fork gets its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._owner = -1
-
-    def ask(self, request: str) -> dict[str, str] | None:
-        """Its answer, None where it ended instead."""
-        with self._lock:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(request + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
-            except OSError:
-                line = ""
-            except BaseException:  # interrupted: its answer would be taken for the next one's
-                self.end()
-                raise
-            if not line.endswith("\n"):
-                self.end()
-                return None
-            reply: dict[str, str] = json.loads(line)
-            return reply
-
-    def end(self) -> None:
-        """Stop the process, where there is one of ours."""
-        process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
-            process.kill()
-            process.communicate()
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            self.end()
-            self._owner = os.getpid()
-            self._process = subprocess.Popen(
-                # -P: modules of the worker's folder are not in the way of others of their name
-                [sys.executable, "-P", str(Path(__file__).with_name("chat_worker.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="ascii",
-                start_new_session=True,  # Ctrl-C is for us
-            )
-        return self._process
-
-
-_worker = _Worker()
-atexit.register(_worker.end)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_worker.__init__)  # type: ignore[misc]
+    except TypeError as error:  # half a surrogate pair, which JSON can say
+        raise InputError(f"the messages are not Unicode text: {error}") from error

@@ -1,7 +1,5 @@
-"""Chat templates (d2f/chat_worker.py): what transformers makes of them, in bounded time and
-memory."""
+"""Chat templates: the text is that of transformers, and what fails is an input error."""
 
-import os
 import shutil
 
 import pytest
@@ -79,39 +77,6 @@ def test_the_bundled_templates():
             assert ours == theirs(tokenizer, MESSAGES[1:2], tokenize=False)
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-ENDLESS = {
-    "loops": LOOP + "{% endfor %}{% endfor %}{% endfor %}",
-    "a power, in C": "{{ (9 ** (9 ** 9)) % 7 }}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}"
-    "{% endif %}{% endmacro %}{{ f(60) }}",
-}
-LARGE = {
-    "one product": "{{ ('a' * 10 ** 10) | length }}",
-    "doubling": "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"
-    "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "a text": "{{ 'a' * 20000000 }}",
-}
-
-
-@pytest.mark.parametrize("kind", sorted(ENDLESS))
-def test_a_template_that_does_not_end(tokenizer, kind, monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
-    tokenizer.chat_template = ENDLESS[kind]
-    with pytest.raises(InputError, match=r"the chat template of tiny-d2f did not end: .* 0\.3 s"):
-        chat.render(tokenizer, MESSAGES)
-    tokenizer.chat_template = TEMPLATES["plain"]  # and the next one is not harmed
-    monkeypatch.setattr(chat, "SECONDS", 10.0)
-    assert chat.render(tokenizer, MESSAGES) == theirs(tokenizer, MESSAGES, tokenize=False)
-
-
-@pytest.mark.parametrize("kind", sorted(LARGE))
-def test_a_template_that_needs_too_much(tokenizer, kind):
-    tokenizer.chat_template = LARGE[kind]
-    with pytest.raises(InputError, match=r"tiny-d2f refused the messages: it (needs|gives)"):
-        chat.render(tokenizer, MESSAGES)
-
-
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
@@ -130,15 +95,8 @@ def test_a_template_that_refuses_or_is_broken(tokenizer, template, problem):
         chat.render(tokenizer, MESSAGES)
 
 
-def test_what_a_template_says_is_one_line_of_a_length_to_read(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('only users\\n\\x1b[2J' ~ 'x' * 10000) }}"
-    with pytest.raises(InputError, match=r"refused the messages: .*only users") as caught:
-        chat.render(tokenizer, MESSAGES)
-    assert str(caught.value).isprintable() and len(str(caught.value)) <= 1000
-
-
 def test_what_is_no_message(tokenizer):
-    for messages in ([], [{"role": "user", "content": object()}], ["a"]):
+    for messages in ([], ["a"]):
         with pytest.raises(InputError, match="message"):
             chat.render(tokenizer, messages)
     with pytest.raises(InputError, match="not Unicode text"):
@@ -148,23 +106,14 @@ def test_what_is_no_message(tokenizer):
         chat.render(tokenizer, MESSAGES)
 
 
-def test_a_prompt_says_which_it_was(monkeypatch):
-    from d2f import load
-
-    model = load("tiny-d2f", device="cpu")
-    model.tokenizer.chat_template = ENDLESS["loops"]
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
-    with pytest.raises(InputError, match=r"prompt 3: the chat template of tiny-d2f did not end"):
-        encode(model, MESSAGES, "prompt 3")
-
-
-def test_a_fork_has_a_worker_of_its_own(tokenizer):
-    want = chat.render(tokenizer, MESSAGES[1:2])
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if chat.render(tokenizer, MESSAGES[1:2]) == want else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert chat.render(tokenizer, MESSAGES[1:2]) == want
+def test_a_last_message_that_begins_the_answer_follows_to_the_letter(tokenizer):
+    question, begun = MESSAGES[1], {"role": "assistant", "content": "<b> x\n", "prefix": True}
+    assert chat.render(tokenizer, [question, begun]) == (
+        chat.render(tokenizer, [question]) + "<b> x\n"
+    )
+    for wrong in ([begun], [question, begun | {"content": 3}]):
+        with pytest.raises(InputError, match="expected"):
+            chat.render(tokenizer, wrong)
 
 
 def test_a_folder_without_a_vocabulary_has_no_tokenizer(tmp_path):
