@@ -27,4 +27,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'd2f' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    from d2f.quiet import quiet
+
+    with quiet():  # transformers imports torchao where it is installed, which has much to say
+        return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,8 +1,9 @@
-"""A model to begin with: from scratch, or from another family's weights."""
+"""Build a model to begin with: from scratch, or from another family's weights."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from d2f import attention
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
-from d2f.families import FAMILIES, Family, get_family, new_contract
+from d2f.families import FAMILIES, Family, check_ids, get_family, new_contract
 from d2f.model import DiffusionModel, Fp32Rotary
 
 
@@ -26,9 +27,9 @@ def build(
     context_length: int,
     **config_values: object,
 ) -> DiffusionModel:
-    """A model of a family with random weights from torch's generator; vocabulary, mask and end
-    ids from the tokenizer. config_values: further fields of the transformers configuration.
-    Raises CheckpointError for a tokenizer without one of these tokens."""
+    """Build a model with random weights from torch's generator; vocabulary, mask and end ids are
+    the tokenizer's. config_values: further fields of the transformers configuration. Raises
+    CheckpointError for a tokenizer without a mask or end token."""
     family = get_family(family_name)
     if family.scratch is None:
         known = sorted(name for name, other in FAMILIES.items() if other.scratch)
@@ -62,17 +63,18 @@ def build(
 def convert(
     model: DiffusionModel, family_name: str, *, drop_biases: bool = False
 ) -> DiffusionModel:
-    """The same weights, in their dtype and not copied, as the start of a model of another family
-    (an autoregressive model is the usual start of a diffusion model). Biases that the source lacks
-    begin at 0. For a family that `keeps_class` it is the source's own backbone. End ids stay, and
-    the objective of an autoregressive source: it says that nothing was trained bidirectionally yet.
+    """Take a model's weights, in their dtype and not copied, as the start of another family's (an
+    autoregressive model is the usual start of a diffusion model).
 
-    drop_biases: leave out biases of the source that the family has no place for, which changes what
-    the weights compute. Raises CheckpointError where the weights do not fit, the tokenizer has no
-    mask token or drop_biases finds nothing to leave out.
+    Biases that the source lacks begin at 0. End ids stay, and the objective of an autoregressive
+    source: it says that nothing was trained bidirectionally yet. drop_biases: leave out biases that
+    the family has no place for, which changes what the weights compute.
+
+    Raises CheckpointError where the weights do not fit, the tokenizer has no mask token or
+    drop_biases finds nothing to leave out.
     """
-    config, tokenizer = model.backbone.config, model.tokenizer
-    keeps = family_name == model.family or get_family(family_name).keeps_class
+    family, tokenizer = get_family(family_name), model.tokenizer
+    keeps = family_name == model.family or family.keeps_class
     nothing_to_drop = CheckpointError(
         f"drop_biases: expected a model with biases that {family_name} has no place for, "
         f"got a {model.family} model, which has none"
@@ -83,31 +85,17 @@ def convert(
         return model
     if tokenizer is None:
         raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
-    family = get_family(family_name)
-    if family.keeps_class:
-        return _relabelled(model, family, tokenizer)
-    # A head dimension that does not follow from the sizes has a field, which not all classes know.
-    own = config.hidden_size // config.num_attention_heads
-    unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
-    with torch.device("meta"):  # every weight comes from the source
-        new = build(
-            family_name,
-            tokenizer,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            layers=config.num_hidden_layers,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            context_length=config.max_position_embeddings,
-            vocab_size=config.vocab_size,
-            rope_parameters=config.rope_parameters,
-            rms_norm_eps=config.rms_norm_eps,
-            hidden_act=config.hidden_act,
-            tie_word_embeddings=config.tie_word_embeddings,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            **unusual,
-        ).backbone
+    contract = _started(model, family, tokenizer)
+    if keeps:
+        # One backbone for both: a wrapper put on for the one would change what the other computes.
+        if model.contract.rope_fp32 != family.rope_fp32:
+            raise CheckpointError(
+                f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
+                "precision"
+            )
+        check_ids(str(model.path), contract, model.vocab_size)
+        return DiffusionModel(model.backbone, contract, tokenizer=tokenizer, path=model.path)
+    new = _same_shape(model, family_name, tokenizer)
     # assign: the source's own tensors take the place of those without data, nothing is copied.
     try:
         missing, unexpected = new.load_state_dict(
@@ -117,17 +105,16 @@ def convert(
         raise CheckpointError(
             f"a {model.family} model does not convert to {family_name}: {error}"
         ) from error
+    dropped = [name for name in unexpected if drop_biases and name.endswith("_proj.bias")]
+    if drop_biases and not dropped:
+        raise nothing_to_drop
     # Dream has Qwen2's biases, a Llama none: of 0 they change nothing until they are trained.
     lacking = [name for name in missing if not name.endswith("_proj.bias")]
-    if drop_biases:
-        dropped = [name for name in unexpected if name.endswith("_proj.bias")]
-        unexpected = [name for name in unexpected if name not in dropped]
-        if not dropped:
-            raise nothing_to_drop
-    if lacking or unexpected:
+    left = [name for name in unexpected if name not in dropped]
+    if lacking or left:
         raise CheckpointError(
             f"a {model.family} model does not convert to {family_name}: "
-            f"missing {lacking[:4]}, unexpected {unexpected[:4]}"
+            f"missing {lacking[:4]}, unexpected {left[:4]}"
         )
     zeros = {
         name: torch.zeros_like(new.get_parameter(name), dtype=model.dtype, device=model.device)
@@ -139,35 +126,38 @@ def convert(
     rotary = model.backbone.model.rotary_emb
     new.model.rotary_emb = rotary.rotary if isinstance(rotary, Fp32Rotary) else rotary
     new.tie_weights()  # undone by assigning
-    contract = _started(model, family, tokenizer)
     return DiffusionModel(new.eval(), contract, tokenizer=tokenizer, path=model.path)
 
 
-def _relabelled(
-    model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase
-) -> DiffusionModel:
-    """The same backbone read as another family, with the end ids that it had."""
-    # One backbone for both: a wrapper put on for the one would change what the other computes.
-    if model.contract.rope_fp32 != family.rope_fp32:
-        raise CheckpointError(
-            f"a {model.family} model does not convert to {family.name}: its RoPE is of another "
-            "precision"
-        )
-    contract = _started(model, family, tokenizer)
-    if contract.mask_id is not None and contract.mask_id >= model.vocab_size:
-        raise CheckpointError(
-            f"{model.path}: the tokenizer's mask id must lie in the vocabulary "
-            f"[0, {model.vocab_size}), got {contract.mask_id}"
-        )
-    return DiffusionModel(model.backbone, contract, tokenizer=tokenizer, path=model.path)
+def _same_shape(model: DiffusionModel, family: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Build the family's class in the shape of `model`, without weights."""
+    config = model.backbone.config
+    # A head dimension that does not follow from the sizes has a field, which not all classes know.
+    own = config.hidden_size // config.num_attention_heads
+    unusual = {} if getattr(config, "head_dim", own) == own else {"head_dim": config.head_dim}
+    kept = (
+        "vocab_size", "rope_parameters", "rms_norm_eps", "hidden_act", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id",
+    )  # fmt: skip
+    with torch.device("meta"):  # every weight comes from the source
+        return build(
+            family,
+            tokenizer,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            context_length=config.max_position_embeddings,
+            **{name: getattr(config, name) for name in kept},
+            **unusual,
+        ).backbone
 
 
 def _started(model: DiffusionModel, family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    """The contract of a model of the family that begins with the weights of `model`: the new
-    family's, with the end ids that the weights were trained to end by. The objective of an
-    autoregressive source stays, that of a diffusion model of another family does not."""
-    objective = None if model.is_diffusion else model.contract.objective
+    """Make the new family's contract, with the end ids that the weights were trained to end by. The
+    objective of an autoregressive source stays, that of another diffusion family does not."""
     contract = new_contract(family, tokenizer)
-    return dataclasses.replace(
-        contract, end_ids=model.end_ids or contract.end_ids, objective=objective
-    )
+    objective = None if model.is_diffusion else model.contract.objective
+    end_ids = model.end_ids or contract.end_ids
+    return dataclasses.replace(contract, end_ids=end_ids, objective=objective)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.checkpoint import MAX_SHARD_SIZE
 from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.parts import ModelParts
-from d2f.saving import save
+from d2f.saving import MAX_SHARD_SIZE, save
 from d2f.tensor_parallel import merge_into_parts
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
-"""What a checkpoint holds of a model. What is computed with it is in `d2f.model`, which builds on
-this; what saves and adapts a model needs no more."""
+"""Hold what a checkpoint says of a model, without what is computed with it (`d2f.model`)."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,26 +12,14 @@ from d2f.families import FAMILIES
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(eq=False, repr=False)
-class ModelParts:
-    """The parts of a loaded model.
+class _Facts:
+    """Read off a contract and a configuration what decoders and trainers ask for."""
 
-    backbone: the transformers model, of which PEFT replaces layers where there is an adapter.
-    contract: how its logits are to be read. tokenizer: None where the checkpoint has none. adapter:
-    the PEFT model around the backbone, or None. path: the folder that it was loaded from, None for
-    a model made in memory. tensor_parallel: how many processes have a part of the backbone each.
-    """
-
-    backbone: PreTrainedModel
     contract: Contract
-    _: KW_ONLY
-    tokenizer: PreTrainedTokenizerBase | None = None
-    adapter: PeftModel | None = None
-    path: str | None = None
-    tensor_parallel: int = 1
+    config: Any
 
     @property
     def family(self) -> str:
@@ -54,12 +41,57 @@ class ModelParts:
 
     @property
     def vocab_size(self) -> int:
-        return self.backbone.config.vocab_size
+        return self.config.vocab_size
 
     @property
     def context_length(self) -> int:
         """Positions that the model was built for."""
-        return self.backbone.config.max_position_embeddings
+        return self.config.max_position_embeddings
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether the family predicts masked positions (all but plain causal models)."""
+        return FAMILIES[self.family].needs_mask
+
+
+@dataclass(eq=False)
+class Outline(_Facts):
+    """A checkpoint without its weights (`d2f.loading.describe`), which `d2f.load` takes as well.
+
+    config: of transformers. tokenizer: None where the checkpoint has none. path: the folder.
+    adapter: name or folder of the adapter that goes onto it, whose contract `contract` is where it
+    has one. base_contract: that of the model without it.
+    """
+
+    config: PretrainedConfig
+    contract: Contract
+    tokenizer: PreTrainedTokenizerBase | None
+    path: str
+    adapter: str | None
+    base_contract: Contract
+
+
+@dataclass(eq=False, repr=False)
+class ModelParts(_Facts):
+    """The parts of a loaded model.
+
+    backbone: the transformers model, of which PEFT replaces layers where there is an adapter.
+    contract: how its logits are to be read. tokenizer: None where the checkpoint has none. adapter:
+    the PEFT model around the backbone, or None. path: the folder that it was loaded from, None for
+    a model made in memory. tensor_parallel: how many processes have a part of the backbone each.
+    """
+
+    backbone: PreTrainedModel
+    contract: Contract
+    _: KW_ONLY
+    tokenizer: PreTrainedTokenizerBase | None = None
+    adapter: PeftModel | None = None
+    path: str | None = None
+    tensor_parallel: int = 1
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.backbone.config
 
     @property
     def device(self) -> torch.device:
@@ -79,8 +111,3 @@ class ModelParts:
         """As ``float32``, or with quantised weights as ``float32 int8-weight``."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} {self.quantized}" if self.quantized else dtype
-
-    @property
-    def is_diffusion(self) -> bool:
-        """Whether the family predicts masked positions (all but plain causal models)."""
-        return FAMILIES[self.family].needs_mask

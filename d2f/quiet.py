@@ -1,5 +1,4 @@
-"""What other libraries say beside the point (notices at their import, warnings to each other, bars
-while weights are read), and how commands keep it from their users unless they ask for it.
+"""Keep other libraries' notices and bars from users unless they ask for them.
 
 Importing this imports none of those libraries and changes nothing.
 """
@@ -27,51 +26,40 @@ _LOUD = (
 
 @contextlib.contextmanager
 def quiet(verbose: bool = False) -> Iterator[None]:
-    """Within it other libraries show errors alone: no notices, no FutureWarning or
-    DeprecationWarning, no bars while weights are read; downloads have a bar in a terminal only.
-    This project's own warnings and every error stay. verbose: it does nothing. What was set before
-    is set again at its end."""
+    """Show only errors of other libraries: no notices, no FutureWarning or DeprecationWarning, no
+    bars while weights are read; downloads have a bar in a terminal. This project's own warnings
+    stay. verbose: change nothing."""
     if verbose:
         yield
         return
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         for kind in (FutureWarning, DeprecationWarning):
             warnings.simplefilter("ignore", kind)
         import transformers.utils.logging  # noqa: F401  (it sets its own level when first imported)
 
-        loggers = [logging.getLogger(name) for name in _LOUD]
-        levels = [logger.level for logger in loggers]
-        for logger in loggers:
+        for logger in map(logging.getLogger, _LOUD):
+            undo.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
-        try:
-            with _bars(weights=False, downloads=sys.stderr.isatty()):
-                yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
-
-
-def loading_bars(shown: bool) -> contextlib.AbstractContextManager[None]:
-    """Within it transformers shows, or does not show, bars while it reads weights; downloads are
-    as they were."""
-    return _bars(weights=shown, downloads=None)
+        with loading_bars(False, downloads=sys.stderr.isatty()):
+            yield
 
 
 @contextlib.contextmanager
-def _bars(*, weights: bool, downloads: bool | None) -> Iterator[None]:
-    """Within it bars are shown where asked for. downloads: None leaves them as they are."""
+def loading_bars(weights: bool, downloads: bool | None = None) -> Iterator[None]:
+    """Show or hide transformers' bars while it reads weights, and the hub's for downloads (None:
+    as they were)."""
     from huggingface_hub.utils import are_progress_bars_disabled
     from transformers.utils.logging import is_progress_bar_enabled
 
     before = is_progress_bar_enabled(), not are_progress_bars_disabled()
-    _show(weights, before[1] if downloads is None else downloads)
+    _show_bars(weights, before[1] if downloads is None else downloads)
     try:
         yield
     finally:
-        _show(*before)
+        _show_bars(*before)
 
 
-def _show(weights: bool, downloads: bool) -> None:
+def _show_bars(weights: bool, downloads: bool) -> None:
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 

@@ -1,91 +1,44 @@
-"""`DiffusionModel.save`: a folder that `d2f.load` reads back, whole or not at all."""
+"""Save a model: for `d2f.load`, or in the format that its family is published in."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from d2f import tokenization_d2f
-from d2f.adapters import base_name, fingerprint, save_adapter
-from d2f.checkpoint import MAX_SHARD_SIZE, is_weight_file, read_object, weights_of, write_shards
+from d2f.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    INDEX,
+    base_name,
+    fingerprint,
+    read_object,
+)
 from d2f.contract import FILE_NAME
 from d2f.errors import CheckpointError, InputError
 from d2f.families import FAMILIES, transformers_config
 from d2f.files import make_folder, writing_folder
 from d2f.parts import ModelParts
 
-# Save a tokenizer so that `AutoTokenizer` reads it back as it is.
-
+MAX_SHARD_SIZE = "5GB"  # most that an export holds in memory besides the model
 CODE = Path(tokenization_d2f.__file__)
 OWN_CLASS = {"AutoTokenizer": [None, f"{CODE.stem}.{tokenization_d2f.D2FTokenizer.__name__}"]}
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer into a model's `folder`, its config.json included, so that transformers and
-    what is built on it cut text as `d2f.loading` does.
-
-    By itself AutoTokenizer goes by the model's type: beside a config.json that says qwen2 it takes
-    Qwen2's way of cutting text, whatever tokenizer_config.json says and tokenizer.json holds::
-
-        " 15"    tokenizer.json of the tiny models    " 1", "5"
-                 Qwen2's                              " ", "1", "5"
-
-    It does not where tokenizer_config.json names a class of the folder's own (auto_map): then it
-    takes tokenizer.json as it is, with ``trust_remote_code=True`` through that class, which is two
-    lines (`d2f.tokenization_d2f`), and without it through its own.
-    """
-    tokenizer.save_pretrained(folder)
-    if type(tokenizer) is not TokenizersBackend:  # of a class that is found by its name
-        return
-    settings = folder / "tokenizer_config.json"
-    values = read_object(settings, CheckpointError)
-    values.pop("auto_map", None)  # of the folder that it came from, whose code is not here
-    _write(settings, values)
-    if type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)) is TokenizersBackend:
-        return
-    _write(settings, values | {"auto_map": OWN_CLASS})
-    shutil.copy(CODE, folder)
-
-
-def _write(path: Path, values: dict[str, object]) -> None:
-    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
-
-
-# Save a model in transformers' format, with its contract.
-
-
-def save_model(
-    model: ModelParts,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    **contract: object,
-) -> None:
-    """Write a model to `folder`: config, weights in `dtype`, those of an adapter merged into them
-    (in fp32; the model stays as it is), tokenizer, and its contract with the given fields changed.
-    Raises CheckpointError for weights that are not finite in `dtype`, InputError for a
-    max_shard_size that is none."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # A copy: the model in memory keeps its dtype.
-    config = type(model.backbone.config).from_dict(model.backbone.config.to_dict())
-    config.dtype = dtype
-    config.architectures = [type(model.backbone).__name__]
-    config.save_pretrained(folder)
-    write_shards(weights_of(model.backbone), folder, dtype, max_shard_size)
-    if model.tokenizer is not None:
-        save_tokenizer(model.tokenizer, folder)
-    dataclasses.replace(model.contract, **contract).save(folder)  # type: ignore[arg-type]
 
 
 def save(model: ModelParts, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -105,66 +58,63 @@ def save(model: ModelParts, folder: str | Path, max_shard_size: int | str = MAX_
     with replaced(Path(folder)) as beside:
         if model.adapter is None:
             # All of it is written, so it belongs to no base any more.
-            save_model(
-                model,
-                beside,
-                dtype=model.dtype,
-                max_shard_size=max_shard_size,
-                base=None,
-                base_hash=None,
-            )
+            whole = {"base": None, "base_hash": None}
+            save_model(model, beside, dtype=model.dtype, max_shard_size=max_shard_size, **whole)
         else:
-            assert model.path is not None
-            # The base as it is named here and now: by its hub or bundled name, which another
-            # machine finds too, else by its folder.
-            contract = dataclasses.replace(
-                model.contract,
-                base=base_name(model.path) or str(Path(model.path).resolve()),
-                base_hash=model.contract.base_hash or fingerprint(model.path),
-            )
-            named = ModelParts(model.backbone, contract, adapter=model.adapter)
-            save_adapter(named, beside)
+            _save_named_adapter(model, beside)
 
 
-@contextlib.contextmanager
-def replaced(place: Path) -> Iterator[Path]:
-    """An empty folder beside `place`, to be filled in the body, that takes its place afterwards.
+def _save_named_adapter(model: ModelParts, folder: Path) -> None:
+    """Save the adapter with its base as it is named here and now: by its hub or bundled name, which
+    another machine finds too, else by its folder."""
+    assert model.path is not None
+    contract = dataclasses.replace(
+        model.contract,
+        base=base_name(model.path) or str(Path(model.path).resolve()),
+        base_hash=model.contract.base_hash or fingerprint(model.path),
+    )
+    save_adapter(ModelParts(model.backbone, contract, adapter=model.adapter), folder)
 
-    Raises InputError where `place` is there and is neither empty nor a model of the same files, so
-    that no file is removed that is not written again. Raises OutputError where it cannot be
-    written.
+
+def save_adapter(model: ModelParts, folder: Path) -> None:
+    """Write the adapter's weights, configuration and the model's contract into `folder`. Raises
+    CheckpointError for weights that are not finite."""
+    from peft import get_peft_model_state_dict
+
+    assert model.adapter is not None
+    config = copy.copy(model.adapter.peft_config["default"])
+    config.base_model_name_or_path, config.inference_mode = model.contract.base or "", True
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = get_peft_model_state_dict(model.adapter, save_embedding_layers=False)
+    write_weights(weights, folder / ADAPTER_WEIGHTS)
+    values = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    _write_json(folder / ADAPTER_CONFIG, values)
+    model.contract.save(folder)
+
+
+def save_model(
+    model: ModelParts,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **contract: Any,
+) -> None:
+    """Write a model in transformers' format to `folder`.
+
+    Its weights are in `dtype`, those of an adapter merged into them in fp32 (the model stays as it
+    is). contract: fields to change in the saved one. Raises CheckpointError for weights that are
+    not finite in `dtype`, InputError for a max_shard_size that is none.
     """
-    place = place.resolve()
-    if place.exists() and not place.is_dir():
-        raise InputError(f"{place}: expected a folder to save to, this is a file")
-    # Before anything is written. What else a save holds is known only once it is: the check below
-    # raises within `writing_folder`, which then leaves the place as it was.
-    there = _names(place)
-    if there and FILE_NAME not in there:
-        raise InputError(
-            f"{place} holds {_some(there)}: expected an empty folder, or a saved model"
-        )
-    make_folder(place.parent)
-    with writing_folder(place) as new:
-        yield new
-        # Ours, and not beside every model: a tokenizer's code, and weights in other files.
-        others = {name for name in _names(place) - _names(new) if not is_weight_file(name)}
-        others -= {CODE.name}
-        if others:
-            raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
-
-
-def _names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def _some(names: set[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + f" and {len(names) - 3} more" * (len(names) > 3)
-
-
-# Save a model in its family's own format: what the published checkpoints look like, so that the
-# family's own code, and everything built on it, reads the result.
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.backbone.config)  # the model in memory keeps its dtype
+    config.dtype = dtype
+    config.architectures = [type(model.backbone).__name__]
+    config.save_pretrained(folder)
+    write_shards(weights_of(model.backbone), folder, dtype, max_shard_size)
+    if model.tokenizer is not None:
+        save_tokenizer(model.tokenizer, folder)
+    dataclasses.replace(model.contract, **contract).save(folder)
 
 
 def save_official(
@@ -174,12 +124,11 @@ def save_official(
     dtype: torch.dtype,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write a model to `folder`: config.json and weights in `dtype` as the family publishes them,
-    those of an adapter merged into them as by `save_model`, tokenizer, contract. From an official
-    base, its own config.json and the code files that it names come along.
+    """Write a model as its family publishes them, so that the family's own code reads it.
 
-    Raises CheckpointError for a family whose format is not known or a model that it cannot say,
-    and as `save_model`.
+    From an official base, its own config.json and the code files that it names come along. Raises
+    CheckpointError for a family whose format is not known or a model that it cannot say, and as
+    `save_model`.
     """
     values = official_config(model)  # raises before the folder is made
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +136,7 @@ def save_official(
     weights = {official_name(k): value for k, value in weights_of(model.backbone).items()}
     write_shards(weights, folder, dtype, max_shard_size)
     values["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "config.json", values)
     if model.tokenizer is not None:
         save_tokenizer(model.tokenizer, folder)
     for path in _code(model, values):
@@ -202,26 +151,34 @@ def check_official(model: ModelParts) -> None:
         FAMILIES[model.family].official_name(name)
 
 
+# What decides a forward; a configuration that is read back must give the same.
+_SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings",
+)  # fmt: skip
+
+
 def official_config(model: ModelParts) -> dict[str, Any]:
-    """The model's config.json in the family's own fields: that of the base where it is an official
-    one, else made from transformers' configuration. Raises CheckpointError."""
+    """Say the model in the family's own fields: the config.json of an official base, else one made
+    from transformers' configuration. Raises CheckpointError."""
     family = FAMILIES[model.family]
     if family.official_config is None:
         known = sorted(name for name, other in FAMILIES.items() if other.official_config)
         raise CheckpointError(
             f"the official format is known for {' and '.join(known)}, got the family {model.family}"
         )
-    raw = _raw_config(model)
-    values = raw if raw is not None else family.official_config(model.backbone.config)
+    path = Path(model.path or "") / "config.json"
+    values = read_object(path, CheckpointError) if model.path and path.is_file() else {}
+    if values.get("model_type") not in family.model_types:
+        values = family.official_config(model.backbone.config)
     # The contract is what the model was trained with, whatever its base says.
     values["mask_token_id"] = model.contract.mask_id
-    # It would name files of code that are not written beside it.
     if values.get("auto_map") and not _code(model, values):
-        del values["auto_map"]
+        del values["auto_map"]  # it would name files that are not written beside it
     # Read back as a loader would: the family's fields may have no word for what transformers' have,
-    # such as a bias, and the export would be another model.
-    # Of a copy, as transformers writes into the dictionaries that it is given.
-    made = transformers_config(family, deepcopy(values)).to_dict()
+    # such as a bias. Of a copy, as transformers writes into the dictionaries that it is given.
+    made = transformers_config(family, copy.deepcopy(values)).to_dict()
     ours = model.backbone.config.to_dict()
     differ = [k for k in _SHAPE if made.get(k) != ours.get(k)]
     if differ:
@@ -232,23 +189,159 @@ def official_config(model: ModelParts) -> dict[str, Any]:
     return values
 
 
-# What decides a forward; a configuration that is read back must give the same.
-_SHAPE = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings",
-)  # fmt: skip
-
-
-def _raw_config(model: ModelParts) -> dict[str, Any] | None:
-    """The base's config.json where it is an official one of the model's family."""
-    path = Path(model.path or "") / "config.json"
-    if model.path is None or not path.is_file():
-        return None
-    raw = read_object(path, CheckpointError)
-    return raw if raw.get("model_type") in FAMILIES[model.family].model_types else None
-
-
 def _code(model: ModelParts, values: Mapping[str, Any]) -> list[Path]:
-    """The files of the base's own code, where its config.json names any of them."""
+    """Find the files of the base's own code, where its config.json names any of them."""
     return sorted(Path(model.path or "").glob("*.py")) if values.get("auto_map") else []
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that is about to be written. read: gives it, or computes it then."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def weights_of(backbone: Any) -> dict[str, Weight]:
+    """List a model's weights by transformers' names, those of an adapter merged into them as they
+    are read. Output weights that are the embeddings are left out."""
+    found: dict[str, Weight] = {}
+    adapted = [
+        name
+        for name, module in backbone.named_modules()
+        if hasattr(module, "original_module") or hasattr(module, "base_layer")
+    ]
+    for name, value in backbone.state_dict().items():
+        inside = next((one for one in adapted if name.startswith(f"{one}.")), None)
+        if inside is None:
+            found[name] = Weight(tuple(value.shape), value.detach)
+    for name in adapted:
+        layer = backbone.get_submodule(name)
+        if any(name.startswith(f"{other}.") for other in adapted):
+            continue  # a wrapper's own parts
+        base = layer.original_module if hasattr(layer, "original_module") else layer.base_layer
+        for key, value in base.state_dict().items():
+            found[f"{name}.{key}"] = Weight(tuple(value.shape), partial(_merged, layer, key))
+    if backbone.config.tie_word_embeddings:  # safetensors does not write one tensor twice
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def merged_module(layer: Any) -> Any:
+    """Return a copy of a module that PEFT adapts, on the CPU in fp32, with the adapter merged."""
+    layer = copy.deepcopy(layer).to("cpu", torch.float32)
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(True, False, None)
+    layer.merge()
+    return layer.get_base_layer()
+
+
+def _merged(layer: nn.Module, key: str) -> Tensor:
+    return merged_module(layer).state_dict()[key]
+
+
+def write_shards(
+    weights: Mapping[str, Weight],
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write weights in `dtype` to `folder`: ``model.safetensors``, or files of at most
+    `max_shard_size` (bytes, or as ``5GB``; a larger tensor has a file of its own) with their index.
+
+    Raises CheckpointError for values that are not finite in `dtype`, InputError for a size that is
+    none.
+    """
+    try:
+        plan = split_state_dict_into_shards_factory(
+            dict(weights),
+            get_storage_size=lambda weight: prod(weight.shape) * dtype.itemsize,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except ValueError as error:
+        raise InputError(
+            f"max_shard_size must be a number of bytes, or as 5GB, got {max_shard_size!r}"
+        ) from error
+    for file, names in plan.filename_to_tensors.items():
+        shard = {name: weights[name].read().to("cpu", dtype) for name in names}
+        write_weights(shard, folder / file)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        _write_json(folder / INDEX, index)
+
+
+def write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors by name as safetensors. Raises CheckpointError, before anything is written, for
+    values that are not finite, as training gone wrong leaves them or a dtype without room."""
+    weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        dtype = str(weights[broken[0]].dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{path}: expected finite weights, got NaN or infinity in {len(broken)} of "
+            f"{len(weights)} tensors in {dtype}, first {broken[0]}; nothing was written"
+        )
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer beside a model's config.json, so that transformers and what is built on it
+    cut text as `d2f.loading` does.
+
+    By itself AutoTokenizer goes by the model's type: beside a config.json that says qwen2 it takes
+    Qwen2's way of cutting text, whatever tokenizer_config.json says and tokenizer.json holds::
+
+        " 15"    tokenizer.json of the tiny models    " 1", "5"
+                 Qwen2's                              " ", "1", "5"
+
+    It does not where tokenizer_config.json names a class of the folder's own (auto_map): then it
+    takes tokenizer.json as it is, with ``trust_remote_code=True`` through that class, which is two
+    lines (`d2f.tokenization_d2f`), and without it through its own.
+    """
+    tokenizer.save_pretrained(folder)
+    if type(tokenizer) is not TokenizersBackend:  # of a class that is found by its name
+        return
+    settings = folder / "tokenizer_config.json"
+    values = read_object(settings, CheckpointError)
+    values.pop("auto_map", None)  # of the folder that it came from, whose code is not here
+    _write_json(settings, values)
+    if type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)) is TokenizersBackend:
+        return
+    _write_json(settings, values | {"auto_map": OWN_CLASS})
+    shutil.copy(CODE, folder)
+
+
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
+    text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replaced(place: Path) -> Iterator[Path]:
+    """Make an empty folder, to be filled in the body, that takes the place of `place` afterwards.
+
+    Raises InputError where `place` is there and is neither empty nor a model of the same files, so
+    that no file is removed that is not written again. Raises OutputError where it cannot be
+    written.
+    """
+    place = place.resolve()
+    if place.exists() and not place.is_dir():
+        raise InputError(f"{place}: expected a folder to save to, this is a file")
+    there = {path.name for path in place.iterdir()} if place.is_dir() else set()
+    if there and FILE_NAME not in there:
+        raise InputError(
+            f"{place} holds {_some(there)}: expected an empty folder, or a saved model"
+        )
+    make_folder(place.parent)
+    with writing_folder(place) as new:
+        yield new
+        others = there - {path.name for path in new.iterdir()} - {INDEX, CODE.name}
+        others = {name for name in others if not fnmatch(name, "model*.safetensors")}
+        if others:
+            raise InputError(f"{place} holds {_some(others)}, which a saved model does not have")
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + f" and {len(names) - 3} more" * (len(names) > 3)

@@ -78,8 +78,13 @@ def merge_into_parts(model: ModelParts, place: str) -> None:
     """Add an adapter to the weights of which this rank has a part; its contract becomes the
     model's where it has one. Raises as `d2f.adapters.attach`."""
     adapter = fitting_adapter(model, place)
-    for name, layer in adapter.targets.items():
-        _add(layer.weight, adapter.delta(name))
+    for name in adapter.modules:
+        part = model.backbone.get_submodule(name)
+        # One module at a time: all of its base's weights here, merged, and of that the own part.
+        whole = {key: whole_of(value) for key, value in part.named_parameters()}
+        merged = adapter.merged(name, whole)
+        for key, value in part.named_parameters():
+            _set(value, merged.get_parameter(key))
     if adapter.contract is not None:
         model.contract = adapter.contract
 
@@ -89,9 +94,14 @@ def own_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _add(weight: Tensor, delta: Tensor) -> None:
-    delta = delta.to(weight.device)
+def whole_of(tensor: Tensor) -> Tensor:
+    """Gather a tensor of which each process has a part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _set(weight: Tensor, value: Tensor) -> None:
+    value = value.detach().to(weight.device, weight.dtype)
     if isinstance(weight, DTensor):
-        # Every rank has the whole delta and takes its part, none is sent.
-        delta = distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
-    own_part(weight).data += own_part(delta)
+        # Every rank has the whole and takes its part, none is sent.
+        value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+    own_part(weight).data.copy_(own_part(value))

@@ -473,18 +473,11 @@ def outline(
     adapter's where it has one), tokenizer and context, which a decoder and prompts are checked
     against. Raises InputError."""
     import d2f
-    from d2f.checkpoint import base_of_adapter, folder_of
-    from d2f.contract import Contract
+    from d2f.loading import describe
 
-    name = resolve(name)
-    base = base_of_adapter(str(folder_of(name, weights=False)))
-    if base is not None and adapter is None:
-        name, adapter = base, name  # an adapter alone, on the base that it names
-    model = d2f.load(name, family=family, device="meta", tensor_parallel=tensor_parallel)
-    if adapter is not None:
-        contract = Contract.load(folder_of(resolve(adapter), weights=False))
-        model.contract = contract or model.contract
-    return model
+    shape = describe(name, adapter=adapter, family=family)
+    shape = replace(shape, adapter=None, base_contract=shape.contract)
+    return d2f.load(shape, device="meta", tensor_parallel=tensor_parallel)
 
 
 def load(options: ModelOptions) -> tuple[DiffusionModel, str]:

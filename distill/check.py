@@ -24,6 +24,8 @@ from distill.trainer import rows_at_once
 
 # What a process of a training run needs of memory, estimated by part from shapes alone.
 
+BASE = ".base_layer.weight"  # of a layer that PEFT has put a LoRA on
+SHARD = int(5e9)  # most bytes of a file (`d2f.saving.MAX_SHARD_SIZE`)
 NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantised scales (QLoRA)
 
 
@@ -74,8 +76,11 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     inputs = kept * model.backbone.config.hidden_size * tokens  # of a layer
     # AdamW's two moments in fp32.
     optimizer = 8 * trained
-    # Weights are merged, converted and written one after another, in fp32.
+    # Merged in fp32 one after another, and held in the dtype of the export for one file at a time.
     largest = 4 * max(p.numel() for p in parameters)
+    width = 4 if config.export_dtype == "float32" else 2
+    merged = sum(p.numel() for n, p in network.named_parameters() if n.endswith(BASE))
+    written = width * (merged if width == kept else sum(p.numel() for p in parameters))
     return Memory(
         load=load,
         weights=weights,
@@ -86,7 +91,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
         # Each layer keeps its input, and one layer at a time is computed again.
         activations_checkpointed=layers * inputs + layer,
         loss=OBJECTIVES[config.objective.name].loss_bytes(model, config, reads),
-        export=load + 4 * trained * adapted + optimizer + largest,
+        export=load + 4 * trained * adapted + optimizer + min(written, SHARD) + largest,
     )
 
 

@@ -176,7 +176,7 @@ def same_place(one: str, other: str) -> bool:
 def digests(config: TrainConfig) -> dict[str, str]:
     """SHA-256 of what a run trains on, by its key: of files and saved data sets the content, of the
     base its weights' `fingerprint`. What only the hub has is left out. Raises InputError."""
-    from d2f.adapters import fingerprint
+    from d2f.checkpoint import fingerprint
 
     found = {}
     for key in _FILES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from d2f.quiet import quiet
 from decode.cli import Verbose, command
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from d2f.model import DiffusionModel
+    from d2f.parts import Outline
 
 MASK_TOKEN = "<|mask|>"
 
@@ -59,15 +58,18 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 def convert_checkpoint(
     name: str, family_name: str, output: Path, mask_token: str | None = None
 ) -> list[str]:
-    """Write the converted checkpoint to `output`, whole or not at all; what was done, in lines.
+    """Write the converted checkpoint to `output`, whole or not at all; say in lines what was done.
 
     name: folder, hub name or bundled model. mask_token: default the tokenizer's own, else
     `MASK_TOKEN`. Raises InputError before any weights are read where model, family, mask token or
     output do not go together.
     """
-    import d2f
+    import torch
+
     from d2f.convert import convert
+    from d2f.device import parse_dtype
     from d2f.files import make_folder, writing_folder
+    from d2f.loading import describe, load
     from d2f.saving import save_model
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -75,18 +77,15 @@ def convert_checkpoint(
     make_folder(output.parent)
     if mask_token is not None and not (mask_token.strip() and mask_token.isprintable()):
         raise InputError(f"--mask-token is {mask_token!r}: expected text that can be seen")
-    shape = d2f.load(name, device="meta")  # all but the weights
-    _check_source(name, shape, family_name)
-    tokenizer = shape.tokenizer
+    outline = describe(name)
+    _check_source(name, outline, family_name)
+    tokenizer = outline.tokenizer
     assert tokenizer is not None
-    lines = [_add_mask(tokenizer, mask_token, shape.end_ids)]
+    lines = [_add_mask(tokenizer, mask_token, outline.end_ids)]
     mask_id = int(tokenizer.convert_tokens_to_ids(tokenizer.mask_token))
-
-    assert shape.path is not None
     # Weights are written as they were stored: a conversion rounds nothing.
-    dtype = _stored_dtype(shape.path)
-    model = d2f.load(name, dtype=dtype, device="cpu")
-    model.tokenizer = tokenizer
+    dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
+    model = load(outline, dtype=dtype, device="cpu")
     lines.append(_make_room(model, mask_id))
     made = convert(model, family_name)
     # Until masked diffusion has trained it, it reads one side only: `d2f` training warns by this.
@@ -94,9 +93,9 @@ def convert_checkpoint(
     with writing_folder(output) as beside:
         save_model(made, beside, dtype=dtype)
         # Read back before the folder takes its name: some tokenizers drop a token when saved.
-        again = d2f.load(beside, device="meta")
-        assert again.tokenizer is not None
-        if again.tokenizer.mask_token_id != mask_id or again.contract != made.contract:
+        again = describe(beside)
+        kept = again.tokenizer is not None and again.tokenizer.mask_token_id == mask_id
+        if not kept or again.contract != made.contract:
             raise CheckpointError(f"{name}: its tokenizer does not keep a mask token when saved")
     c = made.contract
     lines.append(
@@ -111,38 +110,42 @@ def convert_checkpoint(
     return lines
 
 
-def _check_source(name: str, model: DiffusionModel, family_name: str) -> None:
+def _check_source(name: str, outline: Outline, family_name: str) -> None:
     """Raise CheckpointError unless this model can become one of the family."""
     from d2f.families import FAMILIES, get_family
 
-    family, kind = get_family(family_name), model.backbone.config.model_type
-    if model.is_diffusion:
-        raise CheckpointError(
-            f"{name}: expected an autoregressive model, got a diffusion model of the family "
-            f"{model.family}: train it as it is"
+    family, kind = get_family(family_name), outline.config.model_type
+    tokenizer = outline.tokenizer
+    problem = None
+    if outline.is_diffusion:
+        problem = (
+            "expected an autoregressive model, got a diffusion model of the family "
+            f"{outline.family}: train it as it is"
         )
-    if not family.needs_mask:
-        raise CheckpointError(f"{name}: the family must be of a diffusion model, got {family_name}")
-    if kind not in family.starts:
+    elif not family.needs_mask:
+        problem = f"the family must be of a diffusion model, got {family_name}"
+    elif kind not in family.starts:
         fit = [other.name for other in FAMILIES.values() if kind in other.starts]
-        raise CheckpointError(
-            f"{name}: the family {family_name} starts from {' or '.join(family.starts)}, "
+        problem = (
+            f"the family {family_name} starts from {' or '.join(family.starts)}, "
             f"got {kind}, from which {' and '.join(fit)} can start"
         )
-    if model.tokenizer is None:
-        raise CheckpointError(f"{name}: expected a tokenizer beside the model, found none")
-    if not model.end_ids and model.tokenizer.eos_token_id is None:
-        raise CheckpointError(
-            f"{name}: expected a token that ends a response, as eos_token_id in config.json or "
+    elif tokenizer is None:
+        problem = "expected a tokenizer beside the model, found none"
+    elif not outline.end_ids and tokenizer.eos_token_id is None:
+        problem = (
+            "expected a token that ends a response, as eos_token_id in config.json or "
             "eos_token of the tokenizer, found neither"
         )
+    if problem:
+        raise CheckpointError(f"{name}: {problem}")
 
 
 def _add_mask(
     tokenizer: PreTrainedTokenizerBase, wanted: str | None, end_ids: Sequence[int]
 ) -> str:
-    """Give the tokenizer its mask token; what was done. Raises InputError for a token that means
-    something else."""
+    """Give the tokenizer its mask token and say what was done. Raises InputError for a token that
+    means something else."""
     token = str(wanted or tokenizer.mask_token or MASK_TOKEN)
     there = tokenizer.get_vocab().get(token)
     if there is None:
@@ -167,7 +170,7 @@ def _add_mask(
 
 
 def _make_room(model: DiffusionModel, mask_id: int) -> str:
-    """Resize the embeddings where the mask id does not fit in them; what was done."""
+    """Resize the embeddings where the mask id does not fit in them, and say so."""
     import torch
 
     size = model.vocab_size
@@ -180,16 +183,6 @@ def _make_room(model: DiffusionModel, mask_id: int) -> str:
         f"embeddings: resized from {size} to {model.vocab_size} rows, the new ones drawn around "
         "the mean of the others"
     )
-
-
-def _stored_dtype(place: str) -> torch.dtype:
-    """The dtype that config.json gives the weights; where it says none, fp32 loses nothing."""
-    import torch
-
-    from d2f.device import parse_dtype
-
-    raw = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
-    return parse_dtype(raw.get("dtype") or raw.get("torch_dtype"), torch.device("cpu"))
 
 
 @command(interrupted="interrupted: nothing was written")

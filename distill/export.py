@@ -18,8 +18,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import Tensor
 
 import d2f
-from d2f.adapters import attach, fingerprint, new_lora, save_adapter
-from d2f.checkpoint import folder_of, stored_dtype
+from d2f.adapters import attach, new_lora
+from d2f.checkpoint import fingerprint, folder_of, stored_dtype
 from d2f.convert import build, convert
 from d2f.errors import InputError
 from d2f.files import says_what_is_kept, writing_folder
@@ -27,7 +27,7 @@ from d2f.loading import load_tokenizer
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.quantize import keep_differentiable
-from d2f.saving import check_official, save_model, save_official
+from d2f.saving import check_official, save_adapter, save_model, save_official
 from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill import checkpoint, sharding

@@ -1,61 +1,52 @@
-"""Damaged and misfitting checkpoints, split weight files, the fingerprint: each misfit is an error
-that names what was expected and what came."""
+"""Damaged and misfitting checkpoints: each misfit is an error that names what was expected and what
+came, before a token is decoded."""
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from golden_facts import difference, run
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from tiny import random_model
 
-import d2f.attention
-from d2f.adapters import fingerprint
+import d2f.checkpoint
+from d2f.checkpoint import fingerprint, folder_of, read_object
 from d2f.errors import CheckpointError, InputError
-from d2f.loading import load
+from d2f.loading import describe, load, load_tokenizer
+from d2f.models import HERE
+from d2f.saving import save_model
+from decode.compare.config import Transformers
+from decode.compare.entries import TransformersRunner
 
 FAMILIES = ["llada", "dream"]
-TIED = "tie_word_embeddings"
-MASKS = ["bidirectional", "block_causal_8"]
-
-
-# Damage. Each error names what was expected and what came.
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture
 def copy(golden, tmp_path):
-    """A copy of a golden checkpoint, to be damaged: copy(family) -> folder."""
+    """A copy of a golden checkpoint, to be damaged: copy(family, changes of config.json)."""
 
-    def make(family):
+    def make(family, **changes):
         folder = tmp_path / family
         folder.mkdir()
-        for name in ("config.json", "model.safetensors"):
+        for name in ("config.json", WHOLE):
             shutil.copy(golden / f"{family}-tiny" / name, folder / name)
+        values = json.loads((folder / "config.json").read_text()) | changes
+        values = {name: value for name, value in values.items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(values))
         return folder
 
     return make
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_a_pointer_of_git_lfs(copy, name):
-    """As `git clone` of a hub's repository leaves them without git-lfs."""
-    folder = copy("llada")
-    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n")
-    refused(folder, f"{name}: is a pointer of Git LFS: `git lfs pull` gets the file")
-
-
 def edit_weights(folder, change):
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(folder / WHOLE)
     change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder, **changes):
-    values = json.loads((folder / "config.json").read_text())
-    values.update(changes)
-    values = {name: value for name, value in values.items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(values))
+    save_file(weights, folder / WHOLE, metadata={"format": "pt"})
 
 
 def refused(folder, *patterns, error=CheckpointError, **options):
@@ -65,246 +56,311 @@ def refused(folder, *patterns, error=CheckpointError, **options):
         assert pattern in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "native"),
-    [
-        ("llada", "model.transformer.blocks.1.ff_proj.weight", "layers.1.mlp.gate_proj.weight"),
-        ("llada", "model.transformer.ff_out.weight", "lm_head.weight"),
-        ("dream", "model.layers.2.self_attn.q_proj.bias", "model.layers.2.self_attn.q_proj.bias"),
-        ("dream", "lm_head.weight", "lm_head.weight"),
-    ],
-)
-def test_missing_weight(copy, family, key, native):
-    """transformers would leave it freshly initialised and only print a report."""
-    folder = copy(family)
-    edit_weights(folder, lambda weights: weights.pop(key))
-    refused(folder, "1 missing", native, family)
+# Weights. transformers would leave what is missing freshly initialised and only print a report.
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "wedlm", "causal"])
+def test_each_weight_that_is_missing_renamed_or_misshapen_is_named(tmp_path, family):
+    save_model(random_model(family), tmp_path, dtype=torch.float32)
+    weights = load_file(tmp_path / WHOLE)
+    some = [key for key in weights if ".layers.0." in key or "layers" not in key][::2]
+    assert len(some) > 5
+    for key in some:
+        value = weights[key]
+        for change, said in (
+            ({}, f"1 missing: {key}"),
+            ({f"{key}.old": value}, f"1 unexpected: {key}.old"),
+            ({key: torch.zeros(3, 5)}, f"{key}: expected shape {list(value.shape)}, got [3, 5]"),
+        ):
+            rest = {name: w for name, w in weights.items() if name != key}
+            save_file(rest | change, tmp_path / WHOLE, metadata={"format": "pt"})
+            refused(tmp_path, "the weights do not fit a model of the family", said)
 
 
 @pytest.mark.parametrize(
-    ("family", "key", "named"),
+    ("family", "key", "change", "said"),
     [
-        ("llada", "model.transformer.blocks.0.q_norm.weight", "blocks.0.q_norm.weight"),
-        ("llada", "model.transformer.blocks.3.attn_norm.weight", "layers.3.input_layernorm.weight"),
-        ("dream", "model.layers.0.self_attn.o_proj.bias", "layers.0.self_attn.o_proj.bias"),
+        ("llada", "blocks.1.ff_proj.weight", None, "1 missing: model.layers.1.mlp.gate_proj"),
+        ("llada", "ff_out.weight", None, "1 missing: lm_head.weight"),
+        (
+            "llada",
+            "blocks.0.q_norm.weight",
+            (64,),
+            "1 unexpected: model.transformer.blocks.0.q_nor",
+        ),
+        ("llada", "blocks.3.attn_norm.weight", (64,), "layers.3.input_layernorm.weight"),
+        ("llada", "blocks.0.attn_out.weight", (64, 48), "expected shape [64, 64], got [64, 48]"),
     ],
 )
-def test_unexpected_weight(copy, family, key, named):
-    folder = copy(family)
-    edit_weights(folder, lambda weights: weights.__setitem__(key, torch.zeros(64)))
-    refused(folder, "1 unexpected", named)
-
-
-@pytest.mark.parametrize(
-    ("family", "key"),
-    [
-        ("llada", "model.transformer.blocks.0.attn_out.weight"),
-        ("dream", "model.layers.0.self_attn.o_proj.weight"),
-    ],
-)
-def test_misshapen_weight(copy, family, key):
-    folder = copy(family)
-    edit_weights(folder, lambda weights: weights.__setitem__(key, torch.zeros(64, 48)))
-    refused(folder, "o_proj.weight", "expected shape [64, 64], got [64, 48]")
+def test_a_weight_under_an_official_name(copy, family, key, change, said):
+    folder, key = copy(family), f"model.transformer.{key}"
+    edit_weights(
+        folder, lambda w: w.pop(key) if change is None else w.update({key: torch.zeros(change)})
+    )
+    refused(folder, said)
 
 
 def test_fewer_layers_in_the_file_than_in_the_config(copy):
-    folder = copy("llada")
-    edit_config(folder, n_layers=4)
-    refused(folder, "9 missing", "model.layers.3.")
+    refused(copy("llada", n_layers=4), "9 missing", "model.layers.3.")
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.001, 0.1, 0.9, 0.9999])
+TIES = [("llada", "weight_tying"), ("dream", "tie_word_embeddings")]
+
+
+@pytest.mark.parametrize(("family", "name"), TIES)
+def test_output_weights_that_are_said_to_be_the_embeddings(copy, family, name):
+    """They would be kept when it is loaded, and lost when it is saved."""
+    folder = copy(family, **{name: True})
+    refused(folder, "tie_word_embeddings")
+    names = ("model.transformer.ff_out.weight", "model.transformer.wte.weight")
+    head, embeddings = (
+        names if family == "llada" else ("lm_head.weight", "model.embed_tokens.weight")
+    )
+    edit_weights(folder, lambda weights: weights.update({head: weights[embeddings].clone()}))
+    assert load(folder, device="cpu").backbone.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.9, 0.9999])
 def test_weight_file_cut_short(copy, keep):
     """An interrupted download: in the header, or in the data."""
     folder = copy("llada")
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: int(keep * len(content))])
-    refused(folder, str(folder), "cut short")
+    content = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes(content[: int(keep * len(content))])
+    refused(folder, str(folder), "damaged or cut short")
 
 
-def test_weight_file_missing(copy):
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float8_e4m3fn"])
+def test_weights_that_are_not_floating_point(copy, dtype):
+    folder, name = copy("dream"), "model.layers.1.mlp.up_proj.weight"
+    edit_weights(folder, lambda w: w.update({name: w[name].to(getattr(torch, dtype))}))
+    refused(folder, name, "expected weights in F64, F32, F16, BF16", "got ")
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "transformers_weights"])
+def test_weights_that_are_to_be_read_otherwise(copy, name):
+    refused(copy("dream", **{name: {"quant_method": "gptq", "bits": 4}}), f"{name} must be absent")
+
+
+class Marks:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("way", ["beside", "by an index", "by the safetensors index"])
+def test_a_pickle_is_never_read(copy, tmp_path, way):
     folder = copy("dream")
-    (folder / "model.safetensors").unlink()
-    refused(folder, str(folder), "model.safetensors")
+    weights = load_file(folder / WHOLE)
+    (folder / WHOLE).unlink()
+    torch.save(weights | {"evil": Marks(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    where = {"weight_map": dict.fromkeys(weights, "pytorch_model.bin")}
+    if way == "by an index":
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(where))
+    elif way == "by the safetensors index":
+        (folder / INDEX).write_text(json.dumps(where))
+    refused(folder, "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model"):
+        fingerprint(str(folder))
+    entry = Transformers(name="hf", kind="transformers", model=str(folder), device="cpu")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin"):
+        TransformersRunner(entry, [])
+    assert not (tmp_path / "ran").exists()
 
 
-def test_config_missing(copy):
-    folder = copy("llada")
-    (folder / "config.json").unlink()
-    refused(folder, "expected a model folder with a config.json")
+# Configurations, contracts and tokenizers.
 
 
-@pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", '"llada"', "null"])
-def test_config_not_a_json_object(copy, text):
-    folder = copy("llada")
-    (folder / "config.json").write_text(text)
-    refused(folder, str(folder))
-
-
-@pytest.mark.parametrize("kind", ["gpt2", None, ...])
-def test_unknown_model_type(copy, kind):
-    folder = copy("llada")
-    edit_config(folder, model_type=kind)
-    refused(folder, "model_type must be one of", "'llada'", repr(None if kind is ... else kind))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("block_type", "sequential"),
-        ("layer_norm_type", "low_precision"),
-        ("activation_type", "swiglu"),
-        ("rope", False),
-        ("alibi", True),
-        ("include_bias", True),
-        ("include_qkv_bias", True),
-        ("attention_layer_norm", True),
-        ("input_emb_norm", True),
-        ("scale_logits", True),
-        ("rope_full_precision", False),
-    ],
-)
-def test_llada_variant_that_llama_cannot_express(copy, name, value):
-    folder = copy("llada")
-    edit_config(folder, **{name: value})
-    refused(folder, f"{name} must be ", f"got {value!r}")
-
-
-@pytest.mark.parametrize("name", ["d_model", "n_layers", "rope_theta", "max_sequence_length"])
-def test_llada_config_that_lacks_a_size(copy, name):
-    folder = copy("llada")
-    edit_config(folder, **{name: ...})
-    refused(folder, "config.json of the family llada lacks", name)
-
-
-@pytest.mark.parametrize(("family", "name"), [("llada", "n_layers"), ("dream", "hidden_size")])
-def test_config_value_of_the_wrong_type(copy, family, name):
-    folder = copy(family)
-    edit_config(folder, **{name: "many"})
-    refused(folder, str(folder), name.removeprefix("n_"), "'many'")
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_hidden_layers"])
-def test_config_that_lacks_a_size(copy, name):
-    """transformers would take its default, and build a model of 8B parameters."""
+@pytest.mark.parametrize("name", ["config.json", WHOLE])
+def test_a_file_missing(copy, name):
     folder = copy("dream")
-    edit_config(folder, **{name: ...})
-    refused(folder, str(folder), "config.json lacks", name)
+    (folder / name).unlink()
+    refused(folder, str(folder), f"expected {'a model folder with a ' * (name != WHOLE)}{name}")
 
 
-def test_config_sizes_that_make_no_sense(copy):
-    """64 hidden over 5 heads."""
-    folder = copy("dream")
-    edit_config(folder, num_attention_heads=5)
-    refused(folder, str(folder))
+@pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", "null", "[" * 100_000, '{"a": NaN}'])
+@pytest.mark.parametrize("name", ["config.json", INDEX, "d2f_contract.json", "tokenizer.json"])
+def test_a_file_that_is_no_json_object(copy, name, text):
+    folder = copy("llada")
+    (folder / name).write_text(text)
+    if name == INDEX:
+        (folder / WHOLE).unlink()
+    refused(folder, str(folder), name if name != "tokenizer.json" else "tokenizer")
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        read_object(folder / name)
 
 
-@pytest.mark.parametrize(("family", "name"), [("llada", "weight_tying"), ("dream", TIED)])
-def test_output_weights_that_are_said_to_be_the_embeddings(copy, family, name):
-    """They would be kept when it is loaded, and lost when it is saved."""
-    folder = copy(family)
-    edit_config(folder, **{name: True})
-    refused(folder, "tie_word_embeddings")
-    head, embeddings = (
-        ("model.transformer.ff_out.weight", "model.transformer.wte.weight")
-        if family == "llada"
-        else ("lm_head.weight", "model.embed_tokens.weight")
-    )
-    edit_weights(folder, lambda weights: weights.__setitem__(head, weights[embeddings].clone()))
-    assert load(folder, device="cpu").backbone.config.tie_word_embeddings
-    edit_weights(folder, lambda weights: weights.pop(head))
-    assert load(folder, device="cpu").backbone.config.tie_word_embeddings
+BAD = [
+    ("llada", {"model_type": "gpt2"}, ["model_type must be one of", "'llada'", "'gpt2'"]),
+    ("llada", {"model_type": ...}, ["model_type must be one of", "None"]),
+    ("llada", {"block_type": "sequential"}, ["block_type must be ", "got 'sequential'"]),
+    ("llada", {"alibi": True}, ["alibi must be ", "got True"]),
+    ("llada", {"include_qkv_bias": True}, ["include_qkv_bias must be ", "got True"]),
+    ("llada", {"rope_full_precision": False}, ["rope_full_precision must be "]),
+    ("llada", {"d_model": ...}, ["config.json of the family llada lacks", "d_model"]),
+    ("llada", {"n_layers": "many"}, ["n_layers", "'many'"]),
+    ("llada", {"mask_token_id": ...}, ["the family llada needs a mask id", "mask_token_id"]),
+    ("llada", {"mask_token_id": 96}, ["mask_id must lie in the vocabulary [0, 96), got 96"]),
+    ("llada", {"eos_token_id": [2, 3]}, ["mask id must not be one of the end ids [2, 3], got 3"]),
+    # transformers would take its default, and build a model of 8B parameters.
+    ("dream", {"hidden_size": ...}, ["config.json lacks hidden_size"]),
+    ("dream", {"num_hidden_layers": 10**12}, ["num_hidden_layers must be a whole number from 1"]),
+    ("dream", {"num_attention_heads": 5}, ["self_attn.q_proj", "expected shape"]),
+    ("dream", {"hidden_act": "sigh"}, ["sigh"]),
+    ("dream", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["longrope"]),
+    ("dream", {"rope_scaling": {"type": "spiral", "factor": 2.0}}, ["rope_type", "'spiral'"]),
+    ("dream", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 511},
+     ["use_sliding_window must be false", "512 positions"]),
+]  # fmt: skip
 
 
-def test_unknown_family(golden):
+@pytest.mark.parametrize(("family", "changes", "said"), BAD)
+def test_a_configuration_of_no_model_or_another(copy, family, changes, said):
+    refused(copy(family, **changes), *said)
+
+
+def test_a_window_that_covers_all(copy):
+    load(copy("dream", use_sliding_window=True, max_window_layers=0, sliding_window=512))
+
+
+def test_another_family_than_its_own(golden, copy, llada):
     refused(golden / "llada-tiny", "family must be one of", "'gpt'", family="gpt")
-
-
-def test_family_of_another_format(golden):
-    """LLaDA's file is no Dream."""
     refused(golden / "llada-tiny", "lacks hidden_size", family="dream")
     refused(golden / "dream-tiny", "lacks 'd_model'", family="llada")
-
-
-def test_unknown_family_in_the_contract(copy, llada):
     folder = copy("llada")
-    dataclasses.replace(llada.contract, family="gpt").save(folder)
-    refused(folder, "family must be one of", "'gpt'")
+    for changes, said in (
+        ({"family": "gpt"}, "'gpt'"),
+        ({"logit_shift": 1}, "logit_shift must be 0 in the family llada, got 1"),
+        ({"rope_fp32": False}, "rope_fp32 must be True in the family llada"),
+        ({"mask_id": None}, "needs a mask id"),
+    ):
+        dataclasses.replace(llada.contract, **changes).save(folder)
+        refused(folder, said)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_missing_mask_id(copy, family):
-    folder = copy(family)
-    edit_config(folder, mask_token_id=...)
-    refused(folder, f"the family {family} needs a mask id", "mask_token_id")
-
-
-def test_mask_id_outside_the_vocabulary(copy):
+@pytest.mark.parametrize("text", ["{}", "x", '{"model": {}}', '{"added_tokens": 3}'])
+def test_a_tokenizer_that_is_none(copy, text):
     folder = copy("llada")
-    edit_config(folder, mask_token_id=96)
-    refused(folder, "mask_id must lie in the vocabulary [0, 96), got 96")
+    (folder / "tokenizer.json").write_text(text)
+    refused(folder, "its tokenizer cannot be read")
 
 
-def test_bad_dtype_name(golden):
-    refused(golden / "llada-tiny", "'int3'", "bfloat16", error=InputError, dtype="int3")
+def test_a_checkpoints_own_code_is_never_run(tmp_path, monkeypatch):
+    """As if somebody sat there and typed y where transformers asks."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = shutil.copytree(HERE / "tiny-teacher", tmp_path / "hostile")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    for file in ("tokenizer_config.json", "config.json"):
+        values = json.loads((folder / file).read_text())
+        values["auto_map"] = dict.fromkeys(
+            ("AutoTokenizer", "AutoConfig", "AutoModelForCausalLM"), "evil.Evil"
+        )
+        if file == "config.json":  # a type that transformers does not have: it would ask
+            values["model_type"] = "Dream"
+        (folder / file).write_text(json.dumps(values))
+    ours = load(folder, device="cpu").backbone.state_dict()
+    for name, value in load_file(HERE / "tiny-teacher" / WHOLE).items():
+        assert ours[name].equal(value.to(ours[name].dtype))
+    (folder / "tokenizer.json").unlink()
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "Evil"}))
+    for read in (load_tokenizer, load, describe):
+        with pytest.raises(CheckpointError, match="tokenizer cannot be read"):
+            read(str(folder))
+    assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "/no/such/folder", ""])
+# Names, the hub, files that are split, the fingerprint.
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "no-such-model", "/no/such/folder"])
 def test_name_that_exists_nowhere(name):
     """HF_HUB_OFFLINE is set for all tests: a name not in the local cache is not looked up."""
-    refused(name, name)
+    refused(name, name, "no such folder")
 
 
-def test_a_hub_name_keeps_its_contract(copy, llada, monkeypatch):
-    """What this project saved is a Llama by its config alone; the contract says LLaDA."""
-    folder = copy("llada")
+@pytest.mark.parametrize("name", ["tiny-d2", "Tiny-D2F", "tiny_d2f"])
+def test_the_nearest_bundled_model_is_named(name, monkeypatch):
+    monkeypatch.setattr(d2f.checkpoint, "snapshot_download", lambda *a, **b: pytest.fail("asked"))
+    refused(name, f"{name}: no such folder or bundled model; did you mean tiny-d2f?")
+
+
+def test_a_model_and_an_adapter_in_one_folder(golden, copy):
+    """transformers would put the adapter on, without a word."""
+    folder = copy("dream")
+    for path in (golden / "dream-tiny/adapter").glob("adapter_*"):
+        shutil.copy(path, folder)
+    refused(folder, "holds a model and an adapter", "adapter_config.json")
+
+
+FILES = [
+    "config.json", "tokenizer.json", "model-00001-of-00002.safetensors", INDEX,
+    "pytorch_model.bin", "consolidated.00.pth", "model.q4.gguf",
+]  # fmt: skip
+
+
+def test_what_is_fetched(copy, llada, monkeypatch):
+    """Never a pickle; weights only once all else is right; and the contract of a hub's folder."""
+    folder, fetched = copy("llada"), []
+
+    def fetch(repo, *, ignore_patterns):
+        fetched.append(set(filter_repo_objects(FILES, ignore_patterns=ignore_patterns)))
+        return str(folder)
+
+    monkeypatch.setattr(d2f.checkpoint, "snapshot_download", fetch)
+    folder_of("someone/model")
+    assert fetched == [set(FILES[:4])]
+    outline = describe("someone/model")
+    assert fetched[1:] == [{"config.json", "tokenizer.json", INDEX}]
+    assert (outline.vocab_size, outline.context_length, outline.mask_id) == (96, 512, 3)
     dataclasses.replace(llada.contract, objective="d2f", block_size=8).save(folder)
-    monkeypatch.setattr(d2f.checkpoint, "snapshot_download", lambda name, **_: str(folder))
-    model = load("somebody/some-model", device="cpu")
-    assert (model.contract.block_size, model.tokenizer) == (8, None)
+    assert load("somebody/some-model", device="cpu").contract.block_size == 8
 
 
-# Files that are split, and the fingerprint.
+def test_a_described_checkpoint_is_loaded_without_reading_it_again(golden, monkeypatch):
+    folder = golden / "llada-tiny"
+    outline = describe(folder, adapter=folder / "adapter")
+    monkeypatch.setattr("d2f.loading.read_object", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("d2f.loading.load_tokenizer", lambda *_: pytest.fail("read again"))
+    model = load(outline, device="cpu")
+    assert model.adapter is not None and model.tokenizer is outline.tokenizer
+    with pytest.raises(InputError, match="where the outline was described"):
+        load(outline, family="llada")
 
 
 def split(folder):
     """The same weights in two files and an index, as large checkpoints come."""
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    where = {}
+    weights = load_file(folder / WHOLE)
+    (folder / WHOLE).unlink()
+    names, where = sorted(weights), {}
     for i, part in enumerate((names[::2], names[1::2]), 1):
         file = f"model-0000{i}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(part, file)
-    index = {"metadata": {"total_size": 0}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_in_several_files_load_the_same(golden, copy, family):
     folder = copy(family)
     split(folder)
-    model = load(folder, device="cpu")
-    got = run(model, golden, family, "block_causal_8")
+    got = run(load(folder, device="cpu"), golden, family, "block_causal_8")
     whole = run(load(golden / f"{family}-tiny", device="cpu"), golden, family, "block_causal_8")
     assert difference(got, whole) == 0.0
     assert fingerprint(str(folder)) == fingerprint(str(golden / f"{family}-tiny"))
-
-
-def test_one_of_several_files_missing(copy):
-    folder = copy("llada")
-    split(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     refused(folder, str(folder), "model-00002-of-00002.safetensors")
 
 
 @pytest.mark.parametrize("row", [0, 48, 95])
 def test_fingerprint_changes_with_each_row_it_samples(golden, copy, row):
-    """First, middle and last row of every tensor."""
+    """First, middle and last row of every tensor; not with an adapter kept beside the weights."""
     folder = copy("llada")
     whole = fingerprint(str(golden / "llada-tiny"))
+    shutil.copy(golden / "llada-tiny/adapter/adapter_model.safetensors", folder)
     assert fingerprint(str(folder)) == whole
 
     def nudge(weights):
@@ -322,16 +378,3 @@ def test_fingerprint_changes_with_names_and_shapes(golden, copy):
     edit_weights(folder, lambda w: w.__setitem__("other", w["other"].view(64, 96)))
     reshaped, other = fingerprint(str(folder)), fingerprint(str(golden / "llada-tiny"))
     assert len({whole, renamed, reshaped, other}) == 4
-
-
-def test_fingerprint_ignores_an_adapter_kept_beside_the_weights(golden, copy):
-    folder = copy("llada")
-    whole = fingerprint(str(folder))
-    shutil.copy(golden / "llada-tiny/adapter/adapter_model.safetensors", folder)
-    assert fingerprint(str(folder)) == whole
-
-
-def test_fingerprint_of_a_folder_without_safetensors_is_an_error(tmp_path):
-    """Else all such checkpoints would have one fingerprint."""
-    with pytest.raises(CheckpointError, match="safetensors"):
-        fingerprint(str(tmp_path))

@@ -1,5 +1,6 @@
 """What loading, training and exporting need of memory, measured in processes of their own: weights
-are never there twice, and `--check` says what it takes."""
+are never there twice but for a mapped file and what an export merges, and `--check` says what it
+takes."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ PROCESS = Path(__file__).parent / "memory_process.py"
 # training had not touched, seen were up to 46 MB of a growth.
 ALLOWANCE, OF_EXPORT = 16e6, 32e6
 WEIGHTS = 27.4e6  # of the model below
+MERGED = 6 * 4 * 512 * 512  # weights that the adapter changes; an export has them twice
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,11 +65,13 @@ def test_an_adapter_in_fp32(bases, tmp_path, stored):
     result = measured(tmp_path, init=str(bases[stored]))
     found, estimated = result["found"], result["estimated"]
     weights = 4 * WEIGHTS
-    assert found["load"] <= 1.2 * weights + ALLOWANCE
-    assert found["export"] - found["held"] <= 0.2 * weights + OF_EXPORT
+    # A file that is converted stays mapped meanwhile: the system takes its pages back at need.
+    mapped = 2 * WEIGHTS if stored == "bfloat16" else 0
+    assert found["load"] <= 1.2 * weights + mapped + ALLOWANCE
+    assert found["export"] - found["held"] <= 0.2 * weights + 4 * MERGED + OF_EXPORT
     for name in ("train", "export"):
         assert abs(found[name] - estimated[name]) <= 0.2 * estimated[name] + ALLOWANCE
-    assert found["load"] <= estimated["load"] + ALLOWANCE
+    assert found["load"] <= estimated["load"] + mapped + ALLOWANCE
 
 
 def test_a_base_in_bf16_is_not_read_again_in_fp32(bases, tmp_path):
@@ -75,7 +79,7 @@ def test_a_base_in_bf16_is_not_read_again_in_fp32(bases, tmp_path):
         tmp_path, init=str(bases["bfloat16"]), base_dtype="bfloat16", export_dtype="bfloat16"
     )
     found, estimated = result["found"], result["estimated"]
-    assert found["export"] - found["held"] <= 0.2 * 2 * WEIGHTS + OF_EXPORT
+    assert found["export"] - found["held"] <= 0.2 * 2 * WEIGHTS + 2 * MERGED + OF_EXPORT
     assert abs(found["train"] - estimated["train"]) <= 0.2 * estimated["train"]
     assert abs(found["export"] - estimated["export"]) <= ALLOWANCE
 

@@ -17,11 +17,11 @@ import d2f
 import d2f.families
 import decode
 from d2f import spans as sp
-from d2f.adapters import attach, new_lora, save_adapter
+from d2f.adapters import attach, new_lora
 from d2f.convert import convert
 from d2f.errors import CheckpointError
 from d2f.families import FAMILIES, find_families
-from d2f.saving import save_model, save_official
+from d2f.saving import save_adapter, save_model, save_official
 
 FILE = r"""
 from transformers import MistralConfig, MistralForCausalLM

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import fresh_model, random_model
 
-from d2f.adapters import new_lora, save_adapter
-from d2f.saving import save_model
+from d2f.adapters import new_lora
+from d2f.saving import save_adapter, save_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -220,7 +220,8 @@ def test_a_size_that_does_not_divide_is_refused_before_weights_are_read(
     as_one_of(monkeypatch, 3)
     without = tmp_path / "without weights"
     without.mkdir()
-    (without / "config.json").write_bytes((folder / "config.json").read_bytes())
+    for name in ("config.json", "d2f_contract.json"):
+        (without / name).write_bytes((folder / name).read_bytes())
     with pytest.raises(InputError, match="must divide num_attention_heads, got 4"):
         d2f.load(without, family="llada", tensor_parallel=3)
 
