@@ -154,9 +154,10 @@ def parse_known(
         group = make_dataclass(title, [*of_group, *(more or {}).get(base, ())], kw_only=True)
         group.__doc__ = base.__doc__
         flags.append((title, group))
+    whole: Any = make_dataclass(kind.__name__, flags, kw_only=True)
     with on_parse_error(_refuse):
         found, unknown = tyro.cli(
-            make_dataclass(kind.__name__, flags, kw_only=True),
+            whole,
             args=list(sys.argv[1:] if arguments is None else arguments),
             prog=program(usual),
             description=inspect.cleandoc(kind.__doc__ or ""),

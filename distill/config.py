@@ -561,7 +561,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values = with_section(read_mapping(find_config(path, *TRAINING)))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
-    override(values, today)
+    override(values, today, TrainConfig)
     return parse_config(values, str(path))
 
 
