@@ -61,7 +61,6 @@ setup(
         "triton>=3.6,<3.10; sys_platform == 'linux'",
         "peft>=0.21",
         "accelerate>=1.15",
-        "datasets>=4.0",
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
         "huggingface_hub>=1.5",
@@ -78,29 +77,29 @@ setup(
         "wandb>=0.25",
     ],
     extras_require={
+        "data": ["datasets>=4.0"],
         "plot": ["matplotlib>=3.9", "adjusttext>=1.3"],
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
             "openai>=2.0",  # its types are what the answers are made of
             "prometheus-client>=0.23",
-            "sse-starlette>=3.3",
         ],
         "ray": ["ray[serve,data]>=2.60,<2.61"],
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "ablation": ["scipy>=1.13"],
-        "evaluation": ["lm-eval>=0.4.11", "math-verify>=0.9"],
+        "evaluation": ["datasets>=4.0", "lm-eval>=0.4.11", "math-verify>=0.9"],
         "4bit": ["bitsandbytes>=0.48"],  # the older name of what nf4 alone needs
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
             "bitsandbytes>=0.48",
+            "datasets>=4.0",
             "fastapi>=0.120",
             "uvicorn>=0.38",
             "openai>=2.0",
             "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",
-            "sse-starlette>=3.3",
             "ray[serve,data]>=2.60,<2.61",
             "torchao>=0.18,<0.19",
             "playwright>=1.55",  # drives a chromium that is there already

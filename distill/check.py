@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-import torch
-
 from d2f.model import DiffusionModel
 from d2f.quantize import require
 from distill.checkpoint import RunFolder
@@ -20,7 +18,7 @@ from distill.evaluation import jobs
 from distill.export import as_trained, prepare_model
 from distill.heldout_loss import HeldoutLoss
 from distill.objectives import OBJECTIVES
-from distill.trainer import rows_at_once
+from distill.trainer import doubts, rows_at_once
 
 # What a process of a training run needs of memory, estimated by part from shapes alone.
 
@@ -132,32 +130,6 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
 def is_linear(name: str) -> bool:
     """Whether a parameter is a layer's own matrix (of attention or MLP)."""
     return name.endswith(("_proj.base_layer.weight", "_proj.weight"))
-
-
-# What a run is warned of before it begins: it goes on, and may not be what was meant.
-
-
-def doubts(config: TrainConfig) -> list[str]:
-    """A line for each: of the objective (`Objective.doubt`), and of bf16 on a CPU that has none."""
-    found = [OBJECTIVES[config.objective.name].doubt(config), _emulated_bf16(config)]
-    return [line for line in found if line is not None]
-
-
-def _emulated_bf16(config: TrainConfig) -> str | None:
-    if config.mixed_precision != "bf16" or torch.accelerator.is_available() or cpu_has_bf16():
-        return None
-    return (
-        "warning: this CPU has no bf16 arithmetic, so that mixed_precision bf16 is several times "
-        "slower here than fp32: --mixed_precision no"
-    )
-
-
-def cpu_has_bf16() -> bool:
-    """Whether matrices of bf16 are multiplied as such: without AVX-512 or AMX a CPU goes through
-    fp32, number by number."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
 
 
 _GENERATED_STEPS = 4  # looked at, of data without an end

@@ -1,9 +1,9 @@
-"""The loss on samples that are never trained on: what the model makes of masks that are the same in
-every evaluation, whatever step the training is at and whatever its own noise is.
+"""Measure the held-out loss: cross-entropy of masked answers, and KL to the teacher.
 
-Each sample is fed once for each mask ratio r of `evaluation.loss_ratios`, its response tokens
-masked with probability r, and read under the student's spans. Of the masked answer tokens (the tail
-of end tokens behind them is fed and not counted)
+The samples are never trained on, and their masks are the same in every evaluation. Each sample is
+fed once for each mask ratio r of `evaluation.loss_ratios`, its response tokens masked with
+probability r, and read under the student's spans. Of the masked answer tokens (the tail of end
+tokens behind them is fed and not counted)
 
     cross-entropy(r) = mean of -log p(token),   kl(r) = mean of KL(teacher || student)
 
@@ -34,28 +34,32 @@ Sums = NDArray[np.float64]
 
 
 class HeldoutLoss:
-    """Measures an objective's model on samples that are held out.
+    """Measure an objective's model on samples that are held out.
 
     Raises InputError, before any weight is read, for a ratio that masks none of their tokens.
     """
 
     def __init__(self, objective: Objective, held_out: HeldOut):
         config = objective.config
-        self.objective, self.said = objective, held_out.said
+        self.objective = objective
         self.batch_size = config.evaluation.batch_size
         # The samples of a forward are of like length, and one that needs too much memory is first.
         self.samples = sorted(held_out.samples, key=len, reverse=True)
         self.names = ["cross_entropy", *(["kl"] if config.objective.has_teacher else [])]
-        by_ratio = config.objective.masks_by_ratio
-        self.ratios: tuple[float | None, ...] = (
-            config.evaluation.loss_ratios if by_ratio else (None,)
-        )
+        self.ratios: tuple[float | None, ...] = (None,)
+        if config.objective.masks_by_ratio:
+            self.ratios = config.evaluation.loss_ratios
         for ratio in self.ratios:
-            self._refuse_nothing_masked(ratio)
+            tried = objective.for_held_out(ratio, len(self.samples[0]))
+            if ratio and not any(tried.draw(s)[1].any() for s in self.samples):
+                raise InputError(
+                    f"evaluation.loss_ratios: {ratio} masks no token of the held-out samples "
+                    f"({held_out.said}): expected higher ratios or more samples"
+                )
 
     def measure(self) -> dict[str, float]:
-        """Values for the log by name: of each loss the mean over the ratios, each ratio's own, and
-        the standard errors of them over samples (where there are two)."""
+        """Return values for the log by name: of each loss the mean over the ratios, each ratio's
+        own, and their standard errors over samples (where there are two)."""
         sums = {name: np.zeros((len(self.samples), len(self.ratios))) for name in self.names}
         tokens = np.zeros((len(self.samples), len(self.ratios)))
         for first in range(0, len(self.samples), self.batch_size):
@@ -72,7 +76,7 @@ class HeldoutLoss:
 
     @torch.no_grad()
     def _sums(self, samples: list[Sample], ratio: float | None) -> dict[str, Sums]:
-        """Masked answer tokens of each sample and the sums of their losses, ``[samples]`` each."""
+        """Count each sample's masked answer tokens and sum their losses, ``[samples]`` each."""
         objective = self.objective.for_held_out(ratio, len(samples[0]))
         model = objective.model
         # One sample a row, so that a row of the batch says which sample a masked token is of.
@@ -94,24 +98,11 @@ class HeldoutLoss:
                 found["kl"].append(masked_linear_kl(student[mine], teacher[mine], head, ones))
         return {name: torch.stack(values).double().cpu().numpy() for name, values in found.items()}
 
-    def _refuse_nothing_masked(self, ratio: float | None) -> None:
-        if ratio is None:
-            return
-        objective = self.objective.for_held_out(ratio, len(self.samples[0]))
-        for sample in self.samples:
-            masked, weight = objective.draw(sample)
-            if (masked & (weight > 0)).any():
-                return
-        raise InputError(
-            f"evaluation.loss_ratios: {ratio} masks no token of the held-out samples "
-            f"({self.said}): expected higher ratios or more samples"
-        )
-
 
 def summary(
     name: str, sums: Sums, tokens: Sums, ratios: tuple[float | None, ...]
 ) -> dict[str, float]:
-    """Means a token by ratio and over the ratios, each with its standard error, by name.
+    """Return means a token by ratio and over the ratios, each with its standard error, by name.
 
     sums, tokens: ``[samples, ratios]``. A mean is a ratio of two sums over samples, s_i and n_i;
     its error is that of the mean of the residuals (s_i - mean n_i) / sum of n (the linearised
@@ -131,11 +122,10 @@ def summary(
 
 
 def loss_text(values: Mapping[str, Any]) -> list[str]:
-    """The held-out losses among logged values, in words."""
+    """Describe the held-out losses among logged values."""
     found = []
-    for name in ("cross_entropy", "kl"):
+    for name, words in (("cross_entropy", "cross-entropy"), ("kl", "KL")):
         value, error = (values.get(f"evaluation/{name}{end}") for end in ("", "_stderr"))
         if value is not None:
-            words = {"cross_entropy": "cross-entropy", "kl": "KL"}[name]
             found.append(f"{words} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
     return found

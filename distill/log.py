@@ -1,5 +1,4 @@
-"""What a run shows on its way: a bar on a terminal, else lines, and at its end what to do with the
-result."""
+"""Show a run's progress on the screen and keep its values in log.jsonl."""
 
 from __future__ import annotations
 
@@ -8,25 +7,21 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from d2f.checkpoint import parse
 from d2f.files import GrowingFile, says_what_is_kept, write_beside
 from distill.config import TrainConfig
 
-APART = 30.0  # seconds between lines, at least
+APART = 30.0  # seconds between printed lines, at least
 
 
 class Progress:
-    """Shows steps `done` to `steps` on the process that is shown; the others count nothing.
-
-    Where standard error is no terminal, `report` prints the first values that it gets, then those
-    of at least `APART` seconds later, and the last.
-    """
+    """Show steps `done` to `steps`: a bar on a terminal, elsewhere lines: the first, those at least
+    `APART` seconds after the one before, and the last."""
 
     def __init__(
         self, done: int, steps: int, *, shown: bool, clock: Callable[[], float] = time.monotonic
@@ -38,27 +33,24 @@ class Progress:
         self._next = -float("inf")
 
     def step(self) -> None:
-        """A step is done."""
         self.bar.update()
 
-    def report(self, step: int, loss: float, rate: float, *, last: bool) -> None:
-        """Show what `step` (counted from 1) gave; rate: of learning."""
-        self.bar.set_postfix(loss=f"{loss:.4f}")
+    def report(self, step: int, loss: float, over: int, rate: float, *, last: bool) -> None:
+        """Show what `step` (counted from 1) gave. loss: the mean of the last `over` steps."""
+        self.bar.set_postfix_str(f"loss={loss:.4f} (mean of {over})")
         now = self.clock()
         if not self._prints or (now < self._next and not last):
             return
-        # The first report is printed at once, as `_next` begins before any time.
         self._next = now + APART
         speed = (step - self.start) / max(now - self.began, 1e-9)
-        left = duration((self.steps - step) / speed)
+        mean = f" (mean of {over} steps)" if over > 1 else ""
         print(
-            f"step {step:,} of {self.steps:,}: loss {loss:.4f}, lr {rate:.2e}, "
-            f"{speed:.3g} steps/s, {left} left",
+            f"step {step:,} of {self.steps:,}: loss {loss:.4f}{mean}, lr {rate:.2e}, "
+            f"{speed:.3g} steps/s, {duration((self.steps - step) / speed)} left",
             flush=True,
         )
 
     def say(self, text: str) -> None:
-        """Show a line that is no step's."""
         with self.bar.external_write_mode():
             print(text, flush=True)
 
@@ -67,7 +59,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: ``42 s``, ``7 min``, ``3 h 05 min``."""
+    """Write a duration as a person says it: ``42 s``, ``7 min``, ``3 h 05 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -75,18 +67,18 @@ def duration(seconds: float) -> str:
 
 
 def result_text(config: TrainConfig, folders: list[str]) -> str:
-    """Where a finished run's result is, and the command that decodes with it."""
+    """Say where a finished run's result is, and the command that decodes with it."""
     model = shlex.quote(f"{config.output}/model")
     prompt = "" if config.data.tasks is not None else ' --prompt "..."'
     others = "".join(f", {config.output}/{name}" for name in folders if name != "model")
     return (
         f"finished after {config.steps:,} steps: {config.output}/model{others}\n"
-        f"to decode with it: python -m decode.pipeline --model {model}{prompt}"
+        f"to decode with it: d2f decode --model {model}{prompt}"
     )
 
 
 def extension_text(config: TrainConfig, more: dict[str, int]) -> str:
-    """What more steps mean for the rate."""
+    """Say what more steps mean for the learning rate."""
     schedule = config.optimizer.schedule
     curve = f"the {schedule} of {more['to']:,} steps" if schedule == "cosine" else "constant"
     return (
@@ -95,36 +87,61 @@ def extension_text(config: TrainConfig, more: dict[str, int]) -> str:
     )
 
 
-# The log of a run: a line of JSON at a time, whole after a kill or a full disk.
-
-
 class Log:
-    """Appends to a file. Raises OutputError where it cannot be written."""
+    """Append values to a run's log, a line of JSON each. seconds: training time of earlier calls.
+    Raises OutputError where it cannot be written."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        with self._kept():
+    _KEPT = "the same command goes on from the newest checkpoint"
+
+    def __init__(self, path: Path, seconds: float = 0.0):
+        self.path, self.began = path, time.monotonic() - seconds
+        with says_what_is_kept(path, self._KEPT):
             self._file = GrowingFile(path)
 
     def write(self, values: dict[str, Any]) -> None:
-        with self._kept():
-            self._file.write(json.dumps(values) + "\n")
+        line = values | {"seconds": round(time.monotonic() - self.began, 1)}
+        with says_what_is_kept(self.path, self._KEPT):
+            self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()
 
-    def _kept(self) -> contextlib.AbstractContextManager[None]:
-        kept = "the same command goes on from the newest checkpoint"
-        return says_what_is_kept(self.path, kept)
 
-
-def keep_lines(path: Path, step: int) -> None:
-    """Keep the lines of a log up to a step; a torn line is dropped too."""
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log; those that a kill cut short are left out."""
+    lines = []
     if path.is_file():
-        kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            # A line that a kill cut short is not JSON.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                if parse(line, nan=True)["step"] <= step:
-                    kept.append(line + "\n")
-        write_beside(path, "".join(kept))
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                values = json.loads(line)
+                values["step"] + 0
+                lines.append(values)
+    return lines
+
+
+def cut_log(path: Path, step: int) -> float:
+    """Drop what a log says of later steps, which come again; return the seconds of training that
+    the rest says."""
+    if not path.is_file():
+        return 0.0
+    lines = [values for values in read_log(path) if values["step"] <= step]
+    write_beside(path, "".join(json.dumps(values) + "\n" for values in lines))
+    return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
+
+
+def draw_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the loss and its running mean over a log as a picture, if matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    steps, losses = [line["step"] for line in lines], [line["loss"] for line in lines]
+    window = max(1, len(lines) // 20)
+    parts = [losses[max(0, end - window) : end] for end in range(1, len(losses) + 1)]
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    axes.plot(steps, losses, color="0.75", label="loss")
+    axes.plot(steps, [sum(p) / len(p) for p in parts], label=f"mean of {window} logged steps")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")

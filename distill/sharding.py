@@ -1,6 +1,9 @@
-"""Weights and optimizer state as whole tensors by name, whatever wrapper shards them, so that a
-checkpoint fits any number of processes; and what the wrappers are told so that they compute what
-one process computes."""
+"""Wrap the model for several processes, and read and write its state as whole tensors by name.
+
+A checkpoint holds whole tensors of the trained parameters, so that a run goes on with another
+number of processes or another wrapper. (`accelerate.save_state` would write the frozen base at
+every checkpoint, and what FSDP writes only FSDP reads.)
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,11 @@ from transformers import PreTrainedModel
 from d2f.errors import CompileError, InputError
 
 Parameters = Mapping[str, nn.Parameter]
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as DeepSpeed names them too
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A tensor that a wrapper may hold a shard of (FSDP2: DTensor; ZeRO-3: partitioned), whole and
-    without gradient; the tensor itself where it is not sharded. All processes call this."""
+    """Return a tensor whole and without gradient, where a wrapper holds a shard of it (FSDP2:
+    DTensor; ZeRO-3: partitioned); any other tensor as it is. All processes call this."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     if hasattr(tensor, "ds_id"):
@@ -35,49 +37,56 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without gradient; the tensor itself where it is not
-    sharded."""
+    """Return the part of a tensor that this process holds, without gradient."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3
     return part.detach()
 
 
-def as_norm(norm: Tensor | float | None, device: torch.device) -> Tensor:
-    """A gradient norm as clipping returned it, as a scalar tensor; 0 where there is none yet."""
-    if isinstance(norm, Tensor):
-        return gathered(norm)
-    return torch.tensor(norm or 0.0, device=device)
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether the run's wrapper may split weights over processes or keep them in its own form."""
-    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    """Tell whether the wrapper may split weights over processes or keep them in its own form."""
+    return uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP
 
 
-def settle(accelerator: Accelerator, *, rows: int, clip: float) -> None:
-    """Tell a wrapper, before it gets the model, what it would otherwise decide itself.
+def has_whole_weights(accelerator: Accelerator) -> bool:
+    """Tell whether each process holds all weights."""
+    if uses_deepspeed(accelerator):
+        return bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
+    return bool(accelerator.distributed_type != DistributedType.FSDP)
 
-    FSDP2 keeps each parameter's dtype and leaves mixed precision to autocast, as one process does:
-    its own policy would cast RoPE's fp32 tables and reduce gradients in bf16. DeepSpeed clips
-    gradients itself and wants the rows a process feeds at once.
+
+def prepare(
+    accelerator: Accelerator,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rows: int,
+    clip: float,
+) -> tuple[nn.Module, Any]:
+    """Wrap module and optimizer so that they compute what one process computes.
+
+    rows: rows that a process feeds at once. clip: norm of the gradient; DeepSpeed asks for both.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
+        # Each parameter keeps its dtype and autocast does the rest, as in one process: FSDP's own
+        # policy would cast RoPE's fp32 tables and reduce gradients in bf16.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
-    elif accelerator.distributed_type == DistributedType.DEEPSPEED:
+    elif uses_deepspeed(accelerator):
         settings = accelerator.state.deepspeed_plugin.deepspeed_config
         settings["gradient_clipping"] = clip
         settings["train_micro_batch_size_per_gpu"] = rows
-
-
-def prepare(
-    accelerator: Accelerator, module: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, Any]:
-    """accelerate's wrapped module and optimizer. DeepSpeed casts buffers to bf16 with the weights;
-    RoPE's frequencies are put back in fp32."""
-    # Copies from before the wrapper, since what it has rounded to bf16 cannot be restored.
+    # DeepSpeed casts buffers to bf16 with the weights; RoPE's frequencies are put back.
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     wrapped, prepared = accelerator.prepare(module, optimizer)
     for name, buffer in module.named_buffers():
@@ -87,11 +96,17 @@ def prepare(
 
 
 def read_weights(accelerator: Accelerator, parameters: Parameters) -> dict[str, Tensor]:
-    """Whole weights on the CPU by name, on the main process; empty on the others, which call this
-    too."""
+    """Return whole fp32 weights on the CPU by name on the main process, nothing on the others. All
+    processes call this."""
     weights = {}
     for name, parameter in parameters.items():
-        value = _weight(accelerator, parameter)
+        if uses_deepspeed(accelerator):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            # Its fp32 master copy, not the bf16 weights that it computes with.
+            value = safe_get_full_fp32_param(parameter)
+        else:
+            value = gathered(parameter)
         if accelerator.is_main_process:
             weights[name] = value.detach().cpu()
     return weights
@@ -99,18 +114,22 @@ def read_weights(accelerator: Accelerator, parameters: Parameters) -> dict[str, 
 
 def read_state(
     accelerator: Accelerator, parameters: Parameters, optimizer: Any, step: int
-) -> dict[str, dict[str, Any]]:
-    """What a checkpoint keeps after `step` steps: ``weights`` as `read_weights` gives them,
-    ``optimizer``, AdamW's tensors by parameter name in the same way, and ``scaler``, fp16's loss
-    scale. All processes call this."""
-    state: dict[str, dict[str, Any]] = {
-        "weights": read_weights(accelerator, parameters),
-        "optimizer": {},
-    }
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps after `step` steps: ``weights``; ``optimizer``, AdamW's
+    tensors by parameter name; ``scaler``, fp16's loss scale. All processes call this."""
+    moments = {}
     for name, parameter in parameters.items():
-        values = _moments(accelerator, parameter, optimizer, step)
+        if uses_deepspeed(accelerator):
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            keys = ("exp_avg", "exp_avg_sq")
+            found = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+            found["step"] = torch.tensor(float(step))
+        else:
+            found = {key: gathered(value) for key, value in optimizer.state[parameter].items()}
         if accelerator.is_main_process:
-            state["optimizer"][name] = {key: value.cpu() for key, value in values.items()}
+            moments[name] = {key: value.cpu() for key, value in found.items()}
+    state: dict[str, Any] = {"weights": read_weights(accelerator, parameters), "optimizer": moments}
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler.state_dict()
     return state
@@ -119,9 +138,8 @@ def read_state(
 def write_state(
     accelerator: Accelerator, parameters: Parameters, optimizer: Any, saved: Mapping[str, Any]
 ) -> None:
-    """Put back what `read_state` gave, on all processes. Raises InputError under DeepSpeed, whose
-    optimizer does not take the step count that AdamW's bias correction needs."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    """Put back what `read_state` returned. All processes call this."""
+    if uses_deepspeed(accelerator):  # whose optimizer does not take AdamW's step count
         raise InputError(
             "a run does not go on from its checkpoint under DeepSpeed: expected one process, "
             "DDP or FSDP2 (configs/accelerate/), which go on from a checkpoint of any"
@@ -129,8 +147,6 @@ def write_state(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(_like(saved["weights"][name], parameter))
-            # What AdamW keeps of a parameter: both moments, and the step count of its bias
-            # correction.
             optimizer.state[parameter] = {
                 key: _like(value, parameter) for key, value in saved["optimizer"][name].items()
             }
@@ -138,67 +154,39 @@ def write_state(
         accelerator.scaler.load_state_dict(saved["scaler"])
 
 
-def _weight(accelerator: Accelerator, parameter: nn.Parameter) -> Tensor:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        # DeepSpeed's fp32 master copy, not the bf16 weights that it computes with.
-        value: Tensor = safe_get_full_fp32_param(parameter)
-        return value
-    return gathered(parameter)
-
-
-def _moments(
-    accelerator: Accelerator, parameter: nn.Parameter, optimizer: Any, step: int
-) -> dict[str, Tensor]:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        found = {key: safe_get_full_optimizer_state(parameter, key) for key in _MOMENTS}
-        # DeepSpeed counts steps elsewhere; a checkpoint has AdamW's form whatever wrote it.
-        return found | {"step": torch.tensor(float(step))}
-    return {key: gathered(value) for key, value in optimizer.state[parameter].items()}
-
-
 def _like(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A whole tensor in the form that the parameter has: sharded like it under FSDP2, else on its
-    device. A step count, which has no dimensions, is not sharded."""
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.dim():
-        whole_value = value.to(parameter.device)
+    """Bring a whole tensor to the parameter's device, and shard it as the parameter is."""
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor) and value.dim():  # a step count is not sharded
         # src_data_rank None: every process has the whole tensor and takes its part, none is sent.
         return distribute_tensor(
-            whole_value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
         )
-    return value.to(parameter.device)
+    return value
 
 
-# The decoder layers of a training through `torch.compile`, one by one: norms, RoPE and the MLP's
-# products with their neighbours in fewer passes, and less kept for the backward pass.
+# Decoder layers are compiled one by one, all but the last by one graph. Attention stays outside
+# (`objectives.base.TrainingPlan`), and so do the embeddings and the loss, which has its own tiles:
 #
 #     embeddings | layer: norm, q k v, RoPE | attention | o, norm, MLP | next layer ... | norm, loss
 #                         compiled            as it is    compiled
-#
-# All layers but the last share their graphs. Attention stays outside (`TrainingPlan`), and so do
-# the
-# embeddings and the loss, which is computed in tiles of its own.
 
 # Dropout draws from torch's generator, as without: the same curve, and the same after a resume.
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
 
 
 def compile_layers(backbone: PreTrainedModel) -> None:
-    """Have the layers compiled when a step first needs them, in place: their names, their weights
-    and what wraps them stay."""
+    """Compile the layers in place when a step first needs them; names and weights stay."""
     *layers, last = backbone.model.layers
     for layer in layers:
         layer.compile(dynamic=False, options=_OPTIONS)  # a run's rows are all of one length
-    last.compile(options=_OPTIONS)  # but how many of its places are read changes from step to step
+    last.compile(options=_OPTIONS)  # how many of its places are read changes with each step
 
 
 @contextmanager
-def as_they_are(backbone: PreTrainedModel) -> Iterator[None]:
-    """Within it the layers run uncompiled: an evaluation has forwards of many lengths, and every
-    one would be compiled anew. Attention that is compiled by itself stays so."""
+def uncompiled(backbone: PreTrainedModel) -> Iterator[None]:
+    """Run the layers uncompiled within: an evaluation has forwards of many lengths, and each would
+    be compiled anew."""
     layers = list(backbone.model.layers)
     kept = [layer._compiled_call_impl for layer in layers]  # what `Module.compile` sets
     try:
@@ -211,19 +199,15 @@ def as_they_are(backbone: PreTrainedModel) -> Iterator[None]:
 
 
 def check_compile(accelerator: Accelerator) -> None:
-    """Raise InputError for a run whose layers are not compiled: its weights are sharded. Raise
-    CompileError where `torch.compile` does not work on its device. Takes some seconds."""
+    """Raise InputError where weights are sharded, CompileError where `torch.compile` does not work.
+    Takes some seconds."""
     if is_sharded(accelerator):
         raise InputError(
             "compile: expected one process or DDP, got "
             f"{accelerator.distributed_type.value}: leave it out"
         )
-
-    def some(x: torch.Tensor) -> torch.Tensor:
-        return (x * 2).exp()
-
     try:
-        torch.compile(some)(torch.ones(3, device=accelerator.device))
+        torch.compile(lambda x: (x * 2).exp())(torch.ones(3, device=accelerator.device))
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().splitlines()[0]
         raise CompileError(

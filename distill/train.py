@@ -1,12 +1,4 @@
-"""accelerate launch -m distill.train [--config NAME] [--key value ...]
-
-Trains a model: from-scratch or warm-started masked diffusion, the autoregressive baseline, the D2F
-student of a bidirectional teacher, WINO+ on rollouts of distill.rollouts, or WeDLM from an
-autoregressive model. A killed run goes on where its newest checkpoint is, to the same weights to
-the bit; a finished one says so, and goes on with higher steps. Ctrl-C, SIGTERM and the end of its
-terminal save after the step. The result (adapter, merged model, contract, card, configuration, log)
-lies in the configuration's `output`.
-"""
+"""Train a model from a configuration: the command line of `distill.trainer`."""
 
 from __future__ import annotations
 
@@ -22,7 +14,7 @@ from tyro.conf import arg
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from d2f.command import parse_known
+from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, parse_known, say
 from d2f.errors import InputError, out_of_memory
 from d2f.files import locked
 from d2f.quiet import quiet, unread_output
@@ -31,11 +23,7 @@ from decode.cli import Switch, Verbose
 if TYPE_CHECKING:
     from distill.config import TrainConfig
 
-INTERRUPTED = 130  # exit status, as of a command that SIGINT ended
 NEEDS_LESS = "a higher gradient_accumulation, and gradient_checkpointing: true, need less"
-
-
-LAUNCH = "accelerate launch -m distill.train"
 DEFAULT_CONFIG = "tiny-d2f"
 
 
@@ -46,9 +34,9 @@ class Options:
     an autoregressive model.
 
     A killed run goes on where its newest checkpoint is, to the same weights to the bit; a finished
-    one says so, and goes on with higher steps. Ctrl-C, SIGTERM and the end of its terminal save
-    after the step. The result (adapter, merged model, contract, card, configuration, log) lies in
-    the configuration's `output`.
+    one says so, and goes on with higher steps. Ctrl-C and SIGTERM save after the step. The result
+    (adapter, merged model, contract, card, configuration, log) lies in the configuration's
+    `output`.
 
     Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
 
@@ -67,7 +55,7 @@ class Options:
 def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
     """Read the command line: the configuration that it asks for, and the command's own options.
     Raises InputError."""
-    usual = LAUNCH if __package__ else "accelerate launch distill/train.py"
+    usual = f"accelerate launch {'-m distill.train' if __package__ else 'distill/train.py'}"
     options, overrides = parse_known(Options, arguments, usual=usual)
     from d2f.shipped import TRAINING, shipped
     from distill.config import read_config
@@ -86,75 +74,43 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
 
 
 def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
-    """Run the training and export its result; the folder of the result.
+    """Run the training and export its result; see `distill.trainer.train`."""
+    from distill.trainer import train
 
-    stop_after: end after that many steps of this call, as a killed run would. SIGTERM or SIGHUP
-    saves a checkpoint at the end of the step and returns; SIGINT does, and raises
-    KeyboardInterrupt.
-    Raises NonFiniteLossError, InputError.
-    """
-    from distill.check import doubts
-    from distill.checkpoint import RunFolder
-    from distill.log import result_text
-
-    folder = RunFolder(config)
-    if folder.is_finished:
-        if _is_first():
-            print(f"nothing is left to do: {result_text(config, folder.expected)}")
-        return folder.place
-    folder.check_inputs()
-    # A variable that the user has set comes first.
-    os.environ.setdefault("WANDB_MODE", config.wandb_mode)
-    if _is_first():
-        for doubt in doubts(config):
-            print(doubt, file=sys.stderr)
-    from distill.trainer import Training
-
-    training = Training(folder, stop_after)
-    with training.listening():
-        while training.goes_on:
-            result = training.step()
-            training.report(result)
-            training.save()
-    training.finish()
-    return folder.place
+    return train(config, stop_after=stop_after)
 
 
 def _is_first() -> bool:
-    """Whether this is the process that speaks for all, before accelerate knows."""
+    """Tell whether this is the process that speaks for all, before accelerate knows."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def _run() -> None:
-    """What the command line asks for. Raises InputError, FloatingPointError, KeyboardInterrupt."""
-    config, options = parse()
-    with quiet(options.verbose):
-        if options.check:
-            from distill.check import check
-
-            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
-            return
-        # Two runs in one folder would overwrite each other's checkpoints; one process holds the
-        # lock for all.
-        with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
-            train(config)
-
-
 def main() -> None:
+    """Run the command."""
     with unread_output():  # a run outlives who reads what it prints: its log is a file
         try:
-            _run()
+            config, options = parse()
+            with quiet(options.verbose):
+                if options.check:
+                    from distill.check import check
+
+                    print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+                    return
+                # Two runs in one folder would overwrite each other's checkpoints; one process
+                # holds the lock for all.
+                with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
+                    train(config)
         except (InputError, FloatingPointError) as error:
-            sys.exit(f"error: {error}")
+            sys.exit(say(f"error: {error}", BAD_INPUT if isinstance(error, InputError) else FAILED))
         except KeyboardInterrupt:
             if _is_first():
-                print("interrupted: the same command goes on", file=sys.stderr)
+                say("interrupted: the same command goes on")
             sys.exit(INTERRUPTED)
         except Exception as error:
             said = out_of_memory(error)
             if said is None:
                 raise
-            sys.exit(f"error: {said}; {NEEDS_LESS}")
+            sys.exit(say(f"error: {said}; {NEEDS_LESS}", FAILED))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from data_rows import long_rows, run_settings, write
 from rich.console import Console
 from tiny import random_model
 
+import d2f
 from d2f.saving import save_model
 from distill.config import read_config
 from distill.data import Plan, make_stream
@@ -79,7 +80,7 @@ def test_a_causal_sample_is_one_block(d2f_config):
     model = random_model("llada")
     sample = make_stream(config, model, tail=True).sample(0)
     causal = OBJECTIVES["d2f"](model, config)
-    causal.is_causal = lambda sample: True
+    causal.sample_spans = lambda sample: d2f.spans.causal(len(sample))
     assert block_starts(sample, causal) == [0]
 
 

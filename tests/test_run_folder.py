@@ -1,49 +1,170 @@
-"""The folder of a run, without a training: what its parts say and what it is taken for; the card,
-and digests of what a run reads."""
+"""The folder of a run: what it is taken for, its checkpoints, log and card, what a full disk or a
+kill leaves, and how a run is started again."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
-import os
-import re
+import pickle
+import shlex
+import shutil
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from data_rows import pairs, run_settings, stream, write
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from test_train import curve, same, settings, weights
+from tiny import fresh_model, random_model
 
 import d2f
-from d2f.errors import InputError
-from distill import checkpoint as identity
-from distill.checkpoint import RunFolder, flat
-from distill.config import TrainConfig
-from distill.export import card, curve, data_name, samples_hash
-from distill.log import Log, keep_lines
+from d2f.command import main as d2f_command
+from d2f.errors import CheckpointError, InputError
+from d2f.noise import PipelineStates
+from d2f.saving import save_model
+from distill import checkpoint
+from distill.checkpoint import RunFolder, digests, flat
+from distill.export import card, data_name, samples_hash
+from distill.log import Log, Progress, cut_log, duration, result_text
+from distill.train import train
+from distill.trainer import learning_rate
 
 TASKS = {"tasks": {"countdown": 1.0, "story": 1.0}}
 
 
-# The log
+# What a run shows
 
 
-def test_a_log_grows_by_a_line_of_json_and_is_cut_after_a_step(tmp_path):
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_come_first_last_and_apart(capsys):
+    """Ten seconds a step: the first, those at least 30 s after the one before, the last."""
+    clock = Clock()
+    progress = Progress(100, 110, shown=True, clock=clock)
+    for step in range(101, 111):
+        clock.now += 10
+        progress.step()
+        progress.report(step, 0.5, 3, 1e-3, last=step == 110)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["101", "104", "107", "110"]
+    assert lines[1] == (
+        "step 104 of 110: loss 0.5000 (mean of 3 steps), lr 1.00e-03, 0.1 steps/s, 60 s left"
+    )
+    Progress(0, 1, shown=False).report(1, 0.5, 1, 1e-3, last=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_has_a_bar_and_no_lines(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    progress = Progress(3, 5, shown=True)
+    progress.step()
+    progress.report(4, 0.5, 2, 1e-3, last=False)
+    progress.bar.refresh()
+    said = capsys.readouterr()
+    assert said.out == "" and "4/5" in said.err and "loss=0.5000 (mean of 2)" in said.err
+    progress.close()
+
+
+def test_durations_are_as_people_say_them():
+    said = {12.4: "12 s", 90: "2 min", 5_340: "89 min", 5_400: "1 h 30 min", 11_100: "3 h 05 min"}
+    assert {seconds: duration(seconds) for seconds in said} == said
+
+
+def test_a_run_says_its_loss_and_ends_with_a_line_that_decodes(tmp_path, capsys):
+    """log_every larger than the run: the first and the last step are printed all the same; the log
+    has no line more for that. The line is run as it is printed."""
+    train(settings(tmp_path / "my run", log_every=100))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in said if line.startswith("step ")] == ["1", "6"]
+    assert len(curve(tmp_path / "my run")) == 1
+    assert said[-2] == f"finished after 6 steps: {tmp_path}/my run/model"
+    start, command = said[-1].split(": ", 1)
+    assert start == "to decode with it" and command.startswith("d2f decode --model '")
+    assert not d2f_command([*shlex.split(command)[1:], "--problems", "1"])
+    own = run_settings(Path("a run"), {"file": "d.jsonl"}, steps=1000)
+    assert result_text(own, ["adapter", "model", "official"]) == (
+        "finished after 1,000 steps: a run/model, a run/adapter, a run/official\n"
+        "to decode with it: d2f decode --model 'a run/model' --prompt \"...\""
+    )
+
+
+# The log and the card
+
+
+def test_a_log_goes_on_after_a_resume_and_is_cut_after_a_step(tmp_path):
     path = tmp_path / "log.jsonl"
-    keep_lines(path, 3)
-    assert not path.exists(), "where there is no log, none is made"
-    for steps in ((1, 2), (3, 4)):
-        log = Log(path)
-        for step in steps:
-            log.write({"step": step, "loss": float("nan")})
-        descriptor = log._file._descriptor
-        log.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(descriptor)
-    keep_lines(path, 3)
-    assert path.read_text() == "".join(f'{{"step": {n}, "loss": NaN}}\n' for n in (1, 2, 3))
+    assert cut_log(path, 3) == 0.0 and not path.exists()
+    log = Log(path, seconds=100.0)
+    for step in (1, 2, 3, 4):
+        log.write({"step": step, "loss": float("nan")})
+    log.close()
+    with path.open("ab") as file:  # torn by a kill, or of a damaged disk
+        file.write(b'{"step": 2, "a": {}\n[3]\n{"loss": 1}\n\xff\n{"step": ')
+    assert 100.0 <= cut_log(path, 3) < 110.0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-# The folder
+def test_a_card_says_what_made_a_result(tmp_path):
+    path = write(tmp_path / "d.jsonl", pairs(3))
+    config = run_settings(tmp_path / "my-run", {"file": str(path)})
+    lines = [
+        {"step": 1, "loss": 2, "samples": 3},
+        {"step": 3, "loss": 1, "samples": 4, "evaluation/kl": 0.25},
+        {"step": 2000, "loss": 0.5, "samples": 4567},
+    ]
+    data = stream(file=str(path))
+    text = card(config, data, lines, [{"step": 2, "from": 2, "to": 2000}])
+    assert ModelCard(text).data.tags == ["d2f", "diffusion-language-model", "masked_diffusion"]
+    for line in (
+        "# my-run",
+        "Trained by the objective `masked_diffusion`.",
+        f"| made by | d2f-toolkit {d2f.__version__} |",
+        "| starts from | random weights |",
+        "| data | d.jsonl |",
+        f"| SHA-256 of the first 256 samples | `{samples_hash(data)}` |",
+        f"| SHA-256 of d.jsonl | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |",
+        "| steps | 2,000, 4,567 samples |",
+        "|  | extended at step 2 from 2 to 2,000 steps: from there on the learning rate is the "
+        "cosine of 2,000 steps |",
+        "| step | loss | kl |",
+        "| 1 | 2.0000 |  |",
+        "| 3 | 1.0000 | 0.250 |",
+        "| 2,000 | 0.5000 |  |",
+    ):
+        assert f"\n{line}\n" in text, line
+    config.save(tmp_path / "config.yaml")
+    assert text.endswith(f"```yaml\n{(tmp_path / 'config.yaml').read_text()}```\n")
+    for data, name in (
+        (TASKS, "generated countdown, story problems, split train, seed 4"),
+        ({"file": "some/where.jsonl"}, "where.jsonl"),
+        ({"dataset": "nobody/nothing"}, "nothing"),
+    ):
+        assert data_name(run_settings(tmp_path, data, seed=4)) == name
+
+
+def test_the_hash_of_samples_tells_prompt_from_response_and_leaves_out_what_is_left_out(tmp_path):
+    rows = [{"prompt": "a", "response": "b"}, {"prompt": "q " * 99, "response": "c"}]
+    long, short = (
+        stream(file=str(write(tmp_path / name, kept)), on_long="drop", chat_template="none")
+        for name, kept in (("two.jsonl", rows), ("one.jsonl", rows[:1]))
+    )
+    sample = short.sample(0)
+    line = json.dumps([sample.prompt, sample.response]).encode()
+    assert samples_hash(short) == hashlib.sha256(line * 256).hexdigest()
+    assert samples_hash(long) == hashlib.sha256(line * 128).hexdigest()
+
+
+# What a folder is taken for
 
 
 def begun(config, **changes) -> RunFolder:
@@ -63,22 +184,13 @@ def test_a_run_is_finished_where_its_record_and_its_folders_say_so(tmp_path):
     assert folder.is_finished and RunFolder(config).is_finished
     official = RunFolder(config.model_copy(update={"export_official": True}))
     assert official.expected == ["model", "official"] and not official.is_finished
-    (tmp_path / "run" / "official").mkdir()
-    assert not official.is_finished, "what lies there is not of this run's end"
-    (tmp_path / "run" / "checkpoints" / "step-0000002").mkdir()
-    assert not RunFolder(config.model_copy(update={"steps": 3})).is_finished
     RunFolder(config).begin(2)
     assert not RunFolder(config).is_finished, "it goes on"
-
-
-def test_a_d2f_run_is_expected_to_leave_its_adapter(tmp_path):
     config = run_settings(tmp_path, TASKS, "d2f", init="tiny-teacher", export_official=True)
     assert RunFolder(config).expected == ["adapter", "model", "official"]
 
 
-@pytest.mark.parametrize(
-    "name", ["model", "adapter", "official", "best", "checkpoints/step-0000001"]
-)
+@pytest.mark.parametrize("name", ["model", "best", "checkpoints/step-0000001"])
 def test_whatever_a_run_has_kept_is_not_mixed_with_another(tmp_path, name):
     config = run_settings(tmp_path / "run", TASKS)
     RunFolder(config).begin(0)
@@ -88,6 +200,9 @@ def test_whatever_a_run_has_kept_is_not_mixed_with_another(tmp_path, name):
     with pytest.raises(InputError, match=r"holds another run \(seed: 0 there, 1 now\): expected"):
         RunFolder(other)
     RunFolder(config)
+    fewer = run_settings(tmp_path / "run", {"tasks": {"countdown": 1.0}})
+    with pytest.raises(InputError, match=r"data.tasks.story: 1.0 there, None now"):
+        RunFolder(fewer)
 
 
 def test_what_changes_no_weights_may_change_under_way(tmp_path):
@@ -101,7 +216,7 @@ def test_what_changes_no_weights_may_change_under_way(tmp_path):
 
 
 def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
-    """Without a record; without a key that came later."""
+    """Without a record; without a key that came later. A key that is unknown now is told."""
     config = run_settings(tmp_path, TASKS)
     begun(config)
     (tmp_path / "run.json").unlink()
@@ -109,195 +224,338 @@ def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
     del there["attention"]
     (tmp_path / "config.yaml").write_text(json.dumps(there))
     assert RunFolder(config).record == {}
-
-
-def test_a_key_that_this_version_does_not_know_is_told(tmp_path):
-    """The configuration there is then compared as it was written."""
-    config = run_settings(tmp_path, TASKS)
-    begun(config)
-    there = config.model_dump(mode="json") | {"flavour": "sweet"}
-    (tmp_path / "config.yaml").write_text(json.dumps(there))
-    with pytest.raises(InputError, match=r"another run \(flavour: 'sweet' there, None now\)"):
+    (tmp_path / "config.yaml").write_text(json.dumps(there | {"flavour": "sweet"}))
+    with pytest.raises(InputError, match=r"another run \(.*flavour: 'sweet' there, None now\)"):
         RunFolder(config)
 
 
-def test_the_same_rows_at_another_place_are_the_same_run_and_other_rows_are_not(tmp_path):
-    first, second = (write(tmp_path / name, pairs(3)) for name in ("a.jsonl", "b.jsonl"))
-    config = run_settings(tmp_path / "run", {"file": str(first)})
-    begun(config).check_inputs()
-    moved = config.model_copy(update={"data": config.data.model_copy(update={"file": str(second)})})
-    RunFolder(moved).check_inputs()
-    write(first, pairs(4))
-    with pytest.raises(InputError, match=r"\(data\.file had SHA-256 \w+\.\.\., has \w+\.\.\. now"):
-        RunFolder(config).check_inputs()
-    write(second, pairs(4))
-    with pytest.raises(InputError, match=r"data\.file: '.*a\.jsonl' there, '.*b\.jsonl' now"):
-        RunFolder(moved)
+@pytest.mark.parametrize("content", ["", "[1, 2", None, "[1]"])
+def test_a_configuration_or_record_that_is_gone_or_damaged_is_said(tmp_path, content):
+    config = run_settings(tmp_path, TASKS)
+    begun(config)
+    record, path = tmp_path / "run.json", tmp_path / "config.yaml"
+    for text, message in (("{", "cannot be read"), ("[]", "is not the record of a run: put it")):
+        record.write_text(text)
+        with pytest.raises(InputError, match=rf"run\.json {message}"):
+            RunFolder(config)
+    record.unlink()
+    path.write_text(content) if content is not None else path.unlink()
+    why = "missing" if content is None else "no mapping of keys"
+    with pytest.raises(InputError, match=r"holds checkpoints or a result, but its config\.yaml, "
+                       rf"which says of which run, is {why}: put it back"):  # fmt: skip
+        RunFolder(config)
 
 
-def reading(place: str) -> list[TrainConfig]:
-    """Runs that read everything that may be a path."""
-    noise = {"schedule": "pipeline", "states": place}
-    given = {"init": place, "init_adapter": place, "noise": noise}
-    given["evaluation"] = {"loss_file": place}
-    return [
-        run_settings(Path("d2f"), {"file": place}, "d2f", **given),
-        run_settings(Path("scratch"), {"dataset": place}, tokenizer=place),
-    ]
+def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("distill.export.prepare_model", None)
+    with pytest.raises(InputError, match=r"expected a folder, .*/file is a file"):
+        train(settings(tmp_path / "file" / "run"))
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match=r"the folder .* cannot be written"):
+        train(settings(tmp_path / "run"))
 
 
-def test_of_what_no_digest_is_known_the_place_counts(tmp_path, monkeypatch):
-    """Of hub names, and of all that a run of an earlier version read."""
+def test_a_run_that_failed_at_its_start_does_not_refuse_the_corrected_one(tmp_path):
+    """A sample that is too long for its row: the configuration lies there, nothing else does."""
+    short = {"tasks": {"sudoku": 1.0}, "row_length": 30, "rows": 2}
+    with pytest.raises(InputError, match="sample 0 has"):
+        train(settings(tmp_path, data=short))
+    assert (tmp_path / "config.yaml").is_file()
+    train(settings(tmp_path))
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
+# What a run reads
+
+
+def base(folder: Path, seed: int = 0) -> Path:
+    model = random_model("llada", seed)
+    save_model(model, folder, dtype=torch.float32, objective="masked_diffusion")
+    return folder
+
+
+ROWS = '{"prompt": "2+3?", "response": "5"}\n' * 20
+CHANGES = {
+    "data.file": lambda place: (place / "d.jsonl").write_text(ROWS + ROWS),
+    "objective.noise.states": lambda place: PipelineStates({8: [(1.0,)]}).save(place / "s.json"),
+    "init": lambda place: base(place / "base", seed=1),
+    "init_adapter": lambda place: train(
+        settings(place / "before", "d2f", init=str(place / "base"), steps=2)
+    ),
+}
+
+
+def test_a_resume_refuses_an_input_that_changed(tmp_path):
+    """With what it was and what it is; a run of an earlier version, which did not note what it
+    read, goes on."""
+    (tmp_path / "d.jsonl").write_text(ROWS)
+    PipelineStates({8: [(0.5, 1.0)]}).save(tmp_path / "s.json")
+    init = str(base(tmp_path / "base"))
+    train(settings(tmp_path / "before", "d2f", init=init, steps=1))
+    inputs = {
+        "init": init, "init_adapter": str(tmp_path / "before" / "adapter"), "block_size": 8,
+        "data": {"file": str(tmp_path / "d.jsonl"), "rows": 2},
+        "noise": {"schedule": "pipeline", "states": str(tmp_path / "s.json")},
+    }  # fmt: skip
+    config = settings(tmp_path / "run", "d2f", steps=3, **inputs)
+    train(config, stop_after=1)
+    there = json.loads((tmp_path / "run" / "run.json").read_text())["inputs"]
+    assert there.keys() == CHANGES.keys()
+    for key in ("data.file", "objective.noise.states", "init_adapter", "init"):
+        CHANGES[key](tmp_path)
+        with pytest.raises(InputError, match=rf"{key} had SHA-256 {there[key][:16]}\.\.\., has (?!"
+                           rf"{there[key][:16]})[0-9a-f]{{16}}\.\.\. now"):  # fmt: skip
+            train(config)
+        if key == "init_adapter":
+            (tmp_path / "run" / "run.json").unlink()
+            train(config, stop_after=1)
+            there |= json.loads((tmp_path / "run" / "run.json").read_text())["inputs"]
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1, 2]
+
+
+def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
+    """Relative, absolute, through a link, and moved elsewhere: what counts is the content. Of hub
+    names no content is known, and the name counts."""
     monkeypatch.chdir(tmp_path)
-    found = []
-    for number, config in enumerate(reading("a")):
-        (tmp_path / config.output / "checkpoints" / "step-0000001").mkdir(parents=True)
-        config.save(tmp_path / config.output / "config.yaml")
-        for place in ("./a", str(tmp_path / "a"), "b/../a"):
-            RunFolder(reading(place)[number])
-        with pytest.raises(InputError, match="holds another run") as caught:
-            RunFolder(reading("b")[number])
-        found += re.findall(r"([\w.]+): 'a' there, 'b' now", str(caught.value))
-    assert sorted(found) == sorted(identity.PATHS)
+    Path("data").mkdir()
+    Path("data/d.jsonl").write_text(ROWS)
+    Path("link.jsonl").symlink_to("data/d.jsonl")
+    shutil.copy("data/d.jsonl", "moved.jsonl")
+
+    def run(path: str):
+        return run_settings(tmp_path / "run", {"file": path})
+
+    begun(run("data/d.jsonl"))
+    for path in (
+        "./data/../data/d.jsonl",
+        str(tmp_path / "data/d.jsonl"),
+        "link.jsonl",
+        "moved.jsonl",
+    ):
+        RunFolder(run(path)).check_inputs()
+    Path("other.jsonl").write_text('{"prompt": "2+3?", "response": "6"}\n')
+    with pytest.raises(InputError, match=r"data\.file: 'data/d\.jsonl' there, 'other\.jsonl' now"):
+        RunFolder(run("other.jsonl"))
+    for key, section in (("data.dataset", "data"), ("tokenizer", None)):
+
+        def named(name: str, key=key, section=section):
+            data = {"dataset": name if section else "one"}
+            return run_settings(tmp_path / key, data, tokenizer="one" if section else name)
+
+        begun(named("one"))
+        RunFolder(named("./one"))
+        with pytest.raises(InputError, match=rf"\({key}: 'one' there, 'two' now\)"):
+            RunFolder(named("two"))
 
 
-@pytest.mark.parametrize("text", ["[]", "3"])
-def test_a_record_that_is_none_is_said(tmp_path, text):
-    config = run_settings(tmp_path, TASKS)
-    begun(config)
-    (tmp_path / "run.json").write_text(text)
-    with pytest.raises(InputError, match=r"run\.json is not the record of a run: put it back"):
-        RunFolder(config)
-
-
-def test_an_extension_is_of_a_run_that_has_ended_and_told_once(tmp_path):
-    config = run_settings(tmp_path, TASKS)  # of two steps
-    longer = config.model_copy(update={"steps": 5})
-    begun(config)
-    with pytest.raises(InputError, match=r"2 there, 5 now.*more steps are for a run that has come"):
-        RunFolder(longer)
-    (tmp_path / "checkpoints" / "step-0000002").mkdir()
-    curve = "from there on the learning rate is the cosine of 5 steps"
-    said = f"extended at step 2 from 2 to 5 steps: {curve}"
-    folder = RunFolder(longer)
-    assert (folder.steps_there, folder.begin(2)) == (2, said)
-    assert RunFolder(longer).begin(3) is None, "its configuration says five steps by now"
-    config.save(tmp_path / "config.yaml")  # as if killed before it was written
-    RunFolder(longer).begin(2)
-    (tmp_path / "checkpoints" / "step-0000005").mkdir()
-    constant = config.optimizer.model_copy(update={"schedule": "constant"})
-    again = longer.model_copy(update={"steps": 1000, "optimizer": constant})
-    longer.model_copy(update={"optimizer": constant}).save(tmp_path / "config.yaml")
-    assert RunFolder(again).begin(5) == (
-        "extended at step 5 from 5 to 1,000 steps: from there on the learning rate is constant"
-    )
-    record = json.loads((tmp_path / "run.json").read_text())
-    assert record["extended"] == [{"step": 2, "from": 2, "to": 5},
-                                  {"step": 5, "from": 5, "to": 1000}]  # fmt: skip
-    with pytest.raises(InputError, match="steps: 1000 there, 5 now"):
-        RunFolder(longer)
-
-
-def test_values_are_compared_by_dotted_keys():
-    found = flat({"a": 1, "b": {"c": {"d": 0.5}, "e": [1, 2]}, "f": None, "g": True})
-    assert found == {"a": 1, "b.c.d": 0.5, "b.e": "[1, 2]", "f": "None", "g": True}
-
-
-# What it reads
-
-
-def test_digests_are_of_what_is_read_and_no_more(tmp_path):
-    path = write(tmp_path / "d.jsonl", pairs(3))
-    assert identity.digests(run_settings(tmp_path, TASKS)) == {}
-    found = identity.digests(run_settings(tmp_path, {"file": str(path)}))
-    assert found == {"data.file": hashlib.sha256(path.read_bytes()).hexdigest()}
-    assert identity.digests(run_settings(tmp_path, {"dataset": "nobody/nothing"})) == {}
+def test_digests_are_of_names_and_contents_but_not_of_caches(tmp_path):
+    assert digests(run_settings(tmp_path, TASKS)) == {}
+    assert digests(run_settings(tmp_path, {"dataset": "nobody/nothing"})) == {}
     with pytest.raises(InputError, match=r"none\.jsonl: cannot be read: No such file"):
-        identity.digests(run_settings(tmp_path, {"file": str(tmp_path / "none.jsonl")}))
-
-
-def test_a_data_sets_digest_is_of_names_and_contents_but_not_of_caches(tmp_path):
-    folder = tmp_path / "set"
+        digests(run_settings(tmp_path, {"file": str(tmp_path / "none.jsonl")}))
+    folder = tmp_path / "set" / "train"
+    folder.mkdir(parents=True)
 
     def digest() -> str:
-        return identity.digests(run_settings(tmp_path, {"dataset": str(folder)}))["data.dataset"]
+        return digests(run_settings(tmp_path, {"dataset": str(folder.parent)}))["data.dataset"]
 
-    (folder / "train").mkdir(parents=True)
-    (folder / "train" / "a.arrow").write_text("1")
+    (folder / "a.arrow").write_text("1")
     first = digest()
     for name in ("cache-1.arrow", ".lock"):
-        (folder / "train" / name).write_text("x")
+        (folder / name).write_text("x")
     assert digest() == first
-    (folder / "train" / "a.arrow").write_text("2")
+    (folder / "a.arrow").write_text("2")
     second = digest()
-    (folder / "train" / "a.arrow").rename(folder / "train" / "b.arrow")
+    (folder / "a.arrow").rename(folder / "b.arrow")
     assert len({first, second, digest()}) == 3
+    assert flat({"a": 1, "b": {"c": {"d": 0.5}, "e": [1, 2]}, "f": None}) == {
+        "a": 1, "b.c.d": 0.5, "b.e": "[1, 2]", "f": None,
+    }  # fmt: skip
 
 
-# The card
+# How a run is started again
 
 
-def test_a_card_says_what_made_a_result(tmp_path):
-    path = write(tmp_path / "d.jsonl", pairs(3))
-    config = run_settings(tmp_path / "my-run", {"file": str(path)})
-    log = tmp_path / "log.jsonl"
-    log.write_text('{"step": 1, "loss": 2, "samples": 3}\n{"step": 3, "loss": 1, "samples": 4}\n'
-                   '{"step": 2000, "loss": 0.5, "samples": 4567}\n')  # fmt: skip
-    data = stream(file=str(path))
-    text = card(config, data, log, [{"step": 2, "from": 2, "to": 2000}])
-    assert ModelCard(text).data.tags == ["d2f", "diffusion-language-model", "masked_diffusion"]
-    text = ModelCard(text).text
-    head, rest = text.split("\n\n| step | loss |\n|---|---|\n")
-    assert head.strip().splitlines() == [
-        "# my-run", "", "Trained by the objective `masked_diffusion`.", "", "| | |", "|---|---|",
-        f"| made by | d2f-toolkit {d2f.__version__} |",
-        "| command | `accelerate launch -m distill.train --config config.yaml` |",
-        "| starts from | random weights |",
-        "| data | d.jsonl |",
-        f"| SHA-256 of the first 256 samples | `{samples_hash(data)}` |",
-        f"| SHA-256 of d.jsonl | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |",
-        "| steps | 2,000, 4,567 samples |",
-        "|  | extended at step 2 from 2 to 2,000 steps: from there on the learning rate is the "
-        "cosine of 2,000 steps |",
-    ]  # fmt: skip
-    table, rest = rest.split("\n\nconfig.yaml, every key resolved:\n\n```yaml\n")
-    assert table.splitlines() == ["| 1 | 2.0000 |", "| 3 | 1.0000 |", "| 2,000 | 0.5000 |"]
-    config.save(tmp_path / "config.yaml")
-    assert rest == (tmp_path / "config.yaml").read_text() + "```\n"
-    plain = card(run_settings(tmp_path / "b", TASKS | {"rows": 2}, init="start"), data, log)
-    assert "| starts from | start |" in plain and "SHA-256 of d" not in plain
-    assert "extended" not in plain
+def test_a_finished_run_says_so_and_loads_nothing(tmp_path, capsys, monkeypatch):
+    config = settings(tmp_path)
+    train(config)
+    capsys.readouterr()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.trainer.prepare_model", None)
+        train(config)
+    said = capsys.readouterr().out
+    assert said.startswith(f"nothing is left to do: finished after 6 steps: {tmp_path}/model")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    # A result that is gone, or newly asked for, is written again from the checkpoint.
+    kept = weights(tmp_path)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    train(settings(tmp_path, export_official=True))
+    assert all(torch.equal(weights(tmp_path)[name], value) for name, value in kept.items())
+    assert (tmp_path / "official" / "config.json").is_file()
+    with pytest.raises(InputError, match="steps: 6 there, 5 now"):
+        train(settings(tmp_path, steps=5))
+    with pytest.raises(InputError, match="steps: 6 there, 7 now"):  # an ablation's folder
+        RunFolder(settings(tmp_path, steps=7), extend=False)
 
 
-@pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        (TASKS, "generated countdown, story problems, split train, seed 4"),
-        ({"file": "some/where.jsonl"}, "where.jsonl"),
-        ({"dataset": "nobody/nothing"}, "nothing"),
-    ],
-)
-def test_data_is_called_by_what_it_is(tmp_path, data, said):
-    assert data_name(run_settings(tmp_path, data, seed=4)) == said
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
+    """At a constant rate it is the longer run to the bit. Of a cosine the new length holds from
+    there on, which is said once, in the record and on the card."""
+    optimizer = {"lr": 0.003, "warmup": 2, "schedule": schedule}
+    long = settings(tmp_path / "run", steps=9, optimizer=optimizer)
+    short = settings(tmp_path / "run", optimizer=optimizer)
+    train(short, stop_after=3)
+    with pytest.raises(InputError, match=r"6 there, 9 now.*more steps are for a run that has come"):
+        train(long)
+    train(short)
+    train(long, stop_after=1)  # killed on the way
+    train(long)
+    said = capsys.readouterr().out
+    assert said.count("extended at step 6 from 6 to 9 steps: from there on the learning rate") == 1
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["extended"] == [{"step": 6, "from": 6, "to": 9}]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["steps"] == 9
+    assert "extended at step 6" in (tmp_path / "run" / "model" / "README.md").read_text()
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "run" / "log.jsonl").open()]
+    assert rates[6:] == [learning_rate(long, step) for step in (6, 7, 8)] and len(rates) == 9
+    train(settings(tmp_path / "whole", steps=9, optimizer=optimizer))
+    assert same(tmp_path / "run", tmp_path / "whole") == (schedule == "constant")
 
 
-def test_the_hash_of_samples_tells_prompt_from_response_and_leaves_out_what_is_left_out(tmp_path):
-    rows = [{"prompt": "a", "response": "b"}, {"prompt": "q " * 99, "response": "c"}]
-    long, short = (
-        stream(file=str(write(tmp_path / name, kept)), on_long="drop", chat_template="none")
-        for name, kept in (("two.jsonl", rows), ("one.jsonl", rows[:1]))
+# What a kill, a full disk or a damaged file leaves
+
+
+def full(*_: object, **__: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run that was stopped after four of six steps, and beside it one that was not."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train(settings(folder / "whole"))
+    train(settings(folder / "run"), stop_after=4)
+    return folder
+
+
+def damage(path: Path, kind: str) -> None:
+    data = bytearray(path.read_bytes())
+    if kind == "cut":
+        del data[len(data) // 2 :]
+    elif kind == "flipped":
+        data[len(data) // 2] ^= 1
+    path.write_bytes(
+        {"gone": b"", "text": b"no state", "pickle": pickle.dumps(print)}.get(kind, data)
     )
-    sample = short.sample(0)
-    line = json.dumps([sample.prompt, sample.response]).encode()
-    assert samples_hash(short) == hashlib.sha256(line * 256).hexdigest()
-    assert samples_hash(long) == hashlib.sha256(line * 128).hexdigest()
+    if kind == "gone":
+        path.unlink()
+    elif kind == "foreign":
+        torch.save({"step": 4}, path)
+    elif kind == "code":
+        torch.save({"step": print}, path)
+
+
+@pytest.mark.parametrize("kind", ["cut", "flipped", "gone", "text", "pickle", "foreign", "code"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, stopped, kind):
+    """The run goes on from the one before it, to the weights of a whole run; if there is none, that
+    is one line. Nothing in a file is run."""
+    run = shutil.copytree(stopped / "run", tmp_path / "run")
+    four = run / "checkpoints" / "step-0000004" / "state.pt"
+    damage(four, kind)
+    with pytest.warns(UserWarning, match=r"damaged checkpoint passed over: .*step-0000004"):
+        assert checkpoint.newest(run / "checkpoints")["step"] == 2
+    damage(run / "checkpoints" / "step-0000002" / "state.pt", kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match="no whole checkpoint to go on from") as caught:
+            checkpoint.newest(run / "checkpoints")
+    assert "\n" not in str(caught.value)
+    if kind == "flipped":
+        shutil.copytree(stopped / "run" / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
+        damage(four, kind)
+        with pytest.warns(UserWarning, match="passed over"):
+            train(settings(run))
+        assert same(run, stopped / "whole")
+
+
+def test_strays_among_the_checkpoints_are_left_alone(tmp_path, stopped):
+    run = shutil.copytree(stopped / "run", tmp_path / "run")
+    folder = run / "checkpoints"
+    strays = ["step-9", "step-0000006.bak1", "step-0000004 (copy)", "step-٣", "step-00000004"]
+    for name in strays:
+        (folder / name).mkdir()
+    (folder / "step-0000009").write_text("a file")
+    train(settings(run))
+    assert checkpoint.steps(folder) == [4, 6]
+    assert all((folder / name).is_dir() for name in strays)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("writer")])
+def test_a_checkpoint_without_room_keeps_those_before(tmp_path, stopped, monkeypatch, error):
+    run = shutil.copytree(stopped / "run", tmp_path / "run")
+
+    def save(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", save)
+        with pytest.raises(
+            CheckpointError, match=r"step 6 could not be written: .*; step 4 is kept"
+        ):
+            train(settings(run))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-0000002", "step-0000004",
+    ]  # fmt: skip
+    train(settings(run))
+    assert same(run, stopped / "whole")
 
 
 @pytest.mark.parametrize(
-    ("count", "steps"),
-    [(1, [0]), (2, [0, 1]), (10, list(range(10))), (11, [0, 1, 2, 3, 4, 6, 7, 8, 9, 10]),
-     (91, list(range(0, 91, 10)))],
-)  # fmt: skip
-def test_the_points_of_a_curve_are_evenly_apart(count, steps):
-    table = curve([{"step": step, "loss": 1.0} for step in range(count)])
-    assert table == ["| step | loss |", "|---|---|", *(f"| {step} | 1.0000 |" for step in steps)]
+    "error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error: full")]
+)
+def test_an_export_without_room_keeps_what_was_there(tmp_path, stopped, monkeypatch, error):
+    run = shutil.copytree(stopped / "whole", tmp_path / "run")
+    before = weights(run)
+
+    def no_room(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.export.save_model", no_room)
+        with pytest.raises(InputError, match=r"/model could not be written: .*results are kept"):
+            train(settings(run, steps=7))
+    assert all(torch.equal(weights(run)[name], value) for name, value in before.items())
+    assert not list(run.glob("*.writing"))
+    train(settings(run, steps=7))
+    assert not torch.equal(weights(run)["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_a_log_without_room_says_what_goes_on(tmp_path, monkeypatch):
+    log = Log(tmp_path / "log.jsonl")
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(InputError, match=r"No space left on device.*; the same command goes on"):
+        log.write({"step": 1})
+
+
+def test_an_output_that_is_removed_under_way_is_one_line(tmp_path, monkeypatch):
+    def removed(*given):
+        shutil.rmtree(tmp_path / "run")
+
+    monkeypatch.setattr("distill.checkpoint.save", removed)
+    with pytest.raises(InputError, match=r"log\.jsonl .*removed") as caught:
+        train(settings(tmp_path / "run", steps=2))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e5])
+def test_no_model_is_written_that_is_not_finite_in_its_dtype(tmp_path, value):
+    """1e5 is a number in fp32 and none in fp16."""
+    model = fresh_model("llada")
+    with torch.no_grad():
+        model.backbone.lm_head.weight[3, 4] = value
+    with pytest.raises(CheckpointError, match=r"lm_head"):
+        save_model(model, tmp_path, dtype=torch.float16)
+    assert not (tmp_path / "model.safetensors").exists()

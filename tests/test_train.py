@@ -1,51 +1,51 @@
-"""The training loop: it learns, resumes to the bit, distils from the same weights, exports."""
+"""The training loop: it learns, resumes to the bit, computes the same in parts, exports."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
-from tiny import fresh_model, random_model
+from tiny import random_model
 
 import d2f
 from d2f.errors import CheckpointError, InputError
 from d2f.saving import save_model
 from distill import checkpoint
-from distill.config import TrainConfig, parse_config, read_config
-from distill.data import Sample, Stream, fill_rows
+from distill.config import TrainConfig, parse_config
+from distill.data import fill_rows
 from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
 from distill.train import train
-from distill.trainer import NonFiniteLossError, ranges
+from distill.trainer import NonFiniteLossError, learning_rate, ranges
 
-ROOT = Path(__file__).parent.parent
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1,
+    "context_length": 128,
+}  # fmt: skip
 NOISE = {"masked_diffusion": {"uniform_share": 0.5}, "d2f": {"monotone_share": 0.5}}
 
 
-def settings(output: Path, objective: str = "masked_diffusion", **changes) -> TrainConfig:
+def settings(output: Path, objective: str = "masked_diffusion", **changes: Any) -> TrainConfig:
+    """A run of a tiny model. changes: keys of the configuration, the objective's own among them."""
     values = {
         "objective": objective,
         "output": str(output),
         "family": "causal" if objective == "next_token" else "llada",
-        "model": {
-            "hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1,
-            "context_length": 128,
-        },
+        "model": SHAPE,
         "data": {"tasks": {"countdown": 1.0, "sudoku": 1.0}, "row_length": 96, "rows": 2},
         "noise": NOISE.get(objective, {}),
         "optimizer": {"lr": 0.003, "warmup": 2},
         "steps": 6,
         "save_every": 2,
         "log_every": 1,
-        "tracker": "none",
-    }  # fmt: skip
-    values |= changes
+    } | changes
     if "init" in changes:
         del values["model"], values["family"]
     return parse_config(values, "test")
@@ -58,73 +58,52 @@ def teacher(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_model_from_scratch_has_a_tokenizer_that_knows_its_tasks(tmp_path):
-    """Else the words of a function would be cut into letters, and too long for its response."""
-    data = {"tasks": {"coding": 1.0}, "row_length": 320, "rows": 2}
-    known, unknown = (
-        prepare_model(config, "meta").tokenizer
-        for config in (settings(tmp_path, data=data), settings(tmp_path))
-    )
-    program = "def rate(sizes):"
-    assert len(known(program).input_ids) == 6 < len(unknown(program).input_ids)
-
-
 def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("objective", ["masked_diffusion", "next_token", "d2f"])
-@pytest.mark.parametrize("killed_after", [1, 3])
+def curve(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "log.jsonl").open()]
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two runs gave the same weights and losses to the bit."""
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    equal = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return equal and curve(one) == curve(other)
+
+
+def batch_of(objective: str, model: d2f.DiffusionModel, config: TrainConfig):
+    made = OBJECTIVES[objective](model, config)
+    rows, _ = fill_rows(made.stream(), 0)
+    return made, rows
+
+
+@pytest.mark.parametrize(
+    ("objective", "killed_after"),
+    [("masked_diffusion", 1), ("next_token", 3), ("d2f", 1), ("d2f", 3)],
+)
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, teacher, objective, killed_after):
-    """Optimizer, schedule, noise, dropout and data position all continue; a half-written
-    checkpoint of a kill is ignored."""
+    """Optimizer, rate, noise, dropout and data position all continue; a half-written checkpoint of
+    a kill is ignored."""
     changes = {"init": str(teacher)} if objective == "d2f" else {}
     train(settings(tmp_path / "whole", objective, **changes))
-    for _ in range(6):
+    for _ in range(6 // killed_after):
         train(settings(tmp_path / "killed", objective, **changes), stop_after=killed_after)
-        (tmp_path / "killed" / "checkpoints" / "step-0000099.writing").mkdir(exist_ok=True)
-    whole, killed = weights(tmp_path / "whole"), weights(tmp_path / "killed")
-    assert whole.keys() == killed.keys()
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
-    logs = [(tmp_path / n / "log.jsonl").read_text().splitlines() for n in ("whole", "killed")]
-    curves = [[json.loads(line)["loss"] for line in log] for log in logs]
-    assert curves[0] == curves[1]
+        left = f"checkpoints/step-0000002.{'0' * 16}.writing"
+        (tmp_path / "killed" / left).mkdir(exist_ok=True)
+    assert same(tmp_path / "whole", tmp_path / "killed")
+    lines = [json.loads(line) for line in (tmp_path / "killed" / "log.jsonl").open()]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds), "they go on after a resume"
 
 
-def test_an_output_of_another_run_is_refused_and_kept(tmp_path):
-    train(settings(tmp_path), stop_after=2)
-    before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(InputError, match=r"holds another run .*steps: 6 there, 7 now"):
-        train(settings(tmp_path, steps=7))
-    assert (tmp_path / "config.yaml").read_bytes() == before
-
-
-def test_a_run_with_more_than_is_asked_for_now_is_another(tmp_path):
-    data = {"row_length": 96, "rows": 2}
-    train(settings(tmp_path, data={"tasks": {"countdown": 1, "sudoku": 1}, **data}), stop_after=1)
-    with pytest.raises(InputError, match=r"data.tasks.sudoku: 1.0 there, None now"):
-        train(settings(tmp_path, data={"tasks": {"countdown": 1}, **data}))
-
-
-def test_an_adapter_is_no_init(tmp_path, teacher):
-    """Its weights would be lost under the new adapter."""
-    train(settings(tmp_path / "one", "d2f", init=str(teacher), steps=1))
-    adapter = tmp_path / "one" / "adapter"
-    values = json.loads((adapter / "adapter_config.json").read_text())
-    values["base_model_name_or_path"] = str(teacher)
-    (adapter / "adapter_config.json").write_text(json.dumps(values))
-    with pytest.raises(InputError, match=r"adapter of teacher: expected its base as init, and it"):
-        train(settings(tmp_path / "two", "d2f", init=str(adapter)))
-
-
-def test_a_run_goes_on_after_a_key_came_to_the_configuration(tmp_path):
-    train(settings(tmp_path), stop_after=2)
-    path = tmp_path / "config.yaml"
-    values = yaml.safe_load(path.read_text())
-    del values["attention"]
-    path.write_text(yaml.safe_dump(values))
-    train(settings(tmp_path))
-    assert (tmp_path / "model" / "config.json").is_file()
+def test_the_loss_falls(tmp_path):
+    optimizer = {"lr": 0.01, "warmup": 2}
+    train(settings(tmp_path, "next_token", steps=40, optimizer=optimizer, save_every=40))
+    losses = curve(tmp_path)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
@@ -138,15 +117,10 @@ def test_trackers_log_offline(tmp_path, tracker, monkeypatch):
     assert any(kind in name for name in written)
 
 
-def test_the_loss_falls(tmp_path):
-    train(settings(tmp_path, "next_token", steps=40, optimizer={"lr": 0.01, "warmup": 2}))
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").open()]
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-
-
 def test_d2f_exports_adapter_merged_model_and_contract(tmp_path, teacher):
     """The adapter on its base equals the merged model; the contract says what was trained."""
     train(settings(tmp_path, "d2f", init=str(teacher), block_size=8))
+    assert (tmp_path / "loss.png").is_file()
     merged = d2f.load(tmp_path / "model")
     adapted = d2f.load(teacher, adapter=tmp_path / "adapter")
     assert merged.contract.objective == adapted.contract.objective == "d2f"
@@ -160,230 +134,91 @@ def test_d2f_exports_adapter_merged_model_and_contract(tmp_path, teacher):
         base = d2f.load(teacher).forward(ids, spans)
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
     assert not torch.equal(theirs, base)  # it has learned something
+    other = tmp_path / "other"
+    save_model(random_model("llada", 1), other, dtype=torch.float32)
     with pytest.raises(CheckpointError, match="belongs to the base teacher"):
-        other = tmp_path / "other"
-        save_model(random_model("llada", 1), other, dtype=torch.float32)
         d2f.load(other, adapter=tmp_path / "adapter")
+    adapter = tmp_path / "adapter" / "adapter_config.json"
+    values = json.loads(adapter.read_text()) | {"base_model_name_or_path": str(teacher)}
+    adapter.write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"adapter of teacher: expected its base as init, and it"):
+        train(settings(tmp_path / "two", "d2f", init=str(tmp_path / "adapter")))
 
 
-def batch_of(objective: str, model: d2f.DiffusionModel, config: TrainConfig):
-    made = OBJECTIVES[objective](model, config)
-    stream = Stream(config.data, model.tokenizer, model.end_ids[0], config.seed, made.tail)
-    rows, _ = fill_rows(stream, 0)
-    return made, rows
+def test_a_bf16_base_trains_its_adapter_in_fp32_and_exports_from_the_whole_base(tmp_path, teacher):
+    train(settings(tmp_path, "d2f", init=str(teacher), base_dtype="bfloat16"))
+    saved = checkpoint.newest(tmp_path / "checkpoints")
+    assert {value.dtype for value in saved["weights"].values()} == {torch.float32}
+    assert all("lora_" in name for name in saved["weights"])
+    merged, base = weights(tmp_path), load_file(teacher / "model.safetensors")
+    adapted = [name for name in base if re.search("[qkvo]_proj", name)]
+    assert adapted and not any(torch.equal(merged[name], base[name]) for name in adapted)
+    assert all(torch.equal(merged[name], base[name]) for name in base.keys() - adapted)
 
 
-def test_zero_lora_and_one_block_give_exactly_zero_gradient(tmp_path):
-    """Where student and teacher coincide, distillation asks for nothing: a fresh LoRA (no effect)
-    and spans in which the block-causal mask is the bidirectional one."""
-    from d2f.adapters import new_lora
-    from d2f.spans import bidirectional
-
-    model = fresh_model("llada")
-    model.backbone.requires_grad_(False)
-    new_lora(model, r=4, alpha=4, dropout=0.0)
-    objective, rows = batch_of("d2f", model, settings(tmp_path, "d2f", init="unused"))
-    objective.sample_spans = lambda sample: bidirectional(len(sample))
-    batch = objective.batch(rows, slice(0, 2))
-    loss = objective(batch)
-    loss.backward()
-    gradients = [p.grad for p in objective.parameters() if p.requires_grad]
-    assert loss.item() == 0.0
-    assert gradients and all(g.abs().max().item() == 0.0 for g in gradients)
-    del objective.sample_spans
-    assert objective(objective.batch(rows, slice(0, 2))).item() > 0.0
+def test_gradient_checkpointing_and_parts_change_nothing(tmp_path, teacher):
+    """Recomputing has the same dropout; parts of a step add up to it."""
+    lora = {"r": 4, "alpha": 4, "dropout": 0.1}
+    for name, more in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
+        train(settings(tmp_path / name, "d2f", init=str(teacher), lora=lora, **more))
+    assert same(tmp_path / "plain", tmp_path / "recomputed")
+    for name, parts in (("one", 1), ("two", 2)):
+        train(settings(tmp_path / name, gradient_accumulation=parts))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=2e-5)
+    with pytest.raises(InputError, match="multiple of the 1 processes x 3 parts"):
+        train(settings(tmp_path / "three", gradient_accumulation=3))
 
 
-@pytest.mark.parametrize("objective", ["masked_diffusion", "next_token", "d2f"])
-def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
-    """Two halves of a step add up to the whole: noise and normaliser come from the samples."""
-    model = fresh_model("causal" if objective == "next_token" else "llada")
-    changes = {"init": "unused"} if objective == "d2f" else {}
-    config = settings(tmp_path, objective, **changes)
-    made, rows = batch_of(objective, model, config)
-    made.eval()
+# An adapter that is trained on may be given more layers, and loses nothing that it has learned.
+
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def test_a_wider_adapter_begins_where_the_narrow_one_ended(tmp_path):
+    save_model(random_model("dream"), tmp_path / "base", dtype=torch.float32)
+    lora = {"r": 3, "alpha": 3, "dropout": 0.0, "targets": ["q_proj", "up_proj"]}
+    given = {"init": str(tmp_path / "base"), "steps": 2, "optimizer": {"lr": 0.05, "warmup": 0}}
+    first = train(settings(tmp_path / "first", "d2f", lora=lora, **given)) / "adapter"
+    given |= {"init_adapter": str(first)}
+    config = settings(tmp_path / "wide", "d2f", lora={"targets": LAYERS}, **given)
+    ids, spans = torch.arange(5, 17)[None], d2f.spans.bidirectional(12)
+    before, wider = d2f.load(given["init"], adapter=first), prepare_model(config)
     with torch.no_grad():
-        whole = made(made.batch(rows, slice(0, 2)))
-        halves = [made(made.batch(rows, slice(i, i + 1))) for i in (0, 1)]
-    assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
+        logits = before.forward(ids, spans)
+        assert torch.equal(wider.forward(ids, spans), logits)
+        assert not torch.equal(d2f.load(given["init"]).forward(ids, spans), logits)
+    wide = train(config) / "adapter"
+    kept = train(settings(tmp_path / "kept", "d2f", **given)) / "adapter"
+    targets = [
+        json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        for folder in (wide, kept)
+    ]
+    assert targets == [sorted(LAYERS), ["q_proj", "up_proj"]]
+    narrow, found = (load_file(f / "adapter_model.safetensors") for f in (first, wide))
+    assert narrow.keys() < found.keys()
+    assert {len(value) for key, value in found.items() if "lora_A" in key} == {3}
+    learned = [k for k in found.keys() - narrow.keys() if "lora_B" in k and found[k].any()]
+    assert len(learned) == 5 * before.backbone.config.num_hidden_layers
+    with pytest.raises(InputError, match="expected an adapter of k_proj, q_proj, or of some"):
+        train(settings(tmp_path / "no", "d2f", lora={"targets": ["q_proj", "k_proj"]}, **given))
+    with pytest.raises(InputError, match=r"lora\.r: nothing reads it here"):
+        settings(tmp_path, "d2f", lora={"targets": LAYERS, "r": 8}, **given)
 
 
-def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
-    """Left of the block nothing is masked; the block counts for all of the answer's blocks; what is
-    on its right is all masked and counts `far_weight`."""
-    noise = {"uniform_share": 0.0, "far_weight": 0.25, "block_sizes": [4]}
-    made, rows = batch_of("masked_diffusion", fresh_model("llada"), settings(tmp_path, noise=noise))
-    for sample in [placed.sample for row in rows for placed in row]:
-        ratios, weight = made.state(sample)
-        blocks = -(-sample.answer // 4)
-        partly = np.flatnonzero((ratios > 0) & (ratios < 1))
-        start = int(partly[0]) // 4 * 4
-        assert start < sample.answer and len(partly) <= 4
-        assert (ratios[:start] == 0).all() and (ratios[start + 4 :] == 1).all()
-        assert (weight[start + 4 :] == 0.25).all()
-        assert weight[partly[0]] == pytest.approx(blocks / ratios[partly[0]])
-        masked, drawn = made.draw(sample)
-        assert not masked[:start].any() and masked[start + 4 :].all()
-        tail = np.arange(len(sample.response)) >= sample.answer
-        assert drawn[tail] == pytest.approx(weight[tail] * 0.1)
-
-
-def test_dreams_weights_take_the_place_of_the_ratio(tmp_path):
-    """Of masked tokens, which stay as they are drawn; end tokens keep their share; a causal sample
-    has all tokens revealed and its own weights."""
-    model = fresh_model("dream")
-    plain, rows = batch_of("masked_diffusion", model, settings(tmp_path))
-    noise = {"cart_p": 0.2, "causal_share": 0.3}
-    made = OBJECTIVES["masked_diffusion"](model, settings(tmp_path, noise=noise))
-    causal = 0
-    for sample in [placed.sample for row in rows for placed in row]:
-        masked, weight = made.draw(sample)
-        if made.is_causal(sample):
-            causal += 1
-            assert weight.tolist() == made.state(sample)[1].tolist()
-            continue
-        assert (masked == plain.draw(sample)[0]).all()
-        wanted = d2f.noise.context_weights(masked, len(sample.prompt), 0.2)
-        tail = np.arange(len(sample.response)) >= sample.answer
-        assert weight == pytest.approx(wanted * np.where(tail, 0.1, 1.0))
-        assert (weight[masked] > 0).all()
-    assert causal
-    with pytest.raises(InputError, match=r"uniform_share leaves 0\.5 to block-wise decoding"):
-        settings(tmp_path, noise={"cart_p": 0.2, "uniform_share": 0.5})
-
-
-def test_which_samples_are_causal_follows_from_the_seed(tmp_path):
-    """And from the sample's index: half of them, others with another seed."""
-    model, chosen = fresh_model("dream"), []
-    for seed in (0, 1):
-        config = settings(tmp_path, noise={"causal_share": 0.5}, seed=seed)
-        made = OBJECTIVES["masked_diffusion"](model, config)
-        chosen.append([made.is_causal(Sample(i, [5], [6, 7], 2)) for i in range(200)])
-    differ = sum(a != b for a, b in zip(*chosen, strict=True))
-    assert all(70 < sum(causal) < 130 for causal in chosen) and 70 < differ < 130
-
-
-def test_causal_samples_are_next_token_prediction(tmp_path):
-    """Nothing hidden, causal spans, the answer with its first end token read; only where row p-1
-    predicts position p."""
-    model = fresh_model("dream")
-    made, rows = batch_of(
-        "masked_diffusion", model, settings(tmp_path, noise={"causal_share": 1.0})
+def test_a_model_from_scratch_has_a_tokenizer_that_knows_its_tasks(tmp_path):
+    """Else the words of a function would be cut into letters, and too long for its response."""
+    data = {"tasks": {"coding": 1.0}, "row_length": 320, "rows": 2}
+    known, unknown = (
+        prepare_model(config, "meta").tokenizer
+        for config in (settings(tmp_path, data=data), settings(tmp_path))
     )
-    batch = made.batch(rows, slice(0, 1))
-    samples = [placed.sample for placed in rows[0]]
-    assert batch.input_ids[0, : len(samples[0])].tolist() == samples[0].prompt + samples[0].response
-    targets = [token for s in samples for token in s.response[: s.answer]]
-    assert batch.targets.tolist() == targets
-    assert torch.equal(batch.spans[0, : len(samples[0])], d2f.spans.causal(len(samples[0])))
-    assert batch.weight.unique().numel() == 1
-    with pytest.raises(InputError, match="causal_share needs a family"):
-        train(settings(tmp_path / "llada", noise={"causal_share": 0.5}))
+    program = "def rate(sizes):"
+    assert len(known(program).input_ids) == 6 < len(unknown(program).input_ids)
 
 
-def test_packed_samples_do_not_see_each_other(tmp_path):
-    """The gradient of one sample's loss with respect to another's tokens is exactly zero."""
-    model = fresh_model("llada")
-    made, rows = batch_of("masked_diffusion", model, settings(tmp_path))
-    first = rows[0][0]
-    batch = made.batch(rows, slice(0, 1))
-    own = batch.rows < len(first.sample)
-    batch = made.batch([[first], []], slice(0, 1))
-    packed = made.batch(rows, slice(0, 1))
-    assert own.sum() == len(batch.rows)
-    with torch.no_grad():
-        alone = made.read(batch, batch.spans)
-        together = made.read(packed, packed.spans)[: len(batch.rows)]
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    embeddings = model.backbone.model.embed_tokens.weight
-    made.read(packed, packed.spans)[: len(batch.rows)].sum().backward()
-    used = set(batch.input_ids[0, : len(first.sample)].tolist()) | {0}
-    foreign = sorted(set(packed.input_ids[0].tolist()) - used)
-    assert foreign and embeddings.grad[foreign].abs().max().item() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"objective": "d3f"}, "objective"),
-        ({"stepz": 3}, "stepz"),
-        ({"steps": "many"}, "steps"),
-        ({"steps": 0}, "steps"),
-        ({"noise": {"low": 0.8, "high": 0.7}}, "noise.low"),
-        ({"noise": {"low": 1.2}}, "noise.low"),
-        ({"noise": {"min_ratio": 0.5, "max_ratio": 0.4}}, "noise.min_ratio"),
-        ({"data": {"row_length": 64}}, "data.tasks and data.file"),
-        ({"optimizer": {"lr": -1.0}}, "optimizer.lr"),
-        ({"family": None}, "a model from scratch needs a family"),
-        ({"drop_biases": True}, "drop_biases needs init"),
-        ({"block_size": 0}, "block_size"),
-    ],
-)
-def test_a_bad_configuration_is_an_error_before_any_work(tmp_path, change, message):
-    with pytest.raises(InputError, match=message):
-        settings(tmp_path / "out", **change)
-    assert not (tmp_path / "out").exists()
-
-
-def test_no_is_a_word_and_not_a_truth_value(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("{objective: d2f, init: x, output: y, steps: 1, data: {tasks: {story: 1}},"
-                    " mixed_precision: no, gradient_checkpointing: True}")  # fmt: skip
-    config = read_config(path)
-    assert config.mixed_precision == "no" and config.gradient_checkpointing is True
-    config = read_config(path, ["--mixed_precision", "no", "--gradient_checkpointing", "false"])
-    assert config.mixed_precision == "no" and config.gradient_checkpointing is False
-
-
-def test_overrides_and_bad_files(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text((ROOT / "configs" / "training" / "tiny-ar.yaml").read_text())
-    config = read_config(path, ["--steps", "7", "--optimizer.lr", "0.5", "--data.rows", "4"])
-    assert (config.steps, config.optimizer.lr, config.data.rows) == (7, 0.5, 4)
-    with pytest.raises(InputError, match="pairs"):
-        read_config(path, ["--steps"])
-    with pytest.raises(InputError, match="not a section"):
-        read_config(path, ["--steps.more", "1"])
-    with pytest.raises(InputError, match="cannot be read"):
-        read_config(tmp_path / "none.yaml")
-    path.write_text("[1, 2")
-    with pytest.raises(InputError, match="not YAML"):
-        read_config(path)
-
-
-@pytest.mark.parametrize("name", ["tiny-ar", "tiny-teacher", "tiny-d2f"])
-def test_the_shipped_configurations_are_valid(name):
-    assert read_config(ROOT / "configs" / "training" / f"{name}.yaml").output == f"runs/{name}"
-
-
-def test_own_data_from_a_file(tmp_path):
-    """JSONL of prompt and response; a bad line is named."""
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "2+3?", "response": "5"}\n{"prompt": "1+1?", "response": "2"}\n')
-    data = {"file": str(path), "row_length": 48, "rows": 2}
-    train(settings(tmp_path / "out", data=data, steps=1))
-    assert (tmp_path / "out" / "model" / "config.json").is_file()
-    path.write_text('{"prompt": "2+3?", "response": "5"}\n{"prompt": 3}\n')
-    with pytest.raises(InputError, match="line 2"):
-        train(settings(tmp_path / "other", data=data, steps=1))
-
-
-def test_a_sample_longer_than_a_row_is_named(tmp_path):
-    data = {"tasks": {"sudoku": 1.0}, "row_length": 30, "rows": 2}
-    with pytest.raises(InputError, match="sample 0 has"):
-        train(settings(tmp_path, data=data, steps=1))
-
-
-def spoil(monkeypatch, call: int, change) -> None:
-    """Change the loss of one forward of masked_diffusion."""
-    kind = OBJECTIVES["masked_diffusion"]
-    plain, calls = kind.forward, iter(range(1, 100))
-
-    def forward(self, batch):
-        loss = plain(self, batch)
-        return change(loss) if next(calls) == call else loss
-
-    monkeypatch.setattr(kind, "forward", forward)
+# Loss, gradient, weights and moments that are not finite.
 
 
 @pytest.mark.parametrize(
@@ -396,47 +231,149 @@ def spoil(monkeypatch, call: int, change) -> None:
 )
 def test_a_loss_that_is_not_finite_stops_and_saves_nothing(tmp_path, monkeypatch, change):
     """Found before the save at step 4 though nothing is logged; the samples of step 3 are named."""
-    config = settings(tmp_path, log_every=100)
-    spoil(monkeypatch, 3, change)
+    kind = OBJECTIVES["masked_diffusion"]
+    plain, calls = kind.forward, iter(range(1, 100))
+
+    def forward(self, batch):
+        loss = plain(self, batch)
+        return change(loss) if next(calls) == 3 else loss
+
+    monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(NonFiniteLossError, match=r"at step 3 \(samples") as caught:
-        train(config)
+        train(settings(tmp_path, log_every=100))
     assert checkpoint.steps(tmp_path / "checkpoints") == [2]
     before = checkpoint.newest(tmp_path / "checkpoints")["sample"]
     indexes = re.search(r"samples (\d+)(?:-(\d+))?\)", str(caught.value))
     assert indexes is not None and int(indexes[1]) == before
     assert not (tmp_path / "model").exists()
-
-
-def test_sample_indexes_are_named_in_ranges():
     assert ranges([9, 3, 4, 5]) == "3-5, 9"
-    assert ranges([7]) == "7"
 
 
-def test_gradient_checkpointing_and_parts_change_nothing(tmp_path, teacher):
-    """Recomputing has the same dropout; parts of a step add up to it."""
-    lora = {"r": 4, "alpha": 4, "dropout": 0.1}
-    for name, more in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
-        train(settings(tmp_path / name, "d2f", init=str(teacher), lora=lora, **more))
-    plain, recomputed = weights(tmp_path / "plain"), weights(tmp_path / "recomputed")
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
-    for name, parts in (("one", 1), ("two", 2)):
-        train(settings(tmp_path / name, gradient_accumulation=parts))
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=2e-5)
+def test_weights_that_are_not_finite_are_neither_decoded_with_nor_saved(tmp_path, monkeypatch):
+    """Loss and gradient of the step are finite; what they do to the weights is not."""
+
+    def too_high_from(first: int) -> None:
+        rate = lambda _, step: 1e39 if step >= first else 1e-3  # noqa: E731
+        monkeypatch.setattr("distill.trainer.learning_rate", rate)
+
+    too_high_from(2)
+    train(settings(tmp_path, steps=2))
+    before = weights(tmp_path)
+    with pytest.raises(NonFiniteLossError, match=r"\(weight\) is not finite after step 3"):
+        train(settings(tmp_path, steps=3))
+    assert checkpoint.newest(tmp_path / "checkpoints")["step"] == 2
+    assert all(torch.equal(weights(tmp_path)[name], value) for name, value in before.items())
+    too_high_from(0)
+    with pytest.raises(NonFiniteLossError, match="after step 1"):
+        evaluated = {"eval_every": 1, "evaluation": {"problems": 1}}
+        train(settings(tmp_path / "evaluated", **evaluated))
+    assert not (tmp_path / "evaluated" / "best").exists()
 
 
-def test_a_bf16_base_trains_its_adapter_in_fp32_and_exports_from_the_whole_base(tmp_path, teacher):
-    config = settings(tmp_path, "d2f", init=str(teacher), base_dtype="bfloat16")
-    train(config)
-    saved = checkpoint.newest(tmp_path / "checkpoints")
-    assert {value.dtype for value in saved["weights"].values()} == {torch.float32}
-    assert all("lora_" in name for name in saved["weights"])
-    merged, base = weights(tmp_path), load_file(teacher / "model.safetensors")
-    untouched = [name for name in base if not name.endswith(("q_proj.weight", "k_proj.weight",
-                 "v_proj.weight", "o_proj.weight"))]  # fmt: skip
-    assert untouched and all(torch.equal(merged[name], base[name]) for name in untouched)
-    assert not torch.equal(
-        merged["model.layers.0.self_attn.q_proj.weight"],
-        base["model.layers.0.self_attn.q_proj.weight"],
-    )
+@pytest.mark.parametrize("scaled", [False, True])
+def test_moments_are_checked_by_name_and_a_scaler_may_skip_a_step(scaled):
+    from accelerate import Accelerator
+
+    from distill.trainer import FiniteWatch
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = object() if scaled else None  # as under fp16, which needs a GPU
+    watch, fine, bad = FiniteWatch(accelerator), torch.tensor(1.0), torch.tensor(float("inf"))
+    watch.check_state(7, {"w": weight}, optimizer)
+    optimizer.state[weight]["exp_avg_sq"][1] = float("inf")
+    with pytest.raises(NonFiniteLossError, match=r"w \(exp_avg_sq\) is not finite after step 7"):
+        watch.check_state(7, {"w": weight}, optimizer)
+    watch.see(3, [8, 9], fine, bad)
+    if scaled:
+        watch.check()
+        watch.see(4, [10], bad, fine)
+    with pytest.raises(NonFiniteLossError, match=f"at step {4 if scaled else 3}"):
+        watch.check()
+
+
+# The rate of each step, and the norm to which gradients are cut before it.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rates"),
+    [
+        (
+            {"lr": 0.8, "warmup": 4, "schedule": "constant"},
+            [0.2, 0.4, 0.6, 0.8, 0.8, 0.8],
+        ),
+        ({"lr": 0.5, "warmup": 0, "schedule": "constant"}, [0.5] * 6),
+        # cos(0), cos(pi/4), cos(pi/2), cos(3 pi/4) of four steps after the warm-up of two.
+        (
+            {"lr": 1.0, "warmup": 2, "final_lr_share": 0.2},
+            [0.5, 1.0, 1.0, 0.2 + 0.4 * (1 + 2**-0.5), 0.6, 0.2 + 0.4 * (1 - 2**-0.5)],
+        ),
+    ],
+)
+def test_the_learning_rate(tmp_path, optimizer, rates):
+    config = settings(tmp_path, optimizer=optimizer)
+    assert [learning_rate(config, step) for step in range(6)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(("clip", "cut"), [(0.01, True), (1e6, False)])
+def test_gradients_are_cut_to_the_given_norm_and_no_shorter(tmp_path, monkeypatch, clip, cut):
+    """What the optimizer meets; the log has the norm as it was before."""
+    met: list[float] = []
+    real = torch.optim.AdamW.step
+
+    def step(self, *arguments, **options):
+        parts = [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        met.append(torch.stack(parts).norm().item())
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train(settings(tmp_path, "next_token", steps=4, optimizer={"lr": 0.001, "clip": clip}))
+    norms = [json.loads(line)["grad_norm"] for line in (tmp_path / "log.jsonl").open()]
+    assert len(met) == len(norms) == 4 and min(norms) > 0.01
+    assert met == pytest.approx([clip] * 4 if cut else norms, rel=1e-3)
+
+
+# What a training imports and enters.
+
+PROBE = """
+import json, sys
+from pathlib import Path
+from distill import trainer
+from distill.config import read_config
+
+root, entered, asked = str(Path(trainer.__file__).parent.parent), set(), []
+
+def enter(frame, event, argument):
+    name = frame.f_code.co_filename
+    if event == "call" and name.startswith(root) and "site-packages" not in name:
+        entered.add(name[len(root) + 1 :])
+
+plain = trainer.StopRequest.asked
+
+def between_two_steps(self):
+    asked.append(None)
+    sys.setprofile(enter if len(asked) == 1 else None)
+    return plain(self)
+
+trainer.StopRequest.asked = between_two_steps
+trainer.train(read_config(sys.argv[1]), stop_after=2)
+decoders = [name for name in sys.modules if name.partition(".")[0] == "decode"]
+print(json.dumps([sorted(entered), decoders]))
+"""
+
+
+def test_training_imports_no_decoder_and_enters_few_files(tmp_path, teacher):
+    rows = [{"prompt": f"{i}+3?", "response": f"{i + 3}"} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"file": str(tmp_path / "rows.jsonl"), "row_length": 48, "rows": 2}
+    config = settings(tmp_path / "run", "d2f", init=str(teacher), data=data, log_every=100)
+    config.save(tmp_path / "config.yaml")
+    command = [sys.executable, "-c", PROBE, str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    entered, decoders = json.loads(done.stdout.splitlines()[-1])
+    assert decoders == []
+    assert len(entered) <= 19, entered

@@ -25,7 +25,6 @@ UNREAD = "nothing reads it here"
     ("objective", "changes", "message"),
     [
         ("masked_diffusion", INIT | {"tokenizer": "/nonexistent"}, f"tokenizer: {UNREAD}"),
-        ("masked_diffusion", INIT | {"init_adapter": "x"}, "leave out init_adapter"),
         ("masked_diffusion", {"lora": {"r": 4}}, f"objective.lora: {NO_KEY}"),
         ("masked_diffusion", {"block_size": 8}, f"objective.block_size: {NO_KEY}"),
         ("masked_diffusion", {"distill_target": "hard"}, f"objective.distill_target: {NO_KEY}"),

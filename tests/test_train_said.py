@@ -17,10 +17,11 @@ from tiny import fresh_model, random_model
 
 from d2f.contract import FILE_NAME, Contract
 from d2f.saving import save_model
-from distill.check import check, doubts
+from distill.check import check
 from distill.config import TrainConfig
 from distill.objectives import OBJECTIVES
 from distill.train import train
+from distill.trainer import doubts
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +76,7 @@ def test_a_plain_autoregressive_checkpoint_is_no_teacher(tmp_path):
 )
 def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, precision, has_bf16, warned):
     """The bundled configurations ask for bf16, which a laptop without AVX-512 only imitates."""
-    monkeypatch.setattr("distill.check.cpu_has_bf16", lambda: has_bf16)
+    monkeypatch.setattr("distill.trainer.cpu_has_bf16", lambda: has_bf16)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     config = settings(tmp_path / "run", "next_token", mixed_precision=precision)
     lines = doubts(config)

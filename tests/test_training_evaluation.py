@@ -19,6 +19,7 @@ from distill import evaluation
 from distill.check import check as look
 from distill.config import TrainConfig, parse_config
 from distill.evaluation import Evaluator, undisturbed
+from distill.objectives import OBJECTIVES
 from distill.train import train
 
 EVALUATION = {"problems": 2, "tasks": ["countdown"], "options": {"tau_conf": 0.5}}
@@ -90,11 +91,15 @@ def test_a_killed_run_evaluates_and_keeps_as_a_whole_one(tmp_path, teacher):
         assert kept[0] == kept[1]
 
 
+def evaluator_of(model: d2f.DiffusionModel, config: TrainConfig) -> Evaluator:
+    return Evaluator(OBJECTIVES[config.objective.name](model, config), None, Accelerator())
+
+
 class Scripted(Evaluator):
     """An evaluator whose decoding has been judged already."""
 
     def __init__(self, model, config, scores):
-        super().__init__(model, config, Accelerator())
+        super().__init__(OBJECTIVES["d2f"](model, config), None, Accelerator())
         self.scores = scores
 
     def run(self, step):
@@ -271,9 +276,8 @@ def test_accuracy_and_the_held_out_loss_stand_side_by_side(tmp_path, teacher, ca
 )
 def test_the_best_is_by_what_was_asked_for(tmp_path, teacher, by, best):
     evaluation = EVALUATION | {"loss_rows": 3, "best_by": by}
-    evaluator = Evaluator(
-        with_lora(teacher), settings(tmp_path, teacher, evaluation=evaluation), Accelerator()
-    )
+    config = settings(tmp_path, teacher, evaluation=evaluation)
+    evaluator = evaluator_of(with_lora(teacher), config)
     values = [(0.1, 0.5, 2.0), (0.3, 0.6, 1.0), (0.2, 0.4, 1.5), (0.3, 0.4, 1.0)]
     found = []
     for step, (accuracy, kl, entropy) in enumerate(values, 1):
@@ -292,7 +296,7 @@ def test_the_best_is_by_what_was_asked_for(tmp_path, teacher, by, best):
 def test_a_loss_that_is_not_finite_is_no_best(tmp_path, teacher, bad):
     run = tmp_path / "run"
     run.mkdir()
-    evaluator = Evaluator(with_lora(teacher), with_loss(run, teacher), Accelerator())
+    evaluator = evaluator_of(with_lora(teacher), with_loss(run, teacher))
     evaluator._keep(1, {"evaluation/kl": bad})
     assert not evaluator.best.exists()
     evaluator._keep(2, {"evaluation/kl": 3.0})
@@ -301,6 +305,6 @@ def test_a_loss_that_is_not_finite_is_no_best(tmp_path, teacher, bad):
 
 
 def test_weights_that_are_split_over_processes_are_refused(tmp_path, teacher, monkeypatch):
-    monkeypatch.setattr(evaluation, "_has_whole_weights", lambda accelerator: False)
+    monkeypatch.setattr(evaluation, "has_whole_weights", lambda accelerator: False)
     with pytest.raises(InputError, match="whose weights must be whole"):
-        Evaluator(fresh_model("llada"), settings(tmp_path, teacher), Accelerator())
+        evaluator_of(fresh_model("llada"), settings(tmp_path, teacher))

@@ -22,15 +22,13 @@ from d2f.convert import convert
 from d2f.errors import CheckpointError, InputError
 from d2f.saving import save_model
 from decode.cli import DecoderSettings
-from distill.config import TrainConfig, parse_config, read_config
+from distill.config import TrainConfig, parse_config
 from distill.data import Placed, Sample
-from distill.objectives.base import Objective
 from distill.objectives.wedlm import WeDLM
 from distill.train import train
 from tests.references.d2f import DensePlan
 from tests.references.wedlm import streaming_mask
 
-ROOT = Path(__file__).parent.parent
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1,
     "context_length": 128,
@@ -293,9 +291,3 @@ def test_a_mask_id_beyond_the_weights_is_refused(causal):
     assert model.tokenizer.mask_token_id == model.vocab_size
     with pytest.raises(CheckpointError, match="mask id must lie in the vocabulary"):
         convert(model, "wedlm")
-
-
-def test_the_shipped_configuration_is_valid():
-    config = read_config(ROOT / "configs" / "training" / "tiny-wedlm.yaml")
-    assert (config.objective.name, config.init, config.family) == ("wedlm", "tiny-ar", "wedlm")
-    assert issubclass(WeDLM, Objective)

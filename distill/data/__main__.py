@@ -118,27 +118,28 @@ class View:
 def view(sample: Sample, objective: Objective, where: str) -> View:
     """A sample as the objective masks it."""
     masked, _ = objective.draw(sample)
-    following = objective.next_decided(sample)
+    following = getattr(sample, "now", np.zeros(len(masked), dtype=bool))  # of a trajectory's state
     states = [PROMPT] * len(sample.prompt)
     for place, hidden in enumerate(masked):
         tail = place >= sample.answer
         if following[place]:
             states.append(NEXT)
-        elif hidden and not objective.is_causal(sample):
+        elif hidden:
             states.append(MASKED_TAIL if tail else MASKED)
         else:
             states.append(TAIL if tail else VISIBLE)
-    hides = not objective.is_causal(sample)
-    return View(sample, where, states, block_starts(sample, objective), masked & hides)
+    return View(sample, where, states, block_starts(sample, objective), masked)
 
 
 def block_starts(sample: Sample, objective: Objective) -> list[int]:
     """Where what a response token sees grows, counted from the response's first token; one block
     where all tokens see the same, or each sees one more than the one before."""
+    from d2f.spans import causal
+
     spans = objective.sample_spans(sample)
     length, prompt = len(sample.response), len(sample.prompt)
     # WeDLM feeds a sample twice: its spans are not one range a token.
-    if objective.is_causal(sample) or spans.shape[:2] != (len(sample), 1):
+    if spans.shape[:2] != (len(sample), 1) or spans.equal(causal(len(sample))):
         return [0]
     # Under a block-causal mask all tokens of a block see up to its end.
     ends = spans[prompt:, 0, 1].numpy()

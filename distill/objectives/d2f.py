@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor
 
@@ -47,11 +49,10 @@ from distill.objectives.base import (
     Batch,
     Objective,
     Rows,
-    full_spans,
-    linear_reverse_kl,
     logit_bytes,
+    pack_bidirectional,
     rows_at_a_time,
-    weighted_cross_entropy,
+    sum_in_parts,
 )
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
@@ -207,18 +208,16 @@ class D2F(Objective):
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.options.noise, self.block_size(sample)
         rng, length, far_weight = self.rng(sample), len(sample.response), settings.far_weight
+        end = length  # of the blocks that the decoder would have opened
         if settings.schedule == "clean_prefix":
             # One block a sample. Block diffusion's own code reads every block of a sample at once,
             # beside its clean copy. Here a step learns from fewer tokens for that, but each counts
             # as under the other schedules: 1 / ratio, over the tokens that the step reads.
             ratios, end = noise.clean_prefix_ratios(length, size, settings.min_ratio, rng)
             far_weight = 0.0
-        # The paper's noise, within [low, high]. The all-masked state of a freshly appended block is
-        # among the pipeline's states below.
         elif rng.random() < settings.monotone_share:
             draw = noise.random_ratios if settings.schedule == "random" else noise.monotone_ratios
             ratios = draw(length, size, settings.low, settings.high, rng)
-            return ratios, self._weight(ratios)
         elif self.states is not None:
             ratios, end = self.states.draw(length, size, rng)
         else:
@@ -226,32 +225,24 @@ class D2F(Objective):
             ratios = noise.pipeline_ratios(length, size, low, 1.0, rng, most)
             fresh = int(np.argmax(np.append(ratios, 1.0) == 1.0))  # where appended blocks begin
             end = fresh + size
-        # Blocks that the decoder would not have opened yet.
-        far = np.arange(length) >= end
-        return ratios, np.where(far, far_weight, self._weight(ratios))
+        weight = np.ones(length)
+        if self.options.weighting == "inverse_ratio":
+            weight = 1 / np.where(ratios > 0, ratios, 1.0)
+        return ratios, np.where(np.arange(length) >= end, far_weight, weight)
 
-    def _weight(self, ratios: np.ndarray) -> np.ndarray:
-        """Of each token where it is masked, by the ratios that it is masked with."""
-        if self.options.weighting == "equal":
-            return np.ones_like(ratios)
-        return 1 / np.where(ratios > 0, ratios, 1.0)
-
-    def share(self, sample: Sample, read: np.ndarray) -> float:
-        # Over masked tokens, as the official code takes its mean; the base divides by all tokens.
+    def normalizer(self, sample: Sample, read: np.ndarray) -> float:
+        # Over masked tokens, as the official code takes its mean.
         return float(self.importance(sample)[read].sum())
 
     def sample_spans(self, sample: Sample) -> Tensor:
         return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))
 
-    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
-        own, _ = super().spans(rows, length)
-        return own, full_spans(rows, length)
+    def teacher_spans(self, rows: Rows, length: int) -> Tensor:
+        return pack_bidirectional(rows, length)
 
     def forward(self, batch: Batch) -> Tensor:
         if self.options.distill_target == "hard":
-            student = self.read(batch, batch.spans)
-            return weighted_cross_entropy(self.model.head(student), batch.targets, batch.weight)
-        # First, see `read_teacher`.
+            return super().forward(batch)
         teacher = self.read_teacher(batch)
         student = self.read(batch, batch.spans)
         # Teacher and student share the frozen head: one matrix, which needs no gradient.
@@ -261,9 +252,30 @@ class D2F(Objective):
         return masked_linear_kl(student, teacher, head, batch.weight)
 
 
+def linear_reverse_kl(
+    student_hidden: Tensor, teacher_hidden: Tensor, head: Tensor, weight: Tensor
+) -> Tensor:
+    """Sum over rows of weight x KL(student || teacher), D2F's equation 3 (arXiv 2508.09192), in
+    fp32: with s and t the softmax of student and teacher, sum_v s_v (log s_v - log t_v).
+
+    student_hidden, teacher_hidden: ``[N, C]``, the latter without gradient. head: ``[V, C]``,
+    frozen. weight: ``[N]``. The other direction is `triton_kernels.masked_kl`.
+    """
+
+    def of_part(student: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+        log_s, log_t = (
+            F.linear(hidden, head).log_softmax(-1, dtype=torch.float32)  # [n, V]
+            for hidden in (student, teacher)
+        )
+        return ((log_s.exp() * (log_s - log_t)).sum(-1) * weight).sum()
+
+    rows = max(1, rows_at_a_time(len(head)) // 2)  # two models' logits share the bound
+    return sum_in_parts(of_part, (student_hidden, teacher_hidden.detach(), weight), rows)
+
+
 def teacher_warning(init: str) -> str | None:
-    """What is wrong with `init` as the teacher of a d2f run, which is the same weights without the
-    adapter, read bidirectionally; None where nothing is known to be.
+    """Warn of an `init` that was not trained to read both sides, as the teacher of a d2f run does;
+    None where nothing is known against it.
 
     A checkpoint of this project says in its contract what it was trained by, and nothing where it
     was converted and not trained. A published one has no contract: there its kind of model counts.
@@ -289,9 +301,8 @@ def teacher_warning(init: str) -> str | None:
 
 
 def _is_autoregressive(folder: Path) -> bool:
-    """By config.json; one that cannot be read is for loading to refuse."""
     try:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):  # for loading to refuse
         return False
     return kind in FAMILIES["causal"].model_types

@@ -17,8 +17,9 @@ from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from d2f import noise
+from d2f import noise, spans
 from d2f.config import Ratio, Section, Tokens
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
@@ -103,18 +104,28 @@ class MaskedDiffusion(Objective):
             )
 
     def is_causal(self, sample: Sample) -> bool:
+        """Tell whether a sample is read as next-token prediction: nothing hidden, causal spans."""
         if self.mask_ratio is not None:
             return False
         draw = noise.sample_rng(self.config.seed, sample.index, noise.CAUSAL).random()
         return bool(draw < self.noise.causal_share)
 
-    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        settings, length = self.noise, len(sample.response)
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         if self.is_causal(sample):
-            # All answer tokens are read, none is hidden (`Objective.batch` asks `is_causal`).
-            read = (np.arange(length) < sample.answer).astype(float)
-            return read, read
-        rng = self.rng(sample)
+            return read_causally(sample)
+        masked, weight = super().draw(sample)
+        p = self.noise.cart_p
+        if p is not None and self.mask_ratio is None:
+            by_context = noise.context_weights(masked, len(sample.prompt), p)
+            weight = by_context * self.importance(sample)
+        return masked, weight
+
+    def sample_spans(self, sample: Sample) -> Tensor:
+        causal = self.is_causal(sample)
+        return spans.causal(len(sample)) if causal else spans.bidirectional(len(sample))
+
+    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        settings, length, rng = self.noise, len(sample.response), self.rng(sample)
         # Low discrepancy: consecutive samples, and so the samples of a step, cover the ratios
         # evenly.
         even = noise.even_draw(self.config.seed, sample.index)
@@ -130,10 +141,8 @@ class MaskedDiffusion(Objective):
         far = np.arange(length) >= start + size
         return ratios, np.where(far, settings.far_weight, blocks / ratio)
 
-    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        masked, weight = super().draw(sample)
-        p = self.noise.cart_p
-        if p is None or self.mask_ratio is not None or self.is_causal(sample):
-            return masked, weight
-        by_context = noise.context_weights(masked, len(sample.prompt), p)
-        return masked, by_context * self.importance(sample)
+
+def read_causally(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """Draw nothing: no token is hidden, and the answer's tokens are read (`Objective.draw`)."""
+    place = np.arange(len(sample.response))
+    return place < 0, (place < sample.answer).astype(float)

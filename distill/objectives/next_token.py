@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import Tensor
 
+from d2f import spans
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data import Sample
 from distill.objectives.base import Objective
+from distill.objectives.masked_diffusion import read_causally
 
 
 class NextTokenOptions(Options):
@@ -27,8 +30,8 @@ class NextToken(Objective):
         if model.is_diffusion:
             raise InputError(f"objective next_token trains the family causal, got {model.family}")
 
-    def is_causal(self, sample: Sample) -> bool:
-        return True
+    def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+        return read_causally(sample)
 
-    def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        return np.ones(len(sample.response)), np.ones(len(sample.response))
+    def sample_spans(self, sample: Sample) -> Tensor:
+        return spans.causal(len(sample))

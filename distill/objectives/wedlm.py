@@ -14,7 +14,7 @@ model. A prompt p q and a response a b c d in blocks of 3, of which b and d are 
     row 10 sees rows [0, 3) and [9, 11), and predicts b; row 11 [0, 3) and [9, 12), and d
     row 4 sees rows [0, 5), and predicts d; rows 1 to 3 predict a, b and c in the same way
 
-With `wedlm.attention: bidirectional`, the paper's ablation, rows 9 to 11 all see [9, 12).
+With `objective.attention: bidirectional`, the paper's ablation, rows 9 to 11 all see [9, 12).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import BlockSizes, Lora, Options, TrainConfig, refuse_unread, shares_of
 from distill.data import Sample
-from distill.objectives.base import Batch, Objective, Rows, samples_of
+from distill.objectives.base import Batch, Objective, Rows, pack
 
 Ints = NDArray[np.int64]
 
@@ -78,7 +78,7 @@ class WeDLMOptions(Options):
 class Streams:
     """A sample of L tokens as it is fed, ``[x_0 | x_t]``.
 
-    ids, positions: ``[2 L]``. rows: ``[N]``, those that are read. targets: ``[N]``, what they
+    ids, positions: ``[2 L]``. rows: ``[N]``, which of them are read. targets: ``[N]``, what they
     predict. weight: ``[N, 2]``, in the masked loss and in the next-token loss.
     """
 
@@ -113,8 +113,7 @@ class WeDLM(Objective):
 
     def for_held_out(self, ratio: float | None, row_length: int) -> Self:
         changed = super().for_held_out(ratio, row_length)
-        # Of the masked tokens alone.
-        changed.options = self.options.model_copy(update={"ar_weight": 0.0})
+        changed.options = self.options.model_copy(update={"ar_weight": 0.0})  # masked tokens alone
         return changed
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -134,17 +133,16 @@ class WeDLM(Objective):
         return spans.wedlm_training(len(sample), self.block_size(sample), bidirectional=both)
 
     def streams(self, sample: Sample) -> Streams:
-        """A sample as it is fed, with its noise; `sample_spans` says what its rows see."""
+        """Lay out a sample as it is fed; `sample_spans` says what its rows see."""
         length, prompt = len(sample), len(sample.prompt)
-        mask_id = self.model.mask_id
-        assert mask_id is not None
+        assert self.model.mask_id is not None
         masked, weight = self.draw(sample)
         clean = np.array(sample.prompt + sample.response)
         hidden = np.arange(length) >= prompt
         hidden[prompt:] = masked
         # Within each block, so that a causal row of x_t sees all that is observed in its block.
         order = noise.observed_first(hidden, self.block_size(sample))
-        noisy = np.where(hidden, mask_id, clean)
+        noisy = np.where(hidden, self.model.mask_id, clean)
         masks = np.flatnonzero(hidden[order])
         recovered = order[masks]
         first = max(prompt, 1) if self.options.ar_weight else length  # nothing predicts 0
@@ -163,37 +161,34 @@ class WeDLM(Objective):
         )
 
     def batch(self, rows: Rows, mine: slice) -> Batch:
-        settings, length = self.options, 2 * self.config.data.row_length
-        first, own = range(len(rows))[mine].start, rows[mine]
-        ids = np.zeros((len(own), length), dtype=np.int64)
+        length, first = 2 * self.config.data.row_length, range(len(rows))[mine].start
+        ids = np.zeros((len(rows[mine]), length), dtype=np.int64)
         positions = np.zeros_like(ids)
         reads, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
         weights, totals = [np.zeros((0, 2))], np.zeros(2)
-        for r, placed in samples_of(rows):
-            fed = self.streams(placed.sample)
-            sums = fed.weight.sum(0)
-            if settings.weights == "paper":
-                # By response tokens; the official code divides by the weights themselves.
-                sums[0] = self.importance(placed.sample).sum()
-            totals += sums
-            # Another process's row: only its part of the normaliser is wanted.
-            if not 0 <= r - first < len(own):
-                continue
-            # Every sample before it is fed twice, too.
-            start = 2 * placed.start
-            part = slice(start, start + len(fed.ids))
-            ids[r - first, part], positions[r - first, part] = fed.ids, fed.positions
-            reads.append((r - first) * length + start + fed.rows)
-            targets.append(fed.targets)
-            weights.append(fed.weight)
-        ar = settings.ar_weight
-        # Each loss by its own normaliser, and both by (1 + ar_weight).
+        for r, row in enumerate(rows, -first):
+            for placed in row:
+                fed = self.streams(placed.sample)
+                sums = fed.weight.sum(0)
+                if self.options.weights == "paper":
+                    # By response tokens; the official code divides by the weights themselves.
+                    sums[0] = self.importance(placed.sample).sum()
+                totals += sums
+                if not 0 <= r < len(ids):  # another process's row
+                    continue
+                start = 2 * placed.start  # every sample before it is fed twice, too
+                part = slice(start, start + len(fed.ids))
+                ids[r, part], positions[r, part] = fed.ids, fed.positions
+                reads.append(r * length + start + fed.rows)
+                targets.append(fed.targets)
+                weights.append(fed.weight)
+        ar = self.options.ar_weight
+        # Each loss by its own denominator, and both by (1 + ar_weight).
         scale = np.array([1.0, ar]) / (1 + ar) / np.maximum(totals, 1e-9)
-        seen, _ = self.spans(own, length)
         return Batch(
             input_ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
-            spans=seen,
+            spans=pack(rows[mine], self.sample_spans, length),
             teacher_spans=None,
             rows=torch.from_numpy(np.concatenate(reads)),
             targets=torch.from_numpy(np.concatenate(targets)),

@@ -42,7 +42,15 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Data, Lora, Options, TrainConfig
 from distill.data import HeldOut, Sample, lay_out
-from distill.objectives.base import Batch, Objective, Rows, full_spans, rows_at_a_time, sum_in_parts
+from distill.objectives.base import (
+    Batch,
+    Objective,
+    Rows,
+    pack,
+    pack_bidirectional,
+    rows_at_a_time,
+    sum_in_parts,
+)
 from distill.rollouts import Rollout, State, StateStream, read_rollouts, tokenizer_hash
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
@@ -176,32 +184,23 @@ class WinoPlusObjective(Objective):
         return batch.now
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """(masked, whether decided next); a state's mask is that of its trajectory."""
+        # A state's mask is that of its trajectory; what counts is what is decided next.
         assert isinstance(sample, State)
         return sample.masked, sample.now.astype(float)
 
-    def next_decided(self, sample: Sample) -> np.ndarray:
-        return self.draw(sample)[1] > 0
-
     def sample_spans(self, sample: Sample) -> Tensor:
         if self.settings.mask == "block_causal":
-            size = self.settings.block_size
-            return spans.block_causal(len(sample), len(sample.prompt), size)
+            return spans.block_causal(len(sample), len(sample.prompt), self.settings.block_size)
         return spans.bidirectional(len(sample))
-
-    def spans(self, rows: Rows, length: int) -> tuple[Tensor, Tensor | None]:
-        own, _ = super().spans(rows, length)
-        return own, full_spans(rows, length) if self.settings.kl_weight else None
 
     def batch(self, rows: Rows, mine: slice) -> StateBatch:
         length = self.config.data.row_length
         ids, positions = lay_out(rows[mine], length)
-        flat = ids.view(-1)
-        clean = flat.clone()
-        assert self.model.mask_id is not None
+        clean, flat = ids.view(-1).clone(), ids.view(-1)
         places = [np.zeros(0, dtype=np.int64)]
         columns = [np.zeros((0, 3), dtype=bool)]
         states = [np.zeros(0, dtype=np.int64)]
+        assert self.model.mask_id is not None
         for r, row in enumerate(rows[mine]):
             for placed in row:
                 state = placed.sample
@@ -214,22 +213,21 @@ class WinoPlusObjective(Objective):
                 read = table[:, 0] | table[:, 1 if self.settings.kl_weight else 2]
                 places.append(start + np.flatnonzero(read))
                 columns.append(table[read])
-                states.append(np.full(int(read.sum()), len(states)))
+                # The empty array that the list begins with counts as one.
+                states.append(np.full(int(read.sum()), len(states) - 1))
         targets = torch.from_numpy(np.concatenate(places))
         now, later, deferrable = torch.from_numpy(np.concatenate(columns)).unbind(1)
-        # The empty array that the list begins with counts as one.
-        state_of = torch.from_numpy(np.concatenate(states)) - 1
-        own, teacher = self.spans(rows[mine], length)
+        teacher = pack_bidirectional(rows[mine], length) if self.settings.kl_weight else None
         return StateBatch(
             input_ids=ids,
             positions=positions,
-            spans=own,
+            spans=pack(rows[mine], self.sample_spans, length),
             teacher_spans=teacher,
             rows=targets - self.model.logit_shift,
             targets=clean[targets],
             # Every state of the step counts the same, in whichever process it is.
             weight=torch.full((len(targets),), 1 / max(1, sum(map(len, rows)))),
-            state=state_of,
+            state=torch.from_numpy(np.concatenate(states)),
             now=now,
             later=later,
             deferrable=deferrable,
@@ -238,17 +236,15 @@ class WinoPlusObjective(Objective):
     def forward(self, batch: Batch) -> Tensor:
         assert isinstance(batch, StateBatch)
         settings = self.settings
-        # The teacher comes first: the adapter is off and on again before there is a graph.
         teacher = self.read_teacher(batch) if settings.kl_weight else None
         student = self.read(batch, batch.spans)
         # The sets are chosen by the student's own predictions, and are no part of its gradient.
-        with torch.no_grad():
-            confidence, token = self._predictions(student.detach())
+        confidence, token = self.predictions(student)
         right = token == batch.targets
         defer = batch.deferrable & ~right & (confidence >= settings.tau1)  # R_t
         sharpen = batch.now & right & (confidence < settings.tau2)  # C_t
-        by_entropy = settings.sharpen_weight * _mean_weight(batch, sharpen)
         # Subtracted: a lower loss is a higher entropy where the prediction is sure and wrong.
+        by_entropy = settings.sharpen_weight * _mean_weight(batch, sharpen)
         by_entropy = by_entropy - settings.defer_weight * _mean_weight(batch, defer)
         loss = self._on_logits(student, batch.targets, _mean_weight(batch, batch.now), by_entropy)
         if teacher is not None:
@@ -257,20 +253,18 @@ class WinoPlusObjective(Objective):
             teach = batch.later & ~defer
             weight = settings.kl_weight * _mean_weight(batch, teach)
             head = gathered(self.model.backbone.lm_head.weight)
-            # Of the others the logits would be made for a weight of 0. Which they are, a GPU is
-            # asked once.
-            rows = teach.nonzero()[:, 0]
+            rows = teach.nonzero()[:, 0]  # logits of the others would be made for a weight of 0
             loss = loss + masked_linear_kl(student[rows], teacher[rows], head, weight[rows])
         return loss
 
-    def _predictions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(confidence, token id) ``[N]`` of hidden states ``[N, C]``, as decoding takes them."""
+    @torch.no_grad()
+    def predictions(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (confidence, token id) ``[N]`` of hidden states ``[N, C]``, as decoding does."""
         found = []
-        for part in hidden.split(self._rows_at_a_time):
+        for part in hidden.split(rows_at_a_time(self.model.vocab_size)):
             logits = self.model.head(part).float()  # [n, V]
             total = logits.logsumexp(-1)
-            # After the softmax's total: the confidence is that under the full softmax, as in
-            # decoding.
+            # Behind the softmax's total: the confidence is that under the full softmax.
             logits[:, self.model.mask_id] = -torch.inf
             best, token = logits.max(-1)
             found.append(((best - total).exp(), token))
@@ -280,27 +274,23 @@ class WinoPlusObjective(Objective):
     def _on_logits(
         self, hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
     ) -> Tensor:
-        """Sum of by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
-        ``[N]`` each; a part's logits are made again for its gradient."""
-        # Logits of the others would be computed for a weight of 0; for that a GPU is waited for.
+        """Sum by_token x cross-entropy + by_entropy x entropy over the rows that have a weight,
+        ``[N]`` each."""
+
+        def of_part(
+            hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
+        ) -> Tensor:
+            log_p = self.model.head(hidden).log_softmax(-1, dtype=torch.float32)  # [n, V]
+            token = -log_p.gather(1, targets[:, None])[:, 0]
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            return (by_token * token + by_entropy * entropy).sum()
+
         rows = ((by_token != 0) | (by_entropy != 0)).nonzero()[:, 0]
         columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
-        return sum_in_parts(self._part_on_logits, columns, self._rows_at_a_time)
-
-    def _part_on_logits(
-        self, hidden: Tensor, targets: Tensor, by_token: Tensor, by_entropy: Tensor
-    ) -> Tensor:
-        log_p = self.model.head(hidden).log_softmax(-1, dtype=torch.float32)  # [n, V]
-        token = -log_p.gather(1, targets[:, None])[:, 0]
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        return (by_token * token + by_entropy * entropy).sum()
-
-    @property
-    def _rows_at_a_time(self) -> int:
-        return rows_at_a_time(self.model.vocab_size)
+        return sum_in_parts(of_part, columns, rows_at_a_time(self.model.vocab_size))
 
     def _read(self, file: str) -> list[Rollout]:
-        """The rollouts of a file. Raises InputError unless the model can read them, and the
+        """Read a file of rollouts. Raises InputError unless the model can read them, and the
         configuration's mask is the one that they were decoded under."""
         run, rollouts = read_rollouts(file)
         model, settings = self.model, self.settings
@@ -334,8 +324,8 @@ class WinoPlusObjective(Objective):
 
 
 def _mean_weight(batch: StateBatch, chosen: Tensor) -> Tensor:
-    """Weights ``[N]`` under which a sum over rows is the mean over each state's chosen rows, times
-    that state's share of the step. A state without a chosen row adds nothing."""
+    """Return weights ``[N]`` under which a sum over rows is the mean over each state's chosen rows,
+    times that state's share of the step. A state without a chosen row adds nothing."""
     each = chosen.float()
     count = torch.zeros_like(each).index_add(0, batch.state, each)[batch.state]
     return batch.weight * each / count.clamp(min=1)
