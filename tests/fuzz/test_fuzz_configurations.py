@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.ablation.ablation_config import read_ablation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ablation.ablation_config import read_ablation
 from d2f.config import dump, read_mapping
 from decode.cli import split
 from decode.compare.config import read_config as read_comparison

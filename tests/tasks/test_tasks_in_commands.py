@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate import Accelerator
+from benchmarks.ablation.ablation_config import Decoding, read_ablation
+from benchmarks.ablation.runs import measure
 from tiny import fresh_model
 
 import d2f
-from benchmarks.ablation.ablation_config import Decoding, read_ablation
-from benchmarks.ablation.runs import measure
 from d2f.errors import InputError
 from d2f.tasks import find_task, make_problems
 from decode.compare.config import make_workloads
