@@ -84,6 +84,7 @@ setup(
             "uvicorn>=0.38",
             "openai>=2.0",  # its types are what the answers are made of
             "prometheus-client>=0.23",
+            "sse-starlette>=3.3",
         ],
         "ray": ["ray[serve,data]>=2.60,<2.61"],
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
@@ -100,6 +101,7 @@ setup(
             "openai>=2.0",
             "lm-eval[api]>=0.4.11",
             "prometheus-client>=0.23",
+            "sse-starlette>=3.3",
             "ray[serve,data]>=2.60,<2.61",
             "torchao>=0.18,<0.19",
             "playwright>=1.55",  # drives a chromium that is there already

@@ -15,12 +15,14 @@ from d2f.quiet import quiet
 from decode.cli import command, followed, require_extra, require_ray
 from decode.server.options import Options, parse
 
+NEEDS = ("fastapi", "uvicorn", "openai", "prometheus_client", "sse_starlette")
+
 
 @command(interrupted="interrupted before it served")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; its exit status."""
     options = parse(arguments)
-    require_extra("serve", "the server", "fastapi", "uvicorn", "openai", "prometheus_client")
+    require_extra("serve", "the server", *NEEDS)
     if options.max_replicas is not None:
         require_ray()
     with quiet(options.verbose):
@@ -34,22 +36,22 @@ def serve(options: Options) -> None:
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
         from decode.cli import read_settings
-        from decode.server.middleware import set_up_logs
-        from decode.server.models import check_models, load_models, own_names, settings_of
+        from decode.server.models import check_models, load_models, settings_of
 
         decoding = read_settings(options)
         check_models(options, decoding)
-        names = own_names(listener.getsockname()[0])
-        settings = settings_of(options, allowed_hosts=names)
+        address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
             from decode.server.ray_app import serve_replicas
 
-            serve_replicas(options, decoding, settings, listener)
+            listener.close()
+            serve_replicas(options, decoding, address, port)
             return
         from decode.server.app import create_app
+        from decode.server.middleware import set_up_logs
         from decode.server.run import run_server
 
-        app = create_app(load_models(options, decoding), settings)
+        app = create_app(load_models(options, decoding), settings_of(options, address=address))
         set_up_logs(options.log_format)
         run_server(app, listener, options.drain_seconds)
 

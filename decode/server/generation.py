@@ -1,83 +1,109 @@
-"""What one request decodes: its choices, run together, each a request of the engine."""
+"""One request for text: its prompts as ids, its decoder, and its choices, run together."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
-from d2f.errors import EngineClosedError, InputError, repr_of
+from d2f.errors import EngineClosedError, InputError, did_you_mean, repr_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import EventStream
 from decode.engine.likelihood import Likelihood
 from decode.engine.prompts import Prompt, check, encode
-from decode.server.models import Kind, ServedModel
-from decode.server.protocol import ApiError, Asked, as_api_error
+from decode.server.models import ServedModel
+from decode.server.protocol import ApiError, Asked, ChatFields, CompletionFields, as_api_error
 from decode.server.text import ResponseLogprobs, SettledText, TokenLogprob
 from decode.step import Event, Result, TokenLikelihood
 
-# The prompts of a request as ids with a decoder each, checked before any of them starts.
-
-Job = tuple[list[int], Decoder]
+Job = tuple[list[int], Decoder]  # a prompt's ids, and its decoder at its length
 
 
 def make_jobs(
     served: ServedModel, prompts: Sequence[Prompt], decoder: Decoder, field: str, *, fixed: bool
 ) -> list[Job]:
-    """Each prompt's ids and its decoder. field: the one that the prompts came in. fixed: the
-    length of the response is the request's own; else it is less where the context leaves less.
+    """Encode and check all prompts. Raises ApiError (400) for the first that cannot be decoded.
 
-    Raises ApiError (400) for the first that cannot be decoded.
+    field: the one that the prompts came in. fixed: the request gave the length of the response;
+    otherwise it is shortened to what the context leaves.
     """
     jobs = []
     for place, prompt in enumerate(prompts):
         where = field if len(prompts) == 1 else f"{field} {place}"
         try:
-            ids = encode(served.model, prompt, where, raw=True)
-            job = ids, _fitted(served, ids, decoder, where, fixed)
-            check(served.model, *job, where)
+            ids = encode_prompt(served, prompt, where)
+            after, length = decoder.extra_positions, decoder.length
+            room = served.context_length - len(ids) - after
+            if not fixed:
+                length = min(length, max(room, 1))
+            if length > room:
+                more = f", and {after} positions after them" if after else ""
+                has = f"{len(ids)} tokens and the response {length}{more}"
+                raise _too_long(where, has, served)
+            its: Any = {"max_new_tokens": length}  # a field of every decoder, not of their base
+            own = replace(decoder, **its)
+            check(served.model, ids, own, where)
         except InputError as error:
             raise ApiError(400, str(error), param=field) from error
-        jobs.append(job)
+        jobs.append((ids, own))
     return jobs
 
 
-def _fitted(
-    served: ServedModel, ids: list[int], decoder: Decoder, where: str, fixed: bool
-) -> Decoder:
-    """The decoder with a length that fits behind the prompt. Raises ApiError."""
-    room = served.context_length - len(ids) - decoder.extra_positions
-    length = decoder.length
-    if not fixed:
-        length = min(length, max(room, 1))
-    if length > room:
-        after = (
-            f", and {decoder.extra_positions} positions after them"
-            if decoder.extra_positions
-            else ""
-        )
-        raise ApiError(
-            400,
-            f"{where} has {len(ids)} tokens and the response {length}{after}: the context of "
-            f"{served.name} is {served.context_length}",
-            param=where.partition(" ")[0],
-            code="context_length_exceeded",
-        )
-    length_option: Any = {"max_new_tokens": length}  # a field of every decoder, not of their base
-    return replace(decoder, **length_option)
+def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
+    """Encode text as it is, and messages by the chat template. Raises InputError and ApiError; a
+    text that is too long for the context whatever it says is not tokenized."""
+    messages: Any = [] if isinstance(prompt, str) or not prompt else prompt
+    chat = bool(messages) and isinstance(messages[0], dict)
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in messages if chat]
+    length, most = sum(map(len, texts)), served.most_characters
+    if most is not None and length > most:
+        raise _too_long(where, f"{length} characters", served)
+    with without_panics():
+        if not (chat and served.sanitize):
+            return encode(served.model, prompt, where, raw=True)
+        tokenizer: Any = served.model.tokenizer
+        try:
+            return list(
+                tokenizer.apply_chat_template(
+                    messages,
+                    add_generation_prompt=True,
+                    return_dict=False,
+                    sanitize_control_tokens=True,
+                )
+            )
+        except Exception as error:  # a template is code of the checkpoint
+            raise InputError(f"{where}: the chat template refused the messages: {error}") from error
 
 
-Outcome = Literal["finished", "cancelled", "failed", "refused", "timeout"]
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Turn a panic of the Rust tokenizer, which is no Exception, into one request's error."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ApiError(500, f"the tokenizer failed: {error}", code="failed") from error
+
+
+def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
+    return ApiError(
+        400,
+        f"{where} has {has}: the context of {served.name} is {served.context_length}",
+        param=where.partition(" ")[0],
+        code="context_length_exceeded",
+    )
 
 
 @dataclass(eq=False)
 class Choice:
-    """One answer: of prompt ``index // n``, its ids, by its decoder."""
+    """One answer: to prompt ``index // n``, its ids, by its decoder."""
 
     index: int
     prompt: list[int]
@@ -85,8 +111,8 @@ class Choice:
     text: SettledText
     logprobs: ResponseLogprobs | None  # None where they were not asked for
     calls: list[tuple[int, int]] = field(default_factory=list)
-    settled: int = 0  # tokens that are final, up to an end
-    grew: list[float] = field(default_factory=list)  # when they became more
+    settled: int = 0  # tokens that are final, up to an end token
+    grew: list[float] = field(default_factory=list)  # times at which they became more
     result: Result | None = None
 
     @property
@@ -95,9 +121,9 @@ class Choice:
         return self.settled if self.result is None else len(self.result.tokens)
 
     def take(self, event: Event, end_ids: Sequence[int]) -> None:
-        """Count an event."""
+        """Count an event. One that failed ends nothing: what came before it stays."""
         self.calls.append(event.call)
-        if event.error is not None:  # its result is none of an answer: what came before stays
+        if event.error is not None:
             return
         self.result = event.result
         if self.logprobs is not None:
@@ -112,47 +138,39 @@ class Choice:
             self.grew.append(time.perf_counter())
 
     def piece(self, event: Event) -> str:
-        """The text that may be sent after an event, and was not."""
+        """The text that an event made final."""
         result = event.result
         return self.text.add(event.settled) if result is None else self.text.finish(result)
 
     def new_logprobs(self) -> list[TokenLogprob]:
-        """Those of the text that was sent, or of all of it at the end, which were not given yet."""
+        """Log-probabilities of the text that was sent since the last call; all that are left once
+        the answer has ended."""
         assert self.logprobs is not None
         if self.result is None:
             return self.logprobs.within(self.text.sent)
         return self.logprobs.finish(self.result)
 
-    def end_logprob(self) -> TokenLogprob:
-        """That of the end id that ended the answer."""
-        assert self.logprobs is not None and self.logprobs.end is not None
-        return self.logprobs.end
 
-
+Outcome = Literal["finished", "cancelled", "failed", "refused", "timeout"]
 Take = Callable[[Choice, Event], None]
 
 
 class Generation:
-    """The choices of a request from their entry into the engine to their end.
+    """The choices of a request, from the queue of the engine to their end.
 
-    id: of the request. decoder: that of the request, jobs: its prompts, each with that decoder at
-    its length. n: choices a prompt, each with a seed of its own. views: whether its events say how
-    the blocks stand. scored: the prompts whose likelihoods are wanted besides; they are known
-    before the first event. began: when the request came, by `time.perf_counter`. seconds: from then
-    until it must be done.
+    id: of the request. decoder: that of the request; jobs: its prompts, each with that decoder at
+    its own length. scored: prompts whose likelihoods are wanted, too; they are known before the
+    first event. began: when the request came, by `time.perf_counter`; seconds: it may take.
     """
 
     def __init__(
         self,
         id: str,
         served: ServedModel,
+        asked: CompletionFields | ChatFields,
         decoder: Decoder,
         jobs: Sequence[Job],
-        n: int,
         *,
-        ignore_eos: bool,
-        logprobs: bool,
-        views: bool,
         scored: Sequence[Job] = (),
         began: float,
         seconds: float,
@@ -161,178 +179,174 @@ class Generation:
         self.served = served
         self.decoder = decoder
         self.prompt_tokens = sum(len(ids) for ids, _ in jobs)
-        self.n = n
-        self._views = views
-        self.ignore_eos = ignore_eos
-        self.end_ids = () if ignore_eos else served.model.end_ids
+        self.n = asked.n
+        self._asked = asked
+        self._end_ids = () if asked.ignore_eos else served.model.end_ids
         self.began = began
         self.created = int(time.time())
-        left = seconds - self.seconds
-        self._deadline = asyncio.get_running_loop().time() + left
+        self._deadline = asyncio.get_running_loop().time() + seconds - self.seconds
         self.outcome: Outcome = "cancelled"  # until it is known to have ended otherwise
         self.error: str | None = None
         self._streams: list[EventStream] = []
-        self.choices = []
-        for p, (ids, fitted) in enumerate(jobs):
-            for k in range(n):
-                own, tokenizer = fitted.sampled(p, k), served.model.tokenizer
-                text = SettledText(tokenizer, decoder.stop, self.end_ids)
-                noted = ResponseLogprobs(tokenizer, self.end_ids) if logprobs else None
-                self.choices.append(Choice(p * n + k, ids, own, text, noted))
-
+        tokenizer = served.model.tokenizer
+        self.choices = [
+            Choice(
+                p * asked.n + k,
+                ids,
+                fitted.sampled(p, k),
+                SettledText(tokenizer, decoder.stop, self._end_ids),
+                None if asked.tops is None else ResponseLogprobs(tokenizer, self._end_ids),
+            )
+            for p, (ids, fitted) in enumerate(jobs)
+            for k in range(asked.n)
+        ]
         self._scores = [
             Choice(p, ids, kind, SettledText(None, (), ()), None)
             for p, (ids, kind) in enumerate(scored)
         ]
-        self._take: Take | None = None
-        self._over: asyncio.Future[Exception | None] | None = None  # what ended `run`
-        self._left = len(self._all)  # choices that have not ended
-        self._held: list[tuple[Choice, Event]] = []  # until the likelihoods are known
 
     async def start(self) -> None:
         """Queue all choices, or none. Raises ApiError."""
-        asked = [(choice.prompt, choice.decoder) for choice in self._all]
+        queued = [(choice.prompt, choice.decoder) for choice in self._all]
         try:
             self._streams = await self.served.engine.submit_all(
-                asked, ignore_eos=self.ignore_eos, views=self._views
+                queued, ignore_eos=self._asked.ignore_eos, views=self._asked.events
             )
         except Exception as error:
             raise self._failed(error, "refused") from error
 
     async def run(self, take: Take | None = None) -> None:
-        """Decode all choices to their end. take: called with each event of theirs as it comes, in
-        the event loop, by no task: it must not wait. Raises ApiError for the first choice that
-        fails, which cancels the others, and what `take` raises. Who cancels this cancels all."""
-        loop = asyncio.get_running_loop()
-        self._take, self._over = take, loop.create_future()
-        timer = loop.call_at(self._deadline, self._end, TimeoutError())
+        """Decode all choices. Raises ApiError for the first one that fails, which cancels the
+        others; cancelling this cancels all.
+
+        take: called with each event as it comes, in the event loop; it must not wait.
+        """
+        scores = len(self._scores)
         try:
-            for choice, stream in zip(self._all, self._streams, strict=True):
-                stream.hand_to(partial(self._arrived, choice))
-            error = await self._over
+            async with asyncio.timeout_at(self._deadline):
+                await self._drive(self._scores, self._streams[:scores], None)
+                await self._drive(self.choices, self._streams[scores:], take)
+            self.outcome = "finished"
+        except Exception as error:
+            outcome: Outcome = "failed"
+            if isinstance(error, TimeoutError):
+                outcome = "timeout"
+            elif isinstance(error, EngineClosedError):
+                outcome = "cancelled"
+            raise self._failed(error, outcome) from error
         finally:
-            timer.cancel()
-            for stream in self._streams:  # what has not ended is cancelled
+            for stream in self._streams:  # cancels those that have not ended
                 await stream.aclose()
-        if error is not None:
-            raise error
 
-    def leave(self) -> None:
-        """The client is gone: have `run` raise ApiError (499, which nobody reads but the log)."""
-        if self._over is not None and not self._over.done():
-            self._over.set_result(ApiError(499, "the client left"))
+    async def _drive(
+        self, choices: Sequence[Choice], streams: Sequence[EventStream], take: Take | None
+    ) -> None:
+        """Take the events of some choices until all of them have ended."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        running = set(choices)
 
-    def _arrived(self, choice: Choice, item: Event | Exception) -> None:
-        assert self._over is not None
-        if self._over.done():  # it was cancelled, or has failed
-            return
-        error = item if isinstance(item, Exception) else item.error
-        try:
-            if not isinstance(item, Exception):
-                self._note(choice, item)
-        except Exception as mistake:  # this server's own: none that a client is told of
-            self._over.set_result(mistake)
-            return
-        if error is not None:
-            self._end(error)
-        elif self.outcome == "finished":
-            self._over.set_result(None)
+        def arrived(choice: Choice, item: Event | Exception) -> None:
+            if over.done():
+                return
+            try:
+                if isinstance(item, Exception):
+                    raise item
+                choice.take(item, self._end_ids)
+                if item.error is not None:
+                    raise item.error
+                with without_panics():
+                    if take is not None:
+                        take(choice, item)
+            except Exception as error:
+                over.set_exception(error)
+                return
+            if item.result is not None:
+                running.discard(choice)
+                if not running:
+                    over.set_result(None)
 
-    def _note(self, choice: Choice, event: Event) -> None:
-        """Count an event, and hand on those of choices as soon as all likelihoods are known."""
-        if event.error is not None or choice in self._scores:
-            choice.take(event, self.end_ids)
-        else:
-            self._held.append((choice, event))
-        if event.error is not None:
-            return
-        if event.result is not None:
-            self._left -= 1
-            if not self._left:
-                self.outcome = "finished"
-        if all(score.result for score in self._scores):
-            held, self._held = self._held, []
-            for one, its in held:
-                one.take(its, self.end_ids)
-                if self._take is not None:
-                    self._take(one, its)
+        for choice, stream in zip(choices, streams, strict=True):
+            stream.hand_to(partial(arrived, choice))
+        if choices:
+            await over
 
-    def _end(self, error: Exception) -> None:
-        """Have `run` raise what a client is told of an error."""
-        assert self._over is not None
-        if self._over.done():
-            return
-        outcome: Outcome = "failed"
-        if isinstance(error, TimeoutError):
-            outcome = "timeout"
-        elif isinstance(error, EngineClosedError):
-            outcome = "cancelled"
-        self._over.set_result(self._failed(error, outcome))
-
-    def _failed(self, error: Exception, outcome: Outcome) -> ApiError:
-        """Note how it ended; what its client is told."""
+    def _failed(self, error: Exception, outcome: Outcome) -> Exception:
+        """Note how it ended; the error to raise, the server's own mistakes as they are."""
         found = as_api_error(error)
-        self.outcome, self.error = outcome, found.message
-        found.__cause__ = error
-        return found
+        self.outcome, self.error = outcome, str(found or error)
+        return found or error
 
     def likelihoods(self, choice: Choice) -> list[TokenLikelihood]:
-        """Those of the prompt of a choice: of the choice itself, where it has nothing else."""
+        """The likelihoods of a choice's prompt; they are its result where it decodes nothing."""
         known = self._scores[choice.index // self.n] if self._scores else choice
         assert known.result is not None
         return known.result.likelihoods
 
     @property
     def _all(self) -> list[Choice]:
-        return [*self.choices, *self._scores]
+        return [*self._scores, *self.choices]
 
     @property
     def seconds(self) -> float:
-        """Since the request came."""
+        """Seconds since the request came."""
         return time.perf_counter() - self.began
 
     @property
     def tokens(self) -> int:
-        """Of all responses so far."""
+        """Tokens of all responses so far."""
         return sum(choice.tokens for choice in self.choices)
 
     @property
     def calls(self) -> list[tuple[int, int]]:
-        """(rows fed, rows cached) of the forwards of all choices, and of likelihoods."""
+        """(rows fed, rows cached) of the forwards of all choices and likelihoods."""
         return [call for choice in self._all for call in choice.calls]
 
 
-# The decoder of a request: its own fields over the operator's options.
-
-
 def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decoder:
-    """The decoder that a request asks for, its seed that of the whole request. most: tokens of a
-    response, where the request says it. Raises ApiError (400), which names the field."""
-    kind = _kind(served, asked)
-    values = _own_options(kind, asked)
-    for name in common_options():
-        value = getattr(asked, name)
-        if name == "top_k" and value in (0, -1):  # vLLM's words for off
-            values[name] = None
-        elif value is not None:
-            values[name] = value
+    """The decoder that a request asks for: its fields over the operator's options.
+
+    most: tokens of a response, where the request gives it. Raises ApiError (400), which names the
+    field.
+    """
+    kind = served.default
+    if asked.decoder is not None:
+        if asked.decoder not in served.decoders:  # looked up, never imported
+            raise ApiError(
+                400,
+                f"decoder must be one of {', '.join(served.decoders)} for the model {served.name}, "
+                f"got {repr_of(asked.decoder)}{did_you_mean(asked.decoder, served.decoders)}",
+                param="decoder",
+                code="decoder_not_found",
+            )
+        kind = served.decoders[asked.decoder]
+    values = dict(asked.model_extra or {})
+    # max_tokens is what OpenAI calls the length.
+    known = [option.name for option in options_of(kind) if option.name != "max_new_tokens"]
+    for name in values:
+        if name not in known:
+            nearest = did_you_mean(name, [*type(asked).model_fields, *known])
+            raise ApiError(
+                400,
+                f"there is no field {name}, and no such option of the decoder {kind.name}{nearest}",
+                param=name,
+                code="unknown_field",
+            )
+    shared = {name: getattr(asked, name) for name in common_options()}
+    values |= {name: value for name, value in shared.items() if value is not None}
+    if asked.top_k in (0, -1):  # vLLM's words for off
+        values["top_k"] = None
     if asked.stops is not None:
         values["stop"] = asked.stops
     if most is not None:
         values["max_new_tokens"] = most
-    for option in options_of(kind):
-        if option.name in values:
-            try:
-                option.verify(values[option.name])
-            except InputError as error:
-                raise ApiError(400, str(error), param=option.name) from error
     values = served.options(kind) | values
     values.setdefault("seed", secrets.randbits(48))
     try:
         decoder = kind(**kind.with_model_defaults(values, served.model.contract))
         decoder.check(served.model.contract)
-    except InputError as error:  # options that do not go together
-        raise ApiError(400, str(error), param="decoder") from error
+    except InputError as error:  # it begins with the option's name, unless several do not agree
+        name = str(error).partition(" ")[0]
+        raise ApiError(400, str(error), param=name if name in values else "decoder") from error
     if decoder.sampling.greedy:
         decoder = replace(decoder, seed=0)
         if asked.n > 1:
@@ -346,41 +360,8 @@ def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decod
 
 
 def likelihood_of(served: ServedModel) -> Likelihood:
-    """What reads the likelihoods of prompts. Raises ApiError (400) for a bidirectional model."""
+    """The scorer of prompts. Raises ApiError (400) for a bidirectional model."""
     try:
         return Likelihood.of(served.model.contract)
     except InputError as error:
         raise ApiError(400, f"echo with logprobs: {error}", param="echo") from error
-
-
-def _kind(served: ServedModel, asked: Asked) -> Kind:
-    if asked.decoder is None:
-        return served.default
-    # Looked up and never imported: what a client names is no code to be run.
-    kind = served.decoders.get(asked.decoder)
-    if kind is None:
-        raise ApiError(
-            400,
-            f"decoder must be one of {', '.join(served.decoders)} for the model {served.name}, got "
-            f"{repr_of(asked.decoder)}",
-            param="decoder",
-            code="decoder_not_found",
-        )
-    return kind
-
-
-def _own_options(kind: Kind, asked: Asked) -> dict[str, Any]:
-    """The fields that are options of the decoder."""
-    given = asked.model_extra or {}
-    # max_tokens is what OpenAI calls the length.
-    known = [option.name for option in options_of(kind) if option.name != "max_new_tokens"]
-    for name in given:
-        if name not in known:
-            raise ApiError(
-                400,
-                f"there is no field {name}, and no such option of the decoder {kind.name}, which "
-                f"has {', '.join(known)}",
-                param=name,
-                code="unknown_field",
-            )
-    return dict(given)

@@ -1,38 +1,40 @@
-"""What every request passes on its way in and out: an id, the checks of who may ask, one line in
-the log, and an error in place of whatever was raised."""
+"""What every request passes on its way in and out: an id, the checks of who may ask, limits of the
+body, one line in the log, and an error in place of an exception."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import os
+import queue
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import Request
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d2f.checkpoint import parse
 from d2f.errors import one_line
 from decode.server.generation import Generation
-from decode.server.models import Settings
-from decode.server.protocol import ApiError
+from decode.server.protocol import ApiError, Fields, read_fields
 from decode.server.state import ServerState, state_of
 from decode.server.stream import SlowClientError
 
-# The log: a line a request, as text or JSON, on standard error.
-
 LOGGER = logging.getLogger("decode.server")
+FLUSH_SECONDS = 1.0  # that the end of the process waits for the log
 Format = Literal["text", "json"]
 
 
-class _Formatter(logging.Formatter):
-    """A record as one line; `extra={"fields": {...}}` are its named parts."""
+class LineFormatter(logging.Formatter):
+    """Writes a record as one line; `extra={"fields": {...}}` are its named parts."""
 
     def __init__(self, form: Format):
         super().__init__()
@@ -41,30 +43,64 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
         fields: dict[str, Any] = dict(getattr(record, "fields", {}))
-        message = record.getMessage()
-        if record.exc_info:
-            fields["trace"] = self.formatException(record.exc_info)
+        message, level = record.getMessage(), record.levelname.lower()
+        trace = self.formatException(record.exc_info) if record.exc_info else None
         if self._form == "json":
-            line = {"time": when, "level": record.levelname.lower(), "message": message}
-            return json.dumps(line | fields)
-        trace = fields.pop("trace", None)
-        parts = [f"{name}={one_line(_plain(value))}" for name, value in fields.items()]
-        text = " ".join([when, record.levelname.lower(), one_line(message), *parts])
+            fields |= {} if trace is None else {"trace": trace}
+            return json.dumps({"time": when, "level": level, "message": message} | fields)
+        parts = [f"{name}={_quoted(value)}" for name, value in fields.items()]
+        text = " ".join([when, level, one_line(message), *parts])
         return text if trace is None else f"{text}\n{trace}"
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _quoted(value: Any) -> str:
+    """A value of the text format, quoted where it has a space or a quote, so that no path and no
+    error can look like another field."""
+    plain = isinstance(value, str) and value.isprintable() and not set(value) & set(" \"='")
+    return value if plain else one_line(json.dumps(value, ensure_ascii=False))
+
+
+class LineWriter(logging.Handler):
+    """Has a thread write the lines to standard error. Where nobody reads them that thread waits,
+    and the server, which must not, drops and counts lines. most: lines that wait."""
+
+    def __init__(self, form: Format, most: int = 10_000):
+        super().__init__()
+        self.setFormatter(LineFormatter(form))
+        self._lines: queue.Queue[str] = queue.Queue(most)
+        self._dropped = 0
+        threading.Thread(target=self._work, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until all is written, but not for long; logging calls this at the end."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def write(self, line: str) -> None:
+        # Not by sys.stderr: its lock, held while a full pipe blocks, would stop the exit.
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+    def _work(self) -> None:
+        while True:
+            self.write(self._lines.get())
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                self.write(f"{dropped} lines of the log were dropped")
+            self._lines.task_done()
 
 
 def set_up_logs(form: Format) -> None:
     """Write the server's lines to standard error, and what the libraries below warn of."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter(form))
-    for name, level in (
-        (LOGGER.name, logging.INFO),
-        ("uvicorn", logging.WARNING),
-    ):
+    handler = LineWriter(form)
+    for name, level in ((LOGGER.name, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
@@ -72,9 +108,8 @@ def set_up_logs(form: Format) -> None:
 
 ID_HEADER = "x-request-id"
 LONGEST_ID = 128
-OPEN = ("/", "/page/", "/examples")  # the page, which asks for a key itself
-GONE = 499  # in the log, as in nginx's: nobody was there to be told
-_HEADERS = {
+GONE = 499  # nginx's status in the log: nobody was there to be told
+HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -85,21 +120,19 @@ _HEADERS = {
 
 @dataclass(eq=False)
 class Record:
-    """What the log says of a request. prompts: only where they are to be logged. told: what the
-    replica that answered it says of it, fields: all that was logged."""
+    """What the log says of a request. status: None while nothing was sent. prompts: only where they
+    are to be logged."""
 
     id: str
     began: float = field(default_factory=time.perf_counter)
-    status: int | None = None  # None: nothing was sent
+    status: int | None = None
     generation: Generation | None = None
     prompts: Any = None
     error: str | None = None
-    told: dict[str, Any] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(request: Request) -> Record:
-        """That of a request."""
+        """The record of a request."""
         record: Record = request.scope["d2f.record"]
         return record
 
@@ -116,13 +149,13 @@ class RequestFrame:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = scope["d2f.record"] = Record(_id(headers.get(ID_HEADER, "")))
+        record = scope["d2f.record"] = Record(request_id(headers.get(ID_HEADER, "")))
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 found = MutableHeaders(scope=message)
-                for name, value in {ID_HEADER: record.id, **_HEADERS}.items():
+                for name, value in {ID_HEADER: record.id, **HEADERS}.items():
                     found[name] = value
             await send(message)
 
@@ -131,7 +164,7 @@ class RequestFrame:
             refusal = refusal_of(scope, headers, self._state)
             await (self._app if refusal is None else refusal.response())(scope, receive, noted)
         except ClientDisconnect:
-            record.error = "the client left before its request was whole"
+            record.error = "the client left"
         except SlowClientError as error:
             record.error = str(error)
         except Exception as error:
@@ -142,13 +175,13 @@ class RequestFrame:
                 await failed.response()(scope, receive, noted)
         finally:
             self._state.in_flight -= 1
-            self._end(scope, record)
+            self._log(scope, record)
 
-    def _end(self, scope: Scope, record: Record) -> None:
+    def _log(self, scope: Scope, record: Record) -> None:
         status = record.status or GONE
-        # Of paths that are none anyone can make more than a counter has room for.
+        # By route: of paths that are none there are more than a counter has room for.
         self._state.metrics.answered(getattr(scope.get("route"), "path", "none"), status)
-        fields = record.told | {
+        fields: dict[str, Any] = {
             "id": record.id,
             "method": scope["method"],
             "path": scope["path"][:200],
@@ -167,25 +200,25 @@ class RequestFrame:
                 "tokens": generation.tokens,
                 "forwards": len(generation.calls),
             }
-            if generation.error is not None:
-                fields["error"] = generation.error
         if record.prompts is not None:
             fields["prompts"] = record.prompts
-        if record.error is not None:
-            fields["error"] = record.error
-        record.fields = fields
+        error = record.error or (generation.error if generation is not None else None)
+        if error is not None:
+            fields["error"] = error
         LOGGER.info("request", extra={"fields": fields})
 
 
 def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError | None:
-    """Why a request is not let in, None where it is."""
+    """Why a request is not let in; None where it is."""
     settings, path = state.settings, scope["path"]
+    # Otherwise a page of another site could have its own name lead here, and read the answers.
+    # starlette's TrustedHostMiddleware knows no IPv6 addresses and answers in plain text.
     host = _host(headers.get("host", ""))
     if settings.allowed_hosts and not {host, "*"} & set(settings.allowed_hosts):
-        # Else a page of another site could have its own name lead here, and read the answers.
         return ApiError(400, f"this server is not called {host!r}", code="host_not_allowed")
-    is_open = path in settings.public or path == "/" or path.startswith(OPEN[1:])
-    if settings.api_keys and not is_open and not _has_key(headers, settings):
+    # The page asks for a key itself.
+    is_open = path in ("/", "/examples", *settings.public) or path.startswith("/page/")
+    if settings.api_keys and not is_open and not _has_key(headers, settings.api_keys):
         return ApiError(
             401,
             "expected Authorization: Bearer with a key of this server",
@@ -199,74 +232,63 @@ def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError |
     return None
 
 
-def _has_key(headers: Headers, settings: Settings) -> bool:
+def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:
     kind, _, key = headers.get("authorization", "").partition(" ")
     given = key.strip().encode("latin-1")
-    # Each is compared to its end, in a time that says nothing of what is equal.
-    equal = [hmac.compare_digest(given, one.encode()) for one in settings.api_keys]
+    # All are compared to their ends, in a time that does not depend on what is equal.
+    equal = [hmac.compare_digest(given, one.encode()) for one in keys]
     return kind.lower() == "bearer" and any(equal)
 
 
 def _host(value: str) -> str:
-    """The name in a Host header, of which case and a last dot say nothing, without its port."""
+    """The name in a Host header without its port, in lower case, without a last dot."""
     name = value[: value.find("]") + 1] if value.startswith("[") else value.partition(":")[0]
     return name.lower().removesuffix(".")
 
 
-def _id(given: str) -> str:
-    """The client's own id where it is short and printable, else a new one."""
+def request_id(given: str) -> str:
+    """The client's own id where it is short and printable, otherwise a new one."""
     fine = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
     return given if fine and " " not in given else uuid.uuid4().hex
 
 
-# The JSON of a request, read within its limits.
+LARGE = 1 << 16  # bytes of a body that is parsed beside the event loop
+Kind = TypeVar("Kind", bound=Fields)
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The object in a request's body. Raises ApiError: 415 for another kind, or one that is packed,
-    400 for no JSON, and as `read_body`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # what a form of any web page can send is none
-        raise ApiError(415, f"expected Content-Type application/json, got {kind or 'none'}")
+async def read_request(kind: type[Kind], request: Request) -> Kind:
+    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON or a
+    packed body, 413 for a large one (not read to its end), 408 for a slow one, 400 as
+    `read_fields`."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":  # which a form of another site's page cannot send
+        raise ApiError(415, f"expected Content-Type application/json, got {content_type or 'none'}")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":  # max_body would not bound what it unpacks to
         raise ApiError(415, f"expected no Content-Encoding, got {coding}")
-    body = await read_body(request)
-    try:
-        values = parse(body)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
-    return values
-
-
-async def read_body(request: Request) -> bytes:
-    """All of a request's body. Raises ApiError: 413 for one that is too large (which is not read to
-    its end), 408 for one that does not come."""
-    settings = state_of(request).settings
-    try:
-        async with asyncio.timeout(settings.body_seconds):
-            return await _read(request, settings.max_body)
-    except TimeoutError as error:
-        raise ApiError(
-            408,
-            f"the body did not come within {settings.body_seconds:g} seconds",
-            headers={"Connection": "close"},
-        ) from error
-
-
-async def _read(request: Request, most: int) -> bytes:
-    length = request.headers.get("content-length", "")
-    size = int(length) if length.isdecimal() and len(length) < 20 else 0
+    state = state_of(request)
+    close = {"Connection": "close"}
     parts: list[bytes] = []
-    if size <= most:
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                break
-            parts.append(part)
+    size, most, seconds = 0, state.most_body, state.settings.body_seconds
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20:
+        size = int(length)
+    try:
+        async with asyncio.timeout(seconds):
+            if size <= most:
+                size = 0
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        break
+                    parts.append(part)
+    except TimeoutError as error:
+        said = f"the body did not come within {seconds:g} seconds"
+        raise ApiError(408, said, headers=close) from error
     if size > most:
-        raise ApiError(413, f"the body has more than {most} bytes", headers={"Connection": "close"})
-    return b"".join(parts)
+        said = f"the body has more than {most} bytes (the server's --max-body)"
+        raise ApiError(413, said, headers=close)
+    body = b"".join(parts)
+    if len(body) > LARGE:
+        return await run_in_threadpool(read_fields, kind, body, state.most_elements)
+    return read_fields(kind, body, state.most_elements)

@@ -76,6 +76,9 @@ class RequestOptions:
     """decoders that requests may name, with commas between them (default: all that fit the
     model)"""
 
+    sanitize_content: Switch = False
+    """encode what looks like control tokens in a chat's text as plain text"""
+
     @property
     def allowed(self) -> list[str] | None:
         """The decoders of --allow-decoders."""
@@ -103,12 +106,17 @@ class EngineOptions:
     prefill_rows: Annotated[int | None, arg(metavar="N")] = None
     """most rows of prompts in a forward, so that a long one does not hold up the others (default:
     as many whole ones as 4096 rows hold)"""
+    max_rows: Annotated[int | None, arg(metavar="N")] = None
+    """rows that one forward should have: lossless decoding speculates as far as that leaves room
+    (default: by device)"""
     reuse_prefixes: Switch = False
     """copy the rows of a prompt that an earlier one began with, where that is exact"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, max_batch=1, slots=1, request_slots=1, max_waiting=0, prefill_rows=1)
+        check_least(
+            self, max_batch=1, slots=1, request_slots=1, max_waiting=0, max_rows=1, prefill_rows=1
+        )
         for name in ("max_batch", "max_waiting"):
             if getattr(self, name) > MOST_REQUESTS:
                 flag, value = name.replace("_", "-"), getattr(self, name)
@@ -179,8 +187,8 @@ class LimitOptions:
 
     max_choices: Annotated[int, arg(metavar="N")] = 128
     """most answers to a request, prompts times n"""
-    max_body: Annotated[int, arg(metavar="BYTES")] = 4_000_000
-    """of a request"""
+    max_body: Annotated[int | None, arg(metavar="BYTES")] = None
+    """of a request (default: 64 for each position of the longest context, at least a million)"""
     max_unsent: Annotated[int, arg(metavar="BYTES")] = 16_000_000
     """of forwards that wait for a client that asked for events and does not read"""
     body_timeout: Annotated[float, arg(metavar="SECONDS")] = 30.0

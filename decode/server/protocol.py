@@ -1,29 +1,40 @@
-"""The fields of requests: OpenAI's, some of vLLM's, and this server's own.
+"""The fields of requests: OpenAI's, some of vLLM's and this server's own; and errors in OpenAI's
+format.
 
-A field that is null is not given. A field of theirs that is not supported is refused unless it has
-the value that asks for nothing, and so is one that nobody knows: none is ignored.
+A field that is null counts as not given. Nothing is ignored silently: an unsupported field must
+have the value that asks for nothing, and an unknown one is a 400.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from d2f.config import explain
-from d2f.errors import EngineClosedError, InputError, QueueFullError, brief
+from d2f.errors import EngineClosedError, InputError, QueueFullError, RequestError, brief
 from decode.decoders.base import MOST
 
-# Errors in OpenAI's format: ``{"error": {"message", "type", "param", "code"}}``.
-
-RETRY_SECONDS = 1  # what a client is told to wait where the queue is full
+RETRY_SECONDS = 1  # what a client is told to wait when the queue is full
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """What a client is told in place of an answer. param: the field that is wrong."""
+    """An error that a client is told: ``{"error": {"message", "type", "param", "code"}}``.
+
+    param: the field that is wrong.
+    """
 
     def __init__(
         self,
@@ -34,8 +45,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        # What it quotes came from outside: kept to what can be printed.
-        self.message = brief(message)
+        self.message = brief(message)  # it may quote the client: one printable line
         super().__init__(self.message)
         self.status = status
         self.param = None if param is None else brief(param)
@@ -44,11 +54,8 @@ class ApiError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The body of the answer."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(self.status, default)
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -56,13 +63,12 @@ class ApiError(Exception):
         return JSONResponse(self.content, self.status, self.headers)
 
 
-def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
-    """What a client is told of an error of the engine's. param: the field that an InputError is
-    of."""
+def as_api_error(error: Exception) -> ApiError | None:
+    """Translate an error of the engine; None for a mistake of the server itself."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
-        return ApiError(400, str(error), param=param)
+        return ApiError(400, str(error))
     if isinstance(error, QueueFullError):
         wait = {"Retry-After": str(RETRY_SECONDS)}
         return ApiError(429, f"{error}; try again", code="queue_full", headers=wait)
@@ -70,20 +76,20 @@ def as_api_error(error: BaseException, *, param: str | None = None) -> ApiError:
         return ApiError(503, f"the server is stopping: {error}", code="stopping")
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took too long", code="timeout")
-    return ApiError(500, f"the request failed: {error}", code="failed")
+    if isinstance(error, RequestError):
+        return ApiError(500, f"the request failed: {error}", code="failed")
+    return None
 
 
 MOST_FIELDS = 256  # of an object
 MOST_STOPS = 32
 LONGEST_STOP = 256  # characters
 
-Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
-# Of a list of a million wrong ones the first is enough.
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]  # the first wrong one is enough
 
-# What asks for nothing, of fields that are not supported.
+# The values that ask for nothing, by unsupported field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -114,9 +120,28 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Fields(BaseModel):
-    """What is checked as it is: no number is read from text."""
+    """Fields that are checked as they are: no number is read from text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any, info: ValidationInfo) -> Any:
+        """Drop null fields, and refuse what has too many elements before it looks at them."""
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MOST_FIELDS:
+            raise ApiError(400, f"expected at most {MOST_FIELDS} fields, got {len(values)}")
+        most = info.context["most"] if info.context else MOST
+        for name, value in values.items():
+            if isinstance(value, list) and len(value) > most:
+                raise ApiError(
+                    400,
+                    f"{name}: expected at most {most} elements, as many as the context holds, got "
+                    f"{len(value)}",
+                    param=name,
+                )
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class StreamOptions(Fields):
@@ -125,28 +150,8 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] = False
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Log-probabilities that an answer is to have. top: whether the likeliest token is listed,
-    too."""
-
-    top: bool
-
-    @staticmethod
-    def of(field: str, tops: int) -> Wanted:
-        """Those of so many tokens a position. Raises ApiError (400)."""
-        if tops > 1:
-            raise ApiError(
-                400,
-                f"{field} must be at most 1, got {tops}: a decoder that decides many positions at "
-                "once keeps the likeliest token of each",
-                param=field,
-            )
-        return Wanted(tops == 1)
-
-
 class Asked(Fields):
-    """What both endpoints take. Other fields are options of the decoder, which it checks."""
+    """The fields of both endpoints. Others are options of the decoder, which checks them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -169,7 +174,7 @@ class Asked(Fields):
 
     @property
     def stops(self) -> tuple[str, ...] | None:
-        """The stop strings, None where the field is not given."""
+        """The stop strings; None where the field is not given."""
         if self.stop is None:
             return None
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -182,8 +187,9 @@ class CompletionFields(Asked):
     max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None  # 0: with echo and logprobs
 
     @property
-    def wanted(self) -> Wanted | None:
-        """The log-probabilities that are asked for. Raises ApiError."""
+    def tops(self) -> int | None:
+        """Likeliest tokens to list beside each log-probability, 0 or 1; None for no
+        log-probabilities. Raises ApiError (400)."""
         if self.max_tokens == 0 and (not self.scored or self.stream):
             raise ApiError(
                 400,
@@ -191,9 +197,7 @@ class CompletionFields(Asked):
                 "alone: with echo and logprobs, and no stream",
                 param="max_tokens",
             )
-        if self.logprobs is None:
-            return None
-        return Wanted.of("logprobs", self.logprobs)
+        return None if self.logprobs is None else _checked_tops("logprobs", self.logprobs)
 
     @property
     def scored(self) -> bool:
@@ -202,10 +206,13 @@ class CompletionFields(Asked):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, as a list."""
+        """The prompt or prompts as a list."""
         prompt: Any = self.prompt
         alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if alone or not prompt else prompt
+
+
+_OTHER_PARTS = {"image_url": "images", "input_audio": "sounds", "file": "files"}
 
 
 class TextPart(Fields):
@@ -221,8 +228,18 @@ class Message(Fields):
     annotations: Annotated[list[Any], Field(max_length=0)] = []
     tool_calls: Annotated[list[Any], Field(max_length=0)] = []
 
+    @field_validator("content", mode="before")
+    @classmethod
+    def _refuse_other_kinds(cls, content: Any) -> Any:
+        """Say one thing of a part that is no text, in place of all that is wrong with it."""
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _OTHER_PARTS:
+                raise ValueError(f"{_OTHER_PARTS[kind]} are not supported")
+        return content
+
     def plain(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """The message as a chat template takes it."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -240,42 +257,60 @@ class ChatFields(Asked):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @property
-    def wanted(self) -> Wanted | None:
-        """The log-probabilities that are asked for. Raises ApiError."""
+    def tops(self) -> int | None:
+        """As `CompletionFields.tops`."""
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        return Wanted.of("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+        return _checked_tops("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+
+
+def _checked_tops(field: str, tops: int) -> int:
+    if tops > 1:
+        raise ApiError(
+            400,
+            f"{field} must be at most 1, got {tops}: a decoder that decides many positions at once "
+            "keeps the likeliest token of each",
+            param=field,
+        )
+    return tops
 
 
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def read_fields(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-    """The fields of a request's JSON. Raises ApiError (400), which names the field."""
+def read_fields(kind: type[Kind], body: bytes, most: int) -> Kind:
+    """Parse and check the JSON of a request.
+
+    most: elements of a list. Lists and objects of more are refused before their elements are
+    looked at, which would take long. Raises ApiError (400), which names the field.
+    """
+    try:
+        values = json.loads(body, parse_constant=_refuse_constant)
+        if not isinstance(values, dict):
+            raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
+        return _checked(kind, values, most)
+    except RecursionError as error:
+        raise ApiError(400, "the body is not JSON: it is nested too deep") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _checked(kind: type[Kind], values: dict[str, Any], most: int) -> Kind:
     given = {name: value for name, value in values.items() if value is not None}
     for name in [name for name in given if name in _NEUTRAL and name not in kind.model_fields]:
         if not any(_same(given[name], neutral) for neutral in _NEUTRAL[name]):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
         del given[name]
-    given = _without_null(given)
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, context={"most": most})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None
         raise ApiError(400, explain(error, given, "request"), param=field) from error
-
-
-def _without_null(value: Any) -> Any:
-    """Objects within objects without their null fields. Raises ApiError (400) for one that has more
-    than anyone means: to list what is wrong with each takes long."""
-    if isinstance(value, dict):
-        if len(value) > MOST_FIELDS:
-            raise ApiError(400, f"expected at most {MOST_FIELDS} fields, got {len(value)}")
-        return {k: _without_null(v) for k, v in value.items() if v is not None}
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_without_null(one) for one in value]
-    return value
 
 
 def _same(given: Any, neutral: Any) -> bool:

@@ -116,13 +116,17 @@ class _Engines(Collector):
                 yield family
 
 
-# What the routes of one application share.
+MEGABYTE = 1_000_000
+BYTES_A_POSITION = 64  # of a request's JSON: ten digits of an id, or a few escaped characters
 
 
 @dataclass(eq=False)
 class ServerState:
-    """models: by the names that they are served under. in_flight: requests that are not answered
-    to their end. draining: whether new ones are refused, as it is about to end."""
+    """What the routes of one application share.
+
+    models: by the names that they are served under. in_flight: requests that are not answered to
+    their end. draining: refuse new ones, the server is about to end.
+    """
 
     models: Mapping[str, ServedModel]
     settings: Settings
@@ -130,8 +134,10 @@ class ServerState:
     in_flight: int = 0
     draining: bool = False
 
-    def find(self, name: str) -> ServedModel:
-        """The served model of that name. Raises ApiError (404)."""
+    def find(self, name: str | None) -> ServedModel:
+        """The model served under a name; the first one for None. Raises ApiError (404)."""
+        if name is None:
+            return next(iter(self.models.values()))
         if name not in self.models:
             raise ApiError(
                 404,
@@ -141,13 +147,25 @@ class ServerState:
             )
         return self.models[name]
 
-    async def is_ready(self) -> bool:
+    @property
+    def ready(self) -> bool:
         """Whether a request would be taken."""
         return not self.draining and not any(m.engine.closed for m in self.models.values())
 
-    async def metrics_text(self) -> bytes:
-        """All counts, as Prometheus reads them."""
-        return self.metrics.text()
+    @property
+    def most_body(self) -> int:
+        """Bytes of a request."""
+        return self.settings.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
+
+    @property
+    def most_elements(self) -> int:
+        """Elements of a list in a request: ids, messages, prompts (one more than there may be has
+        an error of its own)."""
+        return max(self._longest_context, self.settings.most_choices + 1)
+
+    @property
+    def _longest_context(self) -> int:
+        return max(served.context_length for served in self.models.values())
 
     async def cancel(self) -> None:
         """End what runs with an error, and take no more."""

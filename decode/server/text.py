@@ -27,16 +27,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
-from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decode.step import Event, Result, TokenLikelihood
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+# The byte that each letter of a byte-level token's name stands for.
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 # Decoders of the library tokenizers whose text of a token depends on those before it at most.
 _LOCAL = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 # `clean_up_tokenization` replaces ten patterns of 2 to 4 characters one after the other. Each may
@@ -101,17 +102,19 @@ def _beginning(text: str, stop: str) -> int:
     return len(text)
 
 
-class GrowingText(Protocol):
-    """Text of ids that come bit by bit. whole: whether all of it is final."""
+class GrowingText:
+    """Text of ids that come bit by bit. This one knows nothing of its tokenizer and holds all text
+    back. whole: whether all of it is final."""
 
-    whole: bool
+    whole = False
 
     def add(self, new: list[int]) -> str:
-        """What became final with these."""
+        """The text that became final with these ids."""
+        return ""
 
 
-class _Bytes:
-    """Of a byte-level tokenizer. Ids before the last complete character are done with."""
+class _Bytes(GrowingText):
+    """The text of a byte-level tokenizer. Ids before the last complete character are dropped."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
         core: Any = tokenizer
@@ -136,8 +139,9 @@ class _Bytes:
         return piece
 
 
-class _Whole:
-    """Of a SentencePiece tokenizer, or one that cleans its text up."""
+class _Whole(GrowingText):
+    """The text of a SentencePiece tokenizer, or of one that cleans its text up: decoded anew each
+    time, without the last tokens, whose text the next ones may change."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
         self._tokenizer, self._skip = tokenizer, skip
@@ -151,7 +155,7 @@ class _Whole:
     def add(self, new: list[int]) -> str:
         self._ids += new
         end = len(self._ids)
-        while end and self._continues(self._ids[end - 1]):
+        while end and self._may_go_on(self._ids[end - 1]):
             end -= 1
         text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip))
         final = text.removesuffix("\ufffd")
@@ -160,36 +164,27 @@ class _Whole:
         piece, self._given = final[self._given :], len(final)
         return piece
 
-    def _continues(self, token: int) -> bool:
+    def _may_go_on(self, token: int) -> bool:
         """Whether the next token may be of the same run of bytes. A special token, which is left
         out, does not end one."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         return token in self._special or bool(_BYTE.fullmatch(str(name)))
 
 
-class _Held:
-    """Of a tokenizer that nothing is known of, or of none."""
-
-    whole = False
-
-    def add(self, new: list[int]) -> str:
-        return ""
-
-
 def growing_text(
     tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False
 ) -> GrowingText:
-    """By the kind of the tokenizer. special: whether special tokens are written out."""
+    """The text of a kind of tokenizer. special: write special tokens out."""
     own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
     if tokenizer is None or decoder is None:
-        return _Held()
+        return GrowingText()
     state = json.loads(decoder.__getstate__())
     parts = state["decoders"] if state["type"] == "Sequence" else [state]
     if [part["type"] for part in parts] == ["ByteLevel"]:
         kind = _Whole if _cleans(tokenizer) else _Bytes
         return kind(tokenizer, not special)
-    return _Whole(tokenizer, not special) if all(map(_is_local, parts)) else _Held()
+    return _Whole(tokenizer, not special) if all(map(_is_local, parts)) else GrowingText()
 
 
 def _is_local(part: dict[str, Any]) -> bool:
@@ -273,7 +268,7 @@ class ResponseLogprobs:
 
 
 def log(probability: float) -> float:
-    """Its natural logarithm, `LEAST` for 0."""
+    """The natural logarithm, `LEAST` for 0."""
     return math.log(probability) if probability > 0 else LEAST
 
 
@@ -282,74 +277,56 @@ def prompt_logprobs(
     ids: Sequence[int],
     likelihoods: Iterable[TokenLikelihood],
 ) -> list[TokenLogprob]:
-    """All tokens of a prompt. Offsets are in its text with special tokens."""
+    """The tokens of a prompt. Offsets are in its text with special tokens."""
     known = {one.position: one for one in likelihoods}
     growing, offset, found = growing_text(tokenizer, special=True), 0, []
     for position, token in enumerate(ids):
-        one = known.get(position)
-        if one is None:
-            found.append(TokenLogprob(token, None, offset))
-        else:
-            top = one.top, max(one.top_logprob, LEAST)
-            found.append(TokenLogprob(token, max(one.logprob, LEAST), offset, top))
+        one = TokenLogprob(token, None, offset)
+        if position in known:
+            its = known[position]
+            top = its.top, max(its.top_logprob, LEAST)
+            one = replace(one, logprob=max(its.logprob, LEAST), top=top)
+        found.append(one)
         offset += len(growing.add([token]))
     return found
 
 
 def completion_logprobs(
-    found: Sequence[TokenLogprob],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    top: bool,
-) -> Logprobs:
-    """Those of /v1/completions. top: whether the likeliest token is listed too; where it is not
-    known, the one that was chosen."""
+    found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, *, top: bool
+) -> dict[str, Any]:
+    """The `logprobs` of a choice of /v1/completions. top: list the likeliest token, too; where it
+    is not known, the chosen one."""
     names = [token_name(tokenizer, one.token) for one in found]
-    tops = None
-    if top:
-        tops = [_tops(tokenizer, one, name) for one, name in zip(found, names, strict=True)]
-    # The types know no None within these lists, which is what OpenAI sends of a first token.
-    return Logprobs.model_construct(
-        tokens=names,
-        token_logprobs=[one.logprob for one in found],
-        top_logprobs=tops,
-        text_offset=[one.offset for one in found],
-    )
-
-
-def _tops(
-    tokenizer: PreTrainedTokenizerBase, one: TokenLogprob, name: str
-) -> dict[str, float] | None:
-    if one.logprob is None:
-        return None
-    listed = {name: one.logprob}
-    if one.top is not None:
-        token, logprob = one.top
-        other = token_name(tokenizer, token)
-        # Two tokens may have one name: the likelier counts, as the list is of the likeliest.
-        listed[other] = max(logprob, listed.get(other, logprob))
-    return listed
+    tops: list[dict[str, float] | None] = []
+    for one, name in zip(found, names, strict=True):
+        listed = None if one.logprob is None else {name: one.logprob}
+        if listed is not None and one.top is not None:
+            likeliest, logprob = token_name(tokenizer, one.top[0]), one.top[1]
+            # Two tokens may have one name: the likelier counts.
+            listed[likeliest] = max(logprob, listed.get(likeliest, logprob))
+        tops.append(listed)
+    return {
+        "text_offset": [one.offset for one in found],
+        "token_logprobs": [one.logprob for one in found],
+        "tokens": names,
+        "top_logprobs": tops if top else None,
+    }
 
 
 def chat_logprobs(
     found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, *, top: bool
-) -> list[ChatCompletionTokenLogprob]:
-    """Those of /v1/chat/completions, as `content` of a choice's logprobs."""
+) -> list[dict[str, Any]]:
+    """The `logprobs.content` of a choice of /v1/chat/completions."""
     content = []
     for one in found:
-        assert one.logprob is not None  # a response has something before it
         name, raw = token_name(tokenizer, one.token), list(token_bytes(tokenizer, one.token))
-        chosen = TopLogprob(token=name, bytes=raw, logprob=one.logprob)
-        content.append(
-            ChatCompletionTokenLogprob(
-                token=name, bytes=raw, logprob=one.logprob, top_logprobs=[chosen] if top else []
-            )
-        )
+        chosen = {"token": name, "bytes": raw, "logprob": one.logprob}
+        content.append(chosen | {"top_logprobs": [chosen] if top else []})
     return content
 
 
 def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text; of one that is only a part of a character its bytes, as OpenAI writes them:
+    """A token's text; its bytes where it is only a part of a character, as OpenAI writes them:
     ``bytes:\\xf0\\x9f``."""
     raw = token_bytes(tokenizer, token)
     try:
@@ -359,24 +336,13 @@ def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """What a token writes, special ones too."""
+    """The bytes that a token writes, those of special tokens too."""
     text = str(tokenizer.decode([token], skip_special_tokens=False))
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text.encode()
     name = str(tokenizer.convert_ids_to_tokens(token))
-    if name.startswith("<0x"):
+    if _BYTE.fullmatch(name):
         return bytes([int(name[1:-1], 16)])
     if all(letter in _BYTE_OF for letter in name):
         return bytes(_BYTE_OF[letter] for letter in name)
     return text.encode()
-
-
-def _byte_of() -> dict[str, int]:
-    """The byte that each letter of a byte-level token's name stands for: printable ones, of
-    Latin-1, for themselves, the others in turn for the letters from 256 on (GPT-2)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_of()

@@ -23,6 +23,7 @@ from decode.server.models import ServedModel, Settings, serve_model
 
 PATIENCE = 30.0  # seconds after which a test has failed
 QUESTION = "Use 3 and 4 to make 12."
+JSON = {"content-type": "application/json"}
 CHAT = {"model": "tiny-d2f", "messages": [{"role": "user", "content": QUESTION}]}
 
 
@@ -33,11 +34,14 @@ def stock(
     *,
     allowed: Sequence[str] | None = None,
     max_model_len: int | None = None,
+    sanitize: bool = False,
     **engine: Any,
 ) -> ServedModel:
     """A model to serve, with an engine of its own."""
-    made = AsyncEngine(model, **engine)
-    return serve_model(name, model, made, settings, allowed=allowed, max_model_len=max_model_len)
+    return serve_model(
+        name, model, AsyncEngine(model, **engine), settings,
+        allowed=allowed, max_model_len=max_model_len, sanitize=sanitize,
+    )  # fmt: skip
 
 
 class Served:
@@ -87,11 +91,28 @@ def pieces(chunks: Sequence[dict[str, Any]], index: int = 0) -> str:
     return "".join(one["text"] if "text" in one else one["delta"]["content"] for one in parts)
 
 
+def refused(response, status: int, param: str | None = None, code: str | None = None) -> str:
+    """The message of an error in OpenAI's format."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    assert error["type"] == kinds.get(status, default)
+    assert error["message"].isprintable() and len(error["message"]) < 2000
+    return error["message"]
+
+
 @contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """The address of a server of the application, in a thread."""
+def listening(app: FastAPI, **more: Any) -> Iterator[str]:
+    """The address of a server of the application, in a thread. more: options of uvicorn."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, **more
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import CHAT, Served, stock
-from test_bad_requests import refused
+from serving import CHAT, Served, refused, stock
 from tiny import random_model
 
 import d2f
@@ -110,10 +111,6 @@ def test_what_has_no_tokens_is_refused(served, path, values, field):
     refused(served.post(path, values), 400, field)
 
 
-def test_a_model_that_is_not_served_has_no_tokens(served):
-    refused(served.post("/tokenize", {"model": "none", "prompt": "a"}), 404, "model")
-
-
 def test_the_counts_are_those_of_the_answers():
     with Served([stock("m", random_model("llada"))]) as served:
         body = {"model": "m", "prompt": [9, 10], "max_tokens": 9, "ignore_eos": True}
@@ -138,14 +135,19 @@ def test_the_counts_are_those_of_the_answers():
     assert found["d2f_http_responses_total /v1/completions 400"] == 1
 
 
-def test_what_likelihoods_cost_is_counted_too():
+def test_likelihoods_and_the_time_between_tokens_are_counted_too():
     with Served([stock("m", random_model("causal"))]) as served:
-        body = {"model": "m", "prompt": [9, 10], "max_tokens": 3, "echo": True, "logprobs": 0}
-        cost = served.ask(body)["usage"]["d2f"]
+        body = {"model": "m", "prompt": [9, 10], "max_tokens": 9, "ignore_eos": True}
+        cost = served.ask({**body, "echo": True, "logprobs": 0})["usage"]["d2f"]
         found = samples(served)
     assert found["d2f_request_forwards_total autoregressive m"] == cost["forwards"]
     assert found["d2f_request_rows_total autoregressive m"] == cost["rows"]
     assert found["d2f_engine_rows_total m"] == cost["rows"]
+    assert found["d2f_time_to_first_token_seconds_count autoregressive m"] == 1
+    assert found["d2f_inter_token_seconds_count autoregressive m"] == 8
+    whole = found["d2f_request_seconds_sum autoregressive m"]
+    parts = ("time_to_first_token", "inter_token")
+    assert 0 < sum(found[f"d2f_{one}_seconds_sum autoregressive m"] for one in parts) <= whole
 
 
 def test_unknown_paths_do_not_make_counters(served):
@@ -155,17 +157,6 @@ def test_unknown_paths_do_not_make_counters(served):
     for path in ("/b", "/v1/c", "/page/d"):
         served.client.get(path)
     assert {name for name in samples(served).keys() - before if "/page" not in name} == set()
-
-
-def test_the_time_between_tokens_is_that_between_the_moments_they_settled():
-    with Served([stock("m", random_model("causal"))]) as served:
-        served.ask({"model": "m", "prompt": [9], "max_tokens": 9, "ignore_eos": True})
-        found = samples(served)
-    assert found["d2f_time_to_first_token_seconds_count autoregressive m"] == 1
-    assert found["d2f_inter_token_seconds_count autoregressive m"] == 8
-    whole = found["d2f_request_seconds_sum autoregressive m"]
-    parts = ("time_to_first_token", "inter_token")
-    assert 0 < sum(found[f"d2f_{one}_seconds_sum autoregressive m"] for one in parts) <= whole
 
 
 def test_health_version_and_readiness():
@@ -179,7 +170,7 @@ def test_health_version_and_readiness():
         body = {"model": "m", "prompt": [9], "max_tokens": 3}
         refused(served.post("/v1/completions", body), 503, code="stopping")
         served.app.state.server.draining = False
-        served.models[0].engine._thread.close(finish=False)
+        served.client.portal.call(partial(served.models[0].engine.close, finish=False))
         refused(served.client.get("/ready"), 503, code="not_ready")
         refused(served.post("/v1/completions", body), 503, code="stopping")
 
@@ -193,8 +184,3 @@ def test_examples_are_problems_with_right_answers(served):
         ]
         answers = [one["answer"] for one in found if one["task"] == task]
         assert all(map(check, problems, answers))
-
-
-def test_the_page_is_there(served):
-    response = served.client.get("/")
-    assert response.headers["content-type"].startswith("text/html") and response.text

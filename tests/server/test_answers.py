@@ -3,12 +3,15 @@ pieces."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import pytest
 from every_decoder import KINDS, exact_model
-from serving import CHAT, QUESTION, Served, pieces, stock
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from serving import CHAT, QUESTION, Served, pieces, sse, stock
 
 import decode
 from decode.cli import DecoderSettings
@@ -242,3 +245,26 @@ def test_log_probabilities_of_a_chat(served):
     (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
     for one in choice["logprobs"]["content"]:
         assert [top["logprob"] for top in one["top_logprobs"]] == [one["logprob"]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_answers_are_what_the_types_of_openai_write(served, path, stream, logprobs):
+    """To the byte: fields, their order, and which of them are left out."""
+    chat = "chat" in path
+    body = CHAT if chat else {"model": "tiny-d2f", "prompt": "Use 3 and 4.", "echo": True}
+    if logprobs:
+        body = body | ({"logprobs": True} if chat else {"logprobs": 1, "echo": False})
+    if stream:
+        options = {"include_usage": True, "continuous_usage_stats": logprobs}
+        body = body | {"stream": True, "stream_options": options}
+    text = served.post(path, {**body, "max_tokens": 16}).text
+    found = sse(text)[:-1] if stream else [text]
+    assert found
+    kind = (ChatCompletionChunk if stream else ChatCompletion) if chat else Completion
+    for one in found:
+        # As their client reads it: the type of a completion's chunk knows no end that is null.
+        read = kind.construct(**json.loads(one))
+        written = read.model_dump(mode="json", exclude_unset=True)
+        assert json.dumps(written, separators=(",", ":"), ensure_ascii=stream) == one

@@ -1,20 +1,139 @@
-"""The server's page in Debian's chromium, on the real server and models."""
+"""The server's page in Debian's chromium, as a person works it, on the real server and models."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import pytest
-from page_driver import LEFT, RIGHT, STORY, opened
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from serving import Gate, listening, stock
 from tiny import fresh_model
 
 import d2f
 import decode
+from benchmarks.browser import chromium, find_chromium
+from d2f.tasks import make_problems
 from decode.server.app import create_app
+from decode.server.models import Settings
+
+STORY = make_problems("story", "heldout", 2, 0)[1].question
+LEFT, RIGHT = 0, 1  # panes
+PATIENCE = 30_000  # milliseconds after which a test has failed
+expect.set_options(timeout=PATIENCE)
+DONE = re.compile(r"tokens in \d+ forwards")
+
+
+@dataclass(eq=False)
+class Driver:
+    """A tab with the page. complaints: what its console said. elsewhere: what it asked of other
+    hosts."""
+
+    page: Page
+    complaints: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+
+    def pane(self, number: int) -> Locator:
+        return self.page.locator(".pane").nth(number)
+
+    def run(self, prompt: str) -> None:
+        """Run it in both panes to its end."""
+        expect(self.page.locator("#run")).to_be_enabled()
+        self.page.fill("#prompt", prompt)
+        self.page.click("#run")
+        self.done()
+
+    def done(self) -> None:
+        expect(self.page.locator("#status")).to_have_text(DONE)
+
+    def go(self, forward: int) -> None:
+        """Show that many forwards."""
+        self.page.locator("h1").click()  # keys are the replay's where nothing else has the focus
+        self.page.keyboard.press("Home")
+        for _ in range(forward):
+            self.page.keyboard.press("ArrowRight")
+        self.at(forward)
+
+    def at(self, forward: int) -> None:
+        """Wait until that many forwards are shown."""
+        expect(self.page.locator("#place")).to_have_text(re.compile(rf"^Forward {forward} of"))
+
+    def text(self, number: int) -> str:
+        return self.pane(number).locator(".text").inner_text()
+
+    def cells(self, number: int) -> list[tuple[str, set[str]]]:
+        """Text and marks of each cell of a pane."""
+        found = self.pane(number).locator(".blocks .cell")
+        cells = found.evaluate_all("all => all.map(one => [one.textContent, one.className])")
+        return [(text, set(marks.split()) - {"cell"}) for text, marks in cells]
+
+    def labels(self, number: int) -> list[str]:
+        return self.pane(number).locator(".block-label").all_inner_texts()
+
+    def counters(self, number: int) -> dict[str, str]:
+        names = self.pane(number).locator(".counters dt").all_inner_texts()
+        values = self.pane(number).locator(".counters dd").all_inner_texts()
+        return dict(zip(names, values, strict=True))
+
+    def overflow(self) -> int:
+        """Pixels that the page is wider than the screen."""
+        return self.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+@contextmanager
+def opened(browser: Browser, url: str, **context: object) -> Iterator[Driver]:
+    """The page in a tab of its own. By default nothing moves by itself."""
+    settings = {"reduced_motion": "reduce", **context}
+    with browser.new_context(**settings) as tabs:  # type: ignore[arg-type]
+        tabs.set_default_timeout(PATIENCE)
+        page = tabs.new_page()
+        driver = Driver(page)
+        page.on("console", lambda said: driver.complaints.append(said.text))
+        page.on("pageerror", lambda error: driver.complaints.append(str(error)))
+        page.on(
+            "request",
+            lambda asked: None if asked.url.startswith(url) else driver.elsewhere.append(asked.url),
+        )
+        page.goto(url)
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Debian's chromium. Where it is missing the test is skipped, or fails if it is required."""
+    path = find_chromium()
+    if path is None and os.environ.get("D2F_TEST_CHROMIUM") != "required":
+        pytest.skip("needs chromium (Debian: apt-get install chromium)")
+    assert path is not None, "D2F_TEST_CHROMIUM is required, and there is no chromium"
+    with chromium(path) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def models(tiny_d2f, tiny_ar) -> dict[str, d2f.DiffusionModel]:
+    """Both bundled models, in the order of the page's panes."""
+    return {"tiny-d2f": tiny_d2f, "tiny-ar": tiny_ar}
+
+
+@pytest.fixture(scope="module")
+def page_url(browser, models) -> Iterator[str]:
+    """The address of a server of both."""
+    with listening(create_app([stock(name, model) for name, model in models.items()])) as address:
+        yield address
+
+
+@pytest.fixture
+def tab(browser, page_url) -> Iterator[Driver]:
+    """The page, which complains of nothing and asks nothing of another host."""
+    with opened(browser, page_url) as driver:
+        expect(driver.page.locator("#run")).to_be_enabled()  # all is there
+        yield driver
+        assert (driver.complaints, driver.elsewhere) == ([], [])
+
 
 MOST = 64  # max tokens, as the page has it
 
@@ -146,16 +265,6 @@ def test_play_and_pause(tab):
     assert re.fullmatch(r"Forward (\d+) of \1", place)
 
 
-def test_a_run_is_replayed_for_who_has_nothing_against_motion(browser, page_url):
-    with opened(browser, page_url, reduced_motion="no-preference") as driver:
-        driver.run(STORY)
-        expect(driver.page.locator("#play")).to_have_text("Pause")
-        driver.page.click("#play")
-        expect(driver.page.locator("#play")).to_have_text("Play")
-        shown, most = re.findall(r"\d+", driver.page.locator("#place").inner_text())
-        assert int(shown) < int(most)
-
-
 def test_the_keyboard_alone_does_it_all(tab, events):
     """Tab reaches what is asked, the focus is seen, Ctrl+Enter runs; a field keeps its keys."""
     page = tab.page
@@ -170,20 +279,8 @@ def test_the_keyboard_alone_does_it_all(tab, events):
     page.keyboard.press("Control+Enter")
     tab.done()
     assert tab.text(LEFT) == events[LEFT][-1].result.text
-    count = len(events[RIGHT])
     page.keyboard.press("Home")  # in the text
-    tab.at(count)
-    visited = set()
-    while page.evaluate("document.activeElement.id") != "play":
-        page.keyboard.press("Tab")
-        name = page.evaluate("document.activeElement.id || document.activeElement.className")
-        assert name not in visited or name in ("model", "decoder", "")
-        visited.add(name)
-    assert {"max-tokens", "temperature", "order", "run", "model", "decoder", "first"} <= visited
-    page.keyboard.press("Home")  # on a button, which has no use for it
-    tab.at(0)
-    page.keyboard.press("End")
-    tab.at(count)
+    tab.at(len(events[RIGHT]))
 
 
 def test_a_trace_is_saved_and_loaded(tab, browser, page_url, tmp_path):
@@ -240,20 +337,78 @@ def test_a_run_is_followed_live_and_escape_frees_the_engine(browser):
         assert (stats.running, stats.cancelled, stats.finished) == (0, 1, 2)
 
 
-def test_a_model_with_one_decoder_has_one_pane(browser):
-    model = fresh_model("llada")
-    served = stock("random", model, allowed=("d2f",))
-    with listening(create_app([served])) as url, opened(browser, url) as driver:
-        driver.run("x")
-        assert driver.page.locator(".pane").count() == 1
-        assert driver.page.locator("#order").is_hidden()
+REFUSED = {"message": "the <b>queue</b> is full", "type": "x", "param": None, "code": None}
+CHUNK = {"choices": [{"index": 0, "delta": {"content": "<i>4"}, "finish_reason": None}]}
 
 
-def test_examples_fill_the_prompt(tab):
-    page = tab.page
-    page.select_option("#example", label=STORY)
-    assert page.locator("#prompt").input_value() == STORY
-    expect(page.locator("#expected")).to_contain_text("A right answer: ")
-    page.fill("#prompt", "mine")
-    expect(page.locator("#expected")).to_be_hidden()
-    assert page.locator("#example").input_value() == ""
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            {"status": 429, "json": {"error": REFUSED}, "headers": {"retry-after": "7"}},
+            "the <b>queue</b> is full [429] (try again in 7 s)",
+        ),
+        ({"status": 503, "body": "<h1>no</h1>"}, "<h1>no</h1> [503]"),
+        (
+            {"body": f"data: {json.dumps(CHUNK)}\n\n", "content_type": "text/event-stream"},
+            "The connection ended before the answer did.",
+        ),
+        (
+            {
+                "body": f"data: {json.dumps({'error': REFUSED})}\n\n",
+                "content_type": "text/event-stream",
+            },
+            "the <b>queue</b> is full",
+        ),
+        (None, "The server cannot be reached."),
+    ],
+    ids=["429", "503", "cut", "in the stream", "gone"],
+)
+def test_what_goes_wrong_is_said_as_text(browser, page_url, answer, said):
+    """In the server's own words, which are never taken for HTML; then it can be run again."""
+    with opened(browser, page_url) as driver:
+
+        def respond(route):
+            route.abort() if answer is None else route.fulfill(**answer)
+
+        driver.page.route("**/v1/chat/completions", respond)
+        driver.run(STORY)
+        error = driver.pane(LEFT).locator(".error")
+        expect(error).to_have_text(said)
+        assert driver.page.locator(".error *, .text *").count() == 0
+        expect(driver.pane(LEFT).locator(".badge")).to_have_text("failed")
+        driver.page.unroute("**/v1/chat/completions")
+        driver.run(STORY)
+        expect(error).to_be_hidden()
+
+
+def test_a_401_asks_for_the_key(browser, models):
+    """It is sent from then on, and kept by this tab alone."""
+    app = create_app([stock(*model) for model in models.items()], Settings(api_keys=("right",)))
+    with listening(app) as url, opened(browser, url) as driver:
+        page = driver.page
+        for key in ("wrong", "right"):
+            expect(page.locator("#error")).to_be_visible()
+            expect(page.locator("#error")).to_contain_text("with a key of this server [401]")
+            expect(page.locator("#key")).to_be_focused()
+            page.keyboard.type(key)
+            page.keyboard.press("Enter")
+        expect(page.locator("#prompt")).to_be_focused()
+        expect(page.locator("#key-form")).to_be_hidden()
+        driver.run(STORY)
+        expect(driver.pane(LEFT).locator(".text")).to_contain_text("####")
+        stored = page.evaluate("[{...sessionStorage}, {...localStorage}, document.cookie]")
+        assert stored == [{"d2f-api-key": "right"}, {}, ""]
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(browser, page_url):
+    with opened(browser, page_url, viewport={"width": 360, "height": 740}) as driver:
+        driver.run(STORY)
+        driver.go(4)
+        for summary in driver.page.locator("summary").all():
+            summary.click()
+        assert driver.overflow() <= 0
+        driver.page.fill("#prompt", "x" * 400)
+        driver.page.keyboard.press("Control+Enter")
+        driver.done()
+        assert driver.overflow() <= 0

@@ -1,1 +1,0 @@
-"""Thousands of mixed requests to a server, each answer compared: `python -m benchmarks.soak`."""

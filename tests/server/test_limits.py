@@ -1,0 +1,433 @@
+"""Clients that leave, do not read, do not send, or are too many; and what streams do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serving import (
+    CHAT,
+    JSON,
+    Gate,
+    Served,
+    listening,
+    pieces,
+    refused,
+    sse,
+    stock,
+    wait_until,
+)
+from tiny import fresh_model, random_model
+
+import decode
+from decode.server import generation, middleware, run, stream
+from decode.server.app import create_app
+from decode.server.models import ServedModel, Settings
+
+LONG = {"model": "m", "prompt": [9, 10, 11], "max_tokens": 40, "decoder": "static"}
+SHORT = {"model": "m", "prompt": [9], "max_tokens": 3}
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple]:
+    model = fresh_model("llada")
+    gate = Gate(model)
+    yield model, gate
+    gate.open()
+
+
+@contextmanager
+def real(model, settings: Settings | None = None, **engine) -> Iterator[tuple]:
+    """A server of one model on a socket, a client of it, the engine, and the server's state."""
+    served = Served([stock("m", model, **engine)], settings)
+    with listening(served.app) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client, served.models[0].engine, served.app.state.server
+
+
+def send_raw(client: httpx.Client, body: bytes, length: int | None = None) -> socket.socket:
+    """Begin a request for a completion on a connection that takes little unread; that connection.
+    length: what the header says of the body's length."""
+    place = urlsplit(str(client.base_url))
+    connection = socket.socket()
+    connection.settimeout(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((place.hostname, place.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n"
+    connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    return connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def counted(state, text: str) -> bool:
+    """Whether a count has that value; each is counted just after its answer."""
+    return text in state.metrics.text().decode()
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_cancels_all_its_choices(gated, streamed):
+    """And another's answer is what it would have been."""
+    model, gate = gated
+    body = {**LONG, "n": 3, "temperature": 1.0, "stream": streamed, "events": streamed}
+    other = {**LONG, "max_tokens": 9}
+    with real(model) as (client, engine, state):
+        connection = send_raw(client, json.dumps(body).encode())
+        wait_until(lambda: gate.let() or engine.stats.running == 3)
+        found = b""
+        while streamed and b"forward" not in found:
+            found += connection.recv(65536)
+        connection.close()
+        gate.let(4)
+        wait_until(lambda: engine.stats.cancelled == 3)
+        assert (engine.stats.running, engine.stats.waiting, engine.stats.slots_used) == (0, 0, 0)
+        wait_until(lambda: state.in_flight == 0)
+        gate.open()
+        left = client.post("/v1/completions", json=other).json()
+        wait_until(lambda: counted(state, 'outcome="cancelled"} 1.0'))
+    with Served([stock("m", random_model("llada"))]) as alone:
+        assert alone.ask(other)["choices"] == left["choices"]
+
+
+def test_a_client_that_leaves_while_it_waits_for_preparation_is_skipped():
+    served = stock("m", random_model("llada"))
+    seen = []
+
+    async def main() -> None:
+        app = create_app([served])
+        await served.preparing.acquire_on_behalf_of("another")
+        body = json.dumps({**SHORT, "prompt": "1 " * 600}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict:
+            return messages.pop() if messages else {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            seen.append(message)
+
+        await asyncio.wait_for(app(scope(), receive, send), 10)
+        assert counted(app.state.server, 'status="499"} 1.0')
+        served.preparing.release_on_behalf_of("another")
+        await served.engine.close()
+
+    asyncio.run(main())
+    assert seen == []
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_client_that_does_not_read_is_cancelled(monkeypatch, bounded):
+    """By --send-timeout, or at once where more than --max-unsent bytes of forwards wait."""
+    waiting, most = [], 300_000
+
+    class Noted(stream.Stream):
+        def take(self, *event) -> None:
+            super().take(*event)
+            waiting.extend([self.size] if self.held_up and not self.dropped else [])
+
+    monkeypatch.setattr(stream, "Stream", Noted)
+    model = fresh_model("causal")
+    gate = Gate(model)
+    settings = Settings(send_seconds=600, most_unsent=most) if bounded else Settings(send_seconds=1)
+    body = {
+        "model": "m", "prompt": [[9, 10, 11]] * 32, "max_tokens": 200, "ignore_eos": True,
+        "stream": True, "events": True,
+    }  # fmt: skip
+    with real(model, settings, batch_size=33) as (client, engine, state):
+        with send_raw(client, json.dumps(body).encode()):
+            # Forward by forward: otherwise all may be decoded before the time is over.
+            wait_until(lambda: gate.let() or waiting)
+            wait_until(lambda: gate.let() or state.in_flight == 0)
+            gate.open()
+            wait_until(lambda: engine.stats.running == 0 and engine.stats.slots_used == 0)
+            assert engine.stats.cancelled > 0
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+        wait_until(lambda: counted(state, 'outcome="cancelled"} 1.0'))
+    if bounded:
+        assert most / 2 < max(waiting) <= most * 1.1
+
+
+def scope() -> dict:
+    return {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "raw_path": b"/v1/completions", "http_version": "1.1", "scheme": "http",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+    }  # fmt: skip
+
+
+async def ask(app, body: dict, send) -> None:
+    """Have the application answer a client that stays, message by message."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    await app(scope(), receive, send)
+
+
+async def ask_slowly(served: ServedModel, body: dict, gate: Gate) -> list[dict]:
+    """What a client is sent that takes the first chunk once its answer has ended: until it is
+    offered that chunk two forwards are computed and no more, so that all other text waits."""
+    sent = []
+
+    async def send(message: dict) -> None:
+        sent.append(message.get("body", b""))
+        if len(sent) == 2:
+            gate.open()
+            while not served.engine.stats.finished + served.engine.stats.failed:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+
+    gate.let(2)  # the first token may be part of a character: its text comes with the second
+    await ask(create_app([served]), body, send)
+    await served.engine.close()
+    found = sse(b"".join(sent).decode())
+    return [json.loads(line) for line in found if line != "[DONE]"]
+
+
+def test_text_that_waits_for_a_slow_client_is_joined(gated):
+    model, gate = gated
+    decoder = decode.Static(max_new_tokens=40, block_size=1)
+    (alone,) = decode.generate(random_model("llada"), LONG["prompt"], decoder)
+    body = {**LONG, "block_size": 1, "stream": True}
+    chunks = asyncio.run(ask_slowly(stock("m", model), body, gate))
+    assert pieces(chunks) == alone.text
+    assert alone.forwards == 40 and len(chunks) == 2
+
+
+def test_text_that_waits_where_the_answer_fails_is_sent_before_the_error():
+    """And nothing says that it is finished."""
+    model, forwards = fresh_model("llada"), []
+    rows = model.decode_rows
+
+    def broken(*arguments):
+        forwards.append(None)
+        if len(forwards) > 20:
+            raise RuntimeError("no such row")
+        return rows(*arguments)
+
+    model.decode_rows = broken
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {**LONG, "block_size": 1, "stream": True, "stream_options": options}
+    *chunks, error = asyncio.run(ask_slowly(stock("m", model), body, Gate(model)))
+    assert "no such row" in error["error"]["message"]
+    assert {chunk["choices"][0]["finish_reason"] for chunk in chunks} == {None}
+    assert len(chunks) == 2 and len(pieces(chunks)) > 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 20
+
+
+def test_a_client_that_reads_just_as_it_is_given_up_is_sent_no_end(monkeypatch):
+    """Forwards are missing: nothing may look like a whole answer."""
+    streams, sent = [], []
+
+    class Noted(stream.Stream):
+        def __init__(self, *what) -> None:
+            super().__init__(*what)
+            streams.append(self)
+
+    monkeypatch.setattr(stream, "Stream", Noted)
+    served = stock("m", random_model("llada"))
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+        while message.get("body") and not streams[0].dropped:
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        app = create_app([served], Settings(most_unsent=2000))
+        await ask(app, {**LONG, "stream": True, "events": True}, send)
+        await served.engine.close()
+
+    asyncio.run(main())
+    assert streams[0].dropped and len(sent) == 2 and sent[1]["more_body"]
+
+
+def test_streams_come_piece_by_piece_and_are_kept_alive(gated, monkeypatch):
+    monkeypatch.setattr(stream.StreamedAnswer, "DEFAULT_PING_INTERVAL", 0.05)
+    model, gate = gated
+    with real(model) as (client, _, _state):
+        body = {**LONG, "stream": True, "events": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = response.iter_lines()
+            assert next(line for line in lines if line) == ": ping"
+            for forward in range(1, 5):
+                gate.let(1)
+                line = next(line for line in lines if line.startswith("data"))
+                assert json.loads(line[6:])["d2f"]["forward"] == forward
+            gate.open()
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_a_body_that_is_slow_large_or_cut_off_is_refused():
+    settings = Settings(body_seconds=0.5)
+    with real(random_model("llada"), settings) as (client, _, state):
+        found = answer(send_raw(client, b'{"model', length=100))  # until it is closed
+        assert found.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.5 s" in found
+        found = answer(send_raw(client, b"", length=10**8))
+        # 1 MB, as the context of 512 is short: --max-body may say more.
+        assert found.startswith(b"HTTP/1.1 413 ") and b"more than 1000000 bytes" in found
+        sent = []
+
+        def parts() -> Iterator[bytes]:
+            for _ in range(800):
+                sent.append(1 << 16)
+                yield b" " * (1 << 16)
+
+        with suppress(httpx.TransportError):  # it was still sending when the server closed
+            refused(client.post("/v1/completions", content=parts(), headers=JSON), 413)
+        assert sum(sent) < 40_000_000
+        send_raw(client, b"{", length=9).close()
+        wait_until(lambda: counted(state, 'status="499"} 1.0'))
+        assert client.post("/v1/completions", json=SHORT).is_success
+        wait_until(lambda: state.in_flight == 0)
+
+
+def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch, served):
+    threads, read = [], middleware.read_fields
+    monkeypatch.setattr(
+        middleware,
+        "read_fields",
+        lambda *what: threads.append(threading.current_thread().name) or read(*what),
+    )
+    for spaces in (0, middleware.LARGE):
+        content = json.dumps({**SHORT, "model": "tiny-d2f"}) + " " * spaces
+        assert served.client.post("/v1/completions", content=content, headers=JSON).is_success
+    assert threads[0] != threads[1] and "worker" in threads[1]
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(monkeypatch, served):
+    monkeypatch.setattr(generation, "encode", lambda *_: pytest.fail("it was tokenized"))
+    for path, body in (
+        ("/v1/completions", {"prompt": "a " * 50_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 50_000}]}),
+        ("/tokenize", {"prompt": "a " * 50_000}),
+    ):
+        response = served.post(path, {"model": "tiny-d2f", **body})
+        field = "messages" if "messages" in body else "prompt"
+        said = refused(response, 400, field, "context_length_exceeded")
+        assert "100000 characters: the context of tiny-d2f is 512" in said
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_request_that_takes_too_long_ends(gated, streamed):
+    model, gate = gated
+    with real(model, Settings(request_seconds=0.3)) as (client, engine, state):
+        gate.let(1)
+        body = {**LONG, "stream": streamed, "events": streamed}
+        response = client.post("/v1/completions", json=body)
+        if streamed:
+            assert json.loads(sse(response.text)[-1])["error"]["code"] == "timeout"
+        else:
+            assert "took too long" in refused(response, 504, code="timeout")
+        gate.open()
+        wait_until(lambda: engine.stats.cancelled == 1)
+        wait_until(lambda: counted(state, 'outcome="timeout"} 1.0'))
+
+
+def test_who_finds_the_queue_full_is_refused_whole(gated):
+    """All choices of a request have a place, or none."""
+    model, gate = gated
+    with real(model, batch_size=2, max_waiting=1) as (client, engine, state):
+
+        async def main() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as many:
+
+                def post(**more):
+                    return asyncio.create_task(many.post("/v1/completions", json=LONG | more))
+
+                running = [post(), post()]
+                while engine.stats.running < 2:  # the second may have missed the first forward
+                    gate.let(1)
+                    await asyncio.sleep(0.05)
+                full = await post(n=2, temperature=1)
+                assert engine.stats.waiting == 0
+                running.append(post())
+                while engine.stats.waiting < 1:
+                    await asyncio.sleep(0.01)
+                streamed = await post(stream=True)
+                gate.open()
+                return [full, streamed, *await asyncio.gather(*running)]
+
+        full, streamed, *others = asyncio.run(main())
+        for response in (full, streamed):
+            assert "queue is full" in refused(response, 429, code="queue_full")
+            assert response.headers["retry-after"] == "1"
+        assert len({response.json()["choices"][0]["text"] for response in others}) == 1
+        wait_until(lambda: counted(state, 'outcome="refused"} 2.0'))
+        assert engine.stats.refused == 3  # choices
+
+
+def test_a_choice_that_fails_is_a_500_of_its_request_alone():
+    model = fresh_model("llada")
+    rows = model.decode_rows
+
+    def broken(tokens, *more):
+        if 13 in tokens.tolist():
+            raise RuntimeError("no such row")
+        return rows(tokens, *more)
+
+    model.decode_rows = broken
+    with Served([stock("m", model)]) as served:
+        bad = {**LONG, "prompt": [13]}
+        assert "no such row" in refused(served.post("/v1/completions", bad), 500, code="failed")
+        streamed = served.post("/v1/completions", {**bad, "stream": True})
+        assert streamed.status_code == 200
+        assert json.loads(sse(streamed.text)[-1])["error"]["type"] == "server_error"
+        served.ask(LONG)
+        assert counted(served.app.state.server, 'outcome="failed"} 2.0')
+
+
+def test_a_panic_of_the_tokenizer_is_one_requests_error(monkeypatch, served):
+    class PanicException(BaseException):  # as pyo3 raises it
+        pass
+
+    def panic(*_, **__):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(generation, "encode", panic)
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", CHAT)):
+        response = served.post(path, {**body, "model": "tiny-d2f"})
+        assert "index out of bounds" in refused(response, 500, code="failed")
+    monkeypatch.undo()
+    assert served.ask({**SHORT, "model": "tiny-d2f"})
+
+
+def test_idle_connections_are_closed_and_limited(monkeypatch):
+    monkeypatch.setattr(run, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(run.Connection, "most", 3)
+    app = create_app([stock("m", random_model("llada"))])
+    with listening(app, http=run.Connection) as url:
+        place = urlsplit(url)
+        idle = [socket.create_connection((place.hostname, place.port), 30) for _ in range(4)]
+        idle[1].sendall(b"GET /health HTT")
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        idle[2].sendall(head)
+        assert idle[3].recv(1) == b""  # one more than there may be
+        assert b"200 OK" in idle[2].recv(65536)
+        for connection in idle[:2]:
+            assert answer(connection) == b""
+        assert httpx.get(f"{url}/health").status_code == 200
+        for connection in idle:
+            connection.close()
+
+
+def test_the_limit_of_open_files_is_raised():
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+        assert run.raise_file_limit() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
