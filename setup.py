@@ -45,7 +45,7 @@ setup(
         "": ["py.typed"],
         "d2f.configs": ["*/*.yaml"],
         "decode.server": ["page/*"],
-        "decode.lm_eval": ["*.yaml"],
+        "decode.harness.tasks": ["*.yaml"],
         "d2f": [
             "cpu/*.cpp",
             "models/**/*.json",

@@ -92,7 +92,7 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
 
 
 def test_the_task_files_are_package_data():
-    names = {path.name for path in files("decode.lm_eval").iterdir()}
+    names = {path.name for path in files("decode.harness.tasks").iterdir()}
     assert {f"d2f_{task}.yaml" for task in TASKS} <= names
     for task in TASKS:
         text = (Path(ours.TASKS) / f"d2f_{task}.yaml").read_text()
@@ -129,9 +129,9 @@ def test_a_users_tasks_stand_beside_ours(tmp_path):
 PROCESS = """
 import json, sys
 import lm_eval
+from accelerate import PartialState
 from lm_eval.tasks import TaskManager
 from decode.lm_eval import D2FLM
-from decode.lm_eval import Processes
 
 folder, output = sys.argv[1:]
 model = D2FLM("tiny-d2f", device="cpu", batch_size=2)
@@ -144,7 +144,8 @@ if found is not None:
         task: {s["doc_id"]: s["filtered_resps"] for s in samples}
         for task, samples in found["samples"].items()}}
     open(output, "w").write(json.dumps(kept))
-Processes().end()
+if PartialState().num_processes > 1:
+    PartialState().destroy_process_group()
 """
 
 
@@ -175,17 +176,6 @@ def test_two_processes_find_what_one_does(sums):
         for name in ("requests", "tokens", "forwards"):
             assert one[name] == two[name]
     assert [found[n]["d2f"]["processes"] for n in (1, 2)] == [1, 2]
-
-
-def test_no_process_waits_for_another_while_it_answers(model, monkeypatch):
-    """Only lm-eval's own steps, which all processes take, are theirs together."""
-    from harness_requests import generation, likelihood, rolling
-
-    for name in ("wait", "gather_object", "all_gather"):
-        monkeypatch.setattr(f"decode.lm_eval.Processes.{name}", pytest.fail)
-    model.generate_until([generation("a", max_gen_toks=4)], True)
-    model.loglikelihood([likelihood("a", " b")], True)
-    model.loglikelihood_rolling([rolling("a b")], True)
 
 
 @pytest.mark.slow

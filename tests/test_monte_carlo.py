@@ -14,7 +14,7 @@ from tiny import random_model
 from d2f import spans
 from decode import generate
 from decode.decoders.unmask import Static
-from decode.lm_eval import MonteCarlo, draw_masks, spread_counts
+from decode.harness.monte_carlo import MonteCarlo, draw_masks, spread_counts
 
 PROMPT = [20, 31, 42, 53]
 TARGET = [61, 72, 83, 94, 105]

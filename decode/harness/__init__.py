@@ -1,0 +1,1 @@
+"""Run our models in lm-evaluation-harness."""
