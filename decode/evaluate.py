@@ -42,8 +42,9 @@ from decode.cli import (
 from decode.decoders import Decoder
 from decode.display import ShownProgress, Silent, standard_output
 from decode.jobs import Output, PromptJob, Record, draw_problems, encode_problems, task_sources
+from decode.judging import JudgePool, default_jobs
 from decode.ledger import check_folder, check_place, refuse_early
-from decode.loop import JudgePool, decode
+from decode.loop import decode
 from decode.report import Measurements, wilson
 from decode.step import Event, Result, p_cache_of
 from decode.workers import Crew, OneWorker
@@ -158,7 +159,6 @@ def _measure(
     folder: Path | None,
 ) -> dict[str, Any]:
     from decode.jobs import Output
-    from decode.loop import JudgePool, default_jobs
 
     every = [job for some in jobs.values() for job in some]
     settled, around, doubt = crew.ask(_about, every)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -24,7 +23,7 @@ import d2f
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.api import DEFAULT_BATCH_SIZE, stream
-from decode.cli import DecoderSettings, load, outline, weights_hash
+from decode.cli import DecoderSettings, ModelOptions, load, outline, weights_hash
 from decode.decoders import Decoder
 from decode.decoders.base import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -209,18 +208,16 @@ class D2FLM(TemplateLM):
         if loaded is not None:
             self.model, self.weights = loaded, weights_hash(loaded)
         else:
-            wanted = Namespace(
+            wanted = ModelOptions(
                 model=str(pretrained),
                 adapter=adapter,
                 family=family,
-                dtype=dtype,
-                quantize=quantize,
+                dtype=dtype,  # type: ignore[arg-type]
+                quantize=quantize,  # type: ignore[arg-type]
                 merge=merge,
                 compile=compile,
                 device=str(self.processes.device) if self.world_size > 1 else device,
-                threads=threads,
-                verbose=False,
-                tensor_parallel=1,
+                threads=threads,  # type: ignore[arg-type]
             )
             self.model, self.weights = load(wanted)
         self._device = self.model.device

@@ -20,7 +20,7 @@ from decode.decoders import find_decoder
 from decode.display import Silent
 from decode.evaluate import main
 from decode.jobs import Output, PromptJob, Source
-from decode.loop import JudgePool
+from decode.judging import JudgePool
 from decode.step import Event, Result
 from decode.workers import OneWorker
 
@@ -56,9 +56,9 @@ def test_a_crash_is_wrong_and_hurts_no_other(pool):
 def test_a_process_that_ends_while_it_waits_judges_nothing_wrong():
     with JudgePool(2) as own:
         own.right(asked("yes", "yes"))
-        for process in own._idle:
-            process._process.kill()
-            process._process.join()
+        for process in list(own._pool._processes.values()):
+            process.kill()
+            process.join()
         assert own.right(asked("yes", "no", "yes")) == [1, 0, 1]
         assert own.failed == 0
 
@@ -79,11 +79,11 @@ def test_a_judge_that_raises_ends_the_command(pool):
 def test_an_interrupt_ends_it_and_its_processes():
     with JudgePool(2) as own:
         own.right(asked("yes", "yes"))
-        before = len(multiprocessing.active_children())
+        others = len(multiprocessing.active_children()) - 2
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             own.right(asked("hang", "hang"))
-        assert len(multiprocessing.active_children()) == before - 2
+        assert len(multiprocessing.active_children()) == others
 
 
 @pytest.mark.parametrize("judge", ["python", "math"])

@@ -1,0 +1,109 @@
+"""Judge responses in processes of their own, several at a time.
+
+A judge may hang, or take its process down: its response is then wrong, and the others are judged.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from d2f.errors import InputError
+from d2f.tasks import Problem, Task
+
+Asked = tuple[Task, Problem, str]
+"""A task, a problem of it, and the text of a response."""
+MOST_BY_DEFAULT = 8
+
+
+class JudgePool:
+    """Judge in at most `jobs` processes. Tasks without `judging_seconds` are judged in this one.
+
+    failed: judgements that ended without a verdict; they count as wrong.
+    """
+
+    def __init__(self, jobs: int):
+        self.jobs, self.failed = jobs, 0
+        self._pool: ProcessPoolExecutor | None = None
+
+    def right(self, asked: Sequence[Asked]) -> list[bool]:
+        """Return the verdicts in order. Raises InputError where a judge raises."""
+        found: dict[int, bool] = {}
+        slow: dict[int, Asked] = {}
+        for number, (task, problem, text) in enumerate(asked):
+            if task.judging_seconds is None:
+                found[number] = task.right(problem, text)
+            else:
+                slow[number] = task, problem, text
+        found |= self._judge(slow)
+        # A process that dies breaks its pool. Judging what it left one by one tells which it was.
+        for number in slow.keys() - found.keys():
+            alone = self._judge({number: slow[number]})
+            self.failed += not alone
+            found[number] = alone.get(number, False)
+        return [found[number] for number in range(len(asked))]
+
+    def _judge(self, asked: Mapping[int, Asked]) -> dict[int, bool]:
+        """Return the verdicts there are before a process dies."""
+        found: dict[int, bool] = {}
+        if not asked:
+            return found
+        if self._pool is None:
+            # Spawned: a forked process would hold this one's threads and CUDA.
+            spawn = multiprocessing.get_context("spawn")
+            # The parent decides what an interrupt ends.
+            ignore = signal.SIGINT, signal.SIG_IGN
+            self._pool = ProcessPoolExecutor(self.jobs, spawn, signal.signal, ignore)
+        futures: dict[int, Future[bool]] = {}
+        try:
+            for number, one in asked.items():
+                futures[number] = self._pool.submit(_verdict, *one)
+            for number, future in futures.items():
+                found[number] = future.result()
+        except BrokenProcessPool:
+            self._close()
+            found |= {n: f.result() for n, f in futures.items() if f.done() and not f.exception()}
+        except BaseException:
+            self._close()
+            raise
+        return found
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            processes = dict(self._pool._processes)  # Python 3.14 has terminate_workers()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes.values():
+                process.terminate()
+                process.join()
+            self._pool = None
+
+    def __enter__(self) -> JudgePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close()
+
+
+def default_jobs() -> int:
+    """Return the number of cores, at most 8: each process is a Python of its own."""
+    from decode.workers import cores_here
+
+    return min(cores_here(), MOST_BY_DEFAULT)
+
+
+def _verdict(task: Task, problem: Problem, text: str) -> bool:
+    # A thread below Python: it also ends what hangs in one long operation of C.
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(task.judging_seconds or 0, exit=True, file=nowhere)
+        try:
+            return task.right(problem, text)
+        except Exception as error:  # as text: it may not unpickle in the parent
+            what = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+            raise InputError(f"{task.name}: {what}{error}") from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
