@@ -1,8 +1,7 @@
 """python -m decode.evaluate --model tiny-d2f --problems 500
 
 Decodes problems of tasks with one model and one decoder, judges the answers, and says how right and
-how fast they were. `--help` lists the options, docs/evaluation.md says what a task is; the parts
-are in decode/evaluation.
+how fast they were. `--help` lists the options, docs/evaluation.md says what a task is.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -27,7 +26,6 @@ from d2f.files import locked, write_beside
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, find_task
 from decode import cli
-from decode.api import generate
 from decode.cli import (
     DecoderOptions,
     ModelOptions,
@@ -47,12 +45,14 @@ from decode.ledger import check_folder, check_place, refuse_early
 from decode.loop import decode
 from decode.report import Measurements, wilson
 from decode.step import Event, Result, p_cache_of
-from decode.workers import Crew, OneWorker
+from decode.workers import Crew, OneWorker, workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
-ANSWERS = "answers.jsonl"  # of the folder of --output
+ANSWERS = "answers.jsonl"  # in the folder of --output
+Jobs = dict[str, list[PromptJob]]
+"""What is decoded of each task, by its name."""
 
 
 @dataclass(kw_only=True)
@@ -132,8 +132,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """The report that the command line asks for: settings, environment and what was measured
-    of each task. Raises InputError before any decoding, NonFiniteLogitsError."""
+    """Return the report: settings, environment and what was measured of each task.
+
+    Raises InputError before any decoding, NonFiniteLogitsError.
+    """
     if options.output is None:
         return _run(options, None)
     with locked(check_folder(options.output)) as folder:
@@ -143,53 +145,39 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _run(options: Options, folder: Path | None) -> dict[str, Any]:
-    from decode.workers import workers
-
     given, jobs = _jobs(options, folder)
     _give_notices(options, jobs)
-    with workers(options) as crew:
-        return _measure(options, crew, given, jobs, folder)
-
-
-def _measure(
-    options: Options,
-    crew: Crew,
-    given: dict[str, Any],
-    jobs: dict[str, list[PromptJob]],
-    folder: Path | None,
-) -> dict[str, Any]:
-    from decode.jobs import Output
-
     every = [job for some in jobs.values() for job in some]
-    settled, around, doubt = crew.ask(_about, every)
-    if doubt is not None:
-        say(f"notice: {doubt}")
-    output = None
-    if folder is not None:
-        output = Output(folder / ANSWERS, settled)
-        if output.torn:
-            say(f"notice: {output.path}: its last line was cut short and is decoded again")
-        if output.done:
-            say(f"notice: {len(output.done)} of {len(every)} answers are already in {output.path}")
-    measured = []
-    judges = JudgePool(options.judge_jobs or default_jobs())
-    with ShownProgress(standard_output(), "answers") as shown, judges, output or nullcontext():
+    with workers(options) as crew, ExitStack() as stack:
+        settled, around, doubt = crew.ask(_about, every)
+        if doubt is not None:
+            say(f"notice: {doubt}")
+        output = None
+        if folder is not None:
+            output = stack.enter_context(Output(folder / ANSWERS, settled))
+            if output.torn:
+                say(f"notice: {output.path}: its last line was cut short and is decoded again")
+            if output.done:
+                there = f"{len(output.done)} of {len(every)} answers are already in {output.path}"
+                say(f"notice: {there}")
+        judges = stack.enter_context(JudgePool(options.judge_jobs or default_jobs()))
+        shown = stack.enter_context(ShownProgress(standard_output(), "answers"))
+        rows = []
         for task in options.chosen:
-            measured.append(
-                evaluate_jobs(
-                    crew,
-                    task,
-                    jobs[task.name],
-                    split=options.split,
-                    batch_size=options.batch_size,
-                    samples=options.samples,
-                    pass_at=options.passes,
-                    output=output,
-                    shown=shown,
-                    judges=judges,
-                )
+            row = evaluate_jobs(
+                crew,
+                task,
+                jobs[task.name],
+                split=options.split,
+                batch_size=options.batch_size,
+                samples=options.samples,
+                pass_at=options.passes,
+                output=output,
+                shown=shown,
+                judges=judges,
             )
-            shown.say(line(measured[-1]))
+            shown.say(line(row))
+            rows.append(row)
     if judges.failed:
         say(f"notice: {judges.failed} responses were judged wrong because their judge did not end")
     return {
@@ -198,38 +186,27 @@ def _measure(
         "decoder": every[0].decoder.name,
         "settings": given,
         "environment": around,
-        "rows": measured,
+        "rows": rows,
     }
 
 
-def _about(
-    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
-) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """Of a loaded model: what decides the run, what it is measured on, what to doubt."""
-    from decode.report import doubt_of, environment
+def _jobs(options: Options, folder: Path | None) -> tuple[dict[str, Any], Jobs]:
+    """Return the decoder options that were given, and what is to be decoded.
 
-    settled = describe(options, model, weights, jobs)
-    return settled, environment(model), doubt_of(model, jobs[0].decoder)
-
-
-def _jobs(
-    options: Options, folder: Path | None
-) -> tuple[dict[str, Any], dict[str, list[PromptJob]]]:
-    """The decoder options that were given, and what is decoded of each task. From the cheapest
-    check to the dearest: flags, data, the model's shape, whose the folder is. Raises InputError."""
+    Checks from the cheapest to the dearest: flags, data, the model's shape, whose the folder is.
+    Raises InputError.
+    """
     from decode.cli import check_options, outline, read_settings
-    from decode.jobs import draw_problems, make_jobs, refuse_equal_samples, task_sources
+    from decode.jobs import make_jobs, refuse_equal_samples
 
     settings = read_settings(options)
     length = settings.given.get("max_new_tokens")
     settings.check([length or task.response_length for task in options.chosen])
     check_options(options)
-    sources = {
-        task.name: task_sources(
-            task, draw_problems(task, options.split, options.problems or task.default_count)
-        )
-        for task in options.chosen
-    }
+    sources = {}
+    for task in options.chosen:
+        problems = draw_problems(task, options.split, options.problems or task.default_count)
+        sources[task.name] = task_sources(task, problems)
     shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
     jobs = {
         name: make_jobs(shape, known, settings, raw=False, n=options.samples)
@@ -245,7 +222,7 @@ def _jobs(
 def describe(
     options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
 ) -> dict[str, Any]:
-    """What decides a run's answers and verdicts."""
+    """Return what decides a run's answers and verdicts."""
     from decode.jobs import header
 
     return {
@@ -256,8 +233,17 @@ def describe(
     }
 
 
-def _give_notices(options: Options, jobs: dict[str, list[PromptJob]]) -> None:
-    """What the user should know before it starts, on standard error."""
+def _about(
+    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """Return, where the model is loaded, what decides the run, the environment, and a warning."""
+    from decode.report import doubt_of, environment
+
+    settled = describe(options, model, weights, jobs)
+    return settled, environment(model), doubt_of(model, jobs[0].decoder)
+
+
+def _give_notices(options: Options, jobs: Jobs) -> None:
     from decode.jobs import give_notices
 
     give_notices(options.chosen)
@@ -272,7 +258,7 @@ def _give_notices(options: Options, jobs: dict[str, list[PromptJob]]) -> None:
 
 
 def _keep(report: dict[str, Any], path: Path) -> None:
-    """Write the report; where that fails, hours of work go to standard output instead."""
+    """Write the report; where that fails, print it: it may be hours of work."""
     text = json.dumps(report, indent=2) + "\n"
     try:
         write_beside(path, text)
@@ -281,16 +267,14 @@ def _keep(report: dict[str, Any], path: Path) -> None:
         raise OutputError(f"{error}; the numbers are above instead") from error
 
 
-@command(
-    interrupted="interrupted; the answers in an --output stay, the same command goes on",
-)
+@command(interrupted="interrupted; the answers in an --output stay, the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; the exit status."""
+    """Run the command."""
     options = parse(arguments)
     with quiet(options.verbose):
         if followed(options):
             return
-        if options.json is not None:  # a link is followed, as by --output
+        if options.json is not None:
             options.json = Path(os.path.realpath(options.json))
             check_place(options.json, "--json")
         report = run(options)
@@ -298,17 +282,89 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _keep(report, options.json)
 
 
-# What the responses to a task's problems come to: accuracy, pass@k, majority vote, counts.
+def evaluate(
+    model: DiffusionModel,
+    decoder: Decoder,
+    task: Task | str,
+    count: int | None,
+    *,
+    split: str = "heldout",
+    seed: int = 0,
+    batch_size: int = 32,
+) -> dict[str, Any]:
+    """Decode and judge `count` problems of a task (None: all), one response each, and return their
+    `score` with the wall seconds of the decoding. Raises InputError before any decoding."""
+    if count is not None and count < 1:
+        raise InputError(f"count must be at least 1, got {count}")
+    task = find_task(task) if isinstance(task, str) else task
+    problems = draw_problems(task, split, count, seed)
+    prompts = zip(
+        task_sources(task, problems), encode_problems(model, problems, decoder), strict=True
+    )
+    jobs = [
+        PromptJob(source, ids, decoder.sampled(place, 0))
+        for place, (source, ids) in enumerate(prompts)
+    ]
+    return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
+
+
+def evaluate_jobs(
+    crew: Crew,
+    task: Task,
+    jobs: Sequence[PromptJob],
+    *,
+    split: str,
+    batch_size: int,
+    samples: int = 1,
+    pass_at: Sequence[int] = (),
+    output: Output | None = None,
+    shown: ShownProgress | None = None,
+    judges: JudgePool | None = None,
+) -> dict[str, Any]:
+    """Decode a task's jobs, `samples` for each problem, except those that `output` has already.
+
+    `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
+    many responses it was for, `workers` how many processes decoded them at a time.
+    """
+    done = {} if output is None else output.done
+    pending = [job for job in jobs if job.source.id not in done]
+    display = Silent() if shown is None else _Counting(shown, len(pending), task.name)
+    new, seconds = decode(
+        crew, pending, batch_size=batch_size, display=display, output=output, judges=judges
+    )
+    by_id = {**done, **{record.id: record for record in new}}
+    records = [by_id[job.source.id] for job in jobs]
+    return {
+        **score(task, records, samples=samples, pass_at=pass_at),
+        "split": split,
+        "batch_size": batch_size,
+        "workers": crew.count,
+        "decoded": len(new),
+        "seconds": seconds if new else None,
+        "max_new_tokens": jobs[0].decoder.length,
+    }
+
+
+class _Counting(Silent):
+    """Show how many responses are done, and how many of them are right."""
+
+    def __init__(self, shown: ShownProgress, total: int, name: str):
+        self.shown, self.name = shown, name
+        self.done = self.right = 0
+        shown.begin(total, name)
+
+    def show(self, job: PromptJob, event: Event) -> None:
+        pass
+
+    def finish(self, job: PromptJob, record: Record) -> None:
+        self.done, self.right = self.done + 1, self.right + bool(record.right)
+        self.shown.advance(1, f"{self.name}: {self.right} of {self.done} right")
 
 
 def score(
-    task: Task,
-    records: Sequence[Record],
-    *,
-    samples: int = 1,
-    pass_at: Sequence[int] = (),
+    task: Task, records: Sequence[Record], *, samples: int = 1, pass_at: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Sums and shares of a task's responses, `samples` for each problem, problem after problem.
+    """Sum up a task's responses, `samples` for each problem, problem after problem.
 
     accuracy is the share of right responses; its interval is over problems, as the samples of one
     are alike. forwards adds the calls that each request was in, so tokens_per_forward is that of a
@@ -347,14 +403,14 @@ def score(
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of k samples is right, of which `right` of `samples` are: the unbiased
-    estimator 1 - C(n-c, k) / C(n, k) of Chen et al., 2021 (HumanEval), equation 1."""
+    """Return the chance that one of k samples is right, of which `right` of `samples` are: the
+    unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al., 2021 (HumanEval), equation 1."""
     return 1 - comb(samples - right, k) / comb(samples, k)
 
 
 def majority(task: Task, group: Sequence[Record]) -> bool | None:
-    """Whether the answer that most samples of a problem give is right, of equally many the one that
-    comes first; None where no sample has an answer that can be counted."""
+    """Judge the answer that most samples of a problem give, of equally many the first; None where
+    no sample has an answer that can be counted."""
     answers = [task.answer(record.text or "") for record in group]
     counted = Counter(answer for answer in answers if answer is not None)
     if not counted:
@@ -364,8 +420,7 @@ def majority(task: Task, group: Sequence[Record]) -> bool | None:
 
 
 def _share(values: Sequence[float]) -> dict[str, float]:
-    """The mean of a value a problem, each in [0, 1], with its 95 % interval over problems: that of
-    a share, which is wider than needed where values lie between 0 and 1."""
+    """Return the mean of a value in [0, 1] for each problem, with its 95 % interval."""
     low, high = wilson(sum(values), len(values))
     return {
         "accuracy": sum(values) / len(values),
@@ -374,117 +429,27 @@ def _share(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def line(on: dict[str, Any]) -> str:
-    """What was measured, for reading."""
-    responses = on["problems"] * on["samples"]
-    seconds = "" if on["seconds"] is None else f"  {on['seconds']:6.1f} s"
+def line(row: dict[str, Any]) -> str:
+    """Format what was measured of a task, a line for each figure."""
+    responses = row["problems"] * row["samples"]
+    seconds = "" if row["seconds"] is None else f"  {row['seconds']:6.1f} s"
     parts = [
-        f"{on['task']:<10} {on['right']:>4} of {responses} right "
-        f"({on['accuracy']:6.1%}, 95 % {_interval(on)})  "
-        f"{on['tokens_per_forward']:5.2f} visible tokens a forward  "
-        f"{on['forwards'] / responses:6.1f} forwards a problem{seconds}"
-        + (f"  p_cache {on['p_cache']:.2f}" if "p_cache" in on else "")
+        f"{row['task']:<10} {row['right']:>4} of {responses} right "
+        f"({row['accuracy']:6.1%}, 95 % {_interval(row)})  "
+        f"{row['tokens_per_forward']:5.2f} visible tokens a forward  "
+        f"{row['forwards'] / responses:6.1f} forwards a problem{seconds}"
+        + (f"  p_cache {row['p_cache']:.2f}" if "p_cache" in row else "")
     ]
-    for k, share in on.get("pass_at", {}).items():
-        parts.append(f"{'':<10} pass@{k} {share['accuracy']:.1%} (95 % {_interval(share)})")
-    if "majority" in on:
-        share = on["majority"]
-        parts.append(
-            f"{'':<10} majority of {on['samples']} {share['accuracy']:.1%} "
-            f"(95 % {_interval(share)})"
-        )
+    more = {f"pass@{k}": share for k, share in row.get("pass_at", {}).items()}
+    if "majority" in row:
+        more[f"majority of {row['samples']}"] = row["majority"]
+    for name, share in more.items():
+        parts.append(f"{'':<10} {name} {share['accuracy']:.1%} (95 % {_interval(share)})")
     return "\n".join(parts)
 
 
 def _interval(share: dict[str, Any]) -> str:
     return f"{share['accuracy_low']:.1%} to {share['accuracy_high']:.1%}"
-
-
-# A task's problems decoded, judged and counted.
-
-
-class Counting(Silent):
-    """A bar of the responses that are done, with how many of them are right."""
-
-    def __init__(self, shown: ShownProgress, total: int, what: str):
-        self.shown, self.what = shown, what
-        self.done = self.right = 0
-        shown.begin(total, what)
-
-    def show(self, job: PromptJob, event: Event) -> None:
-        """A forward, of which nothing is shown."""
-
-    def finish(self, job: PromptJob, record: Record) -> None:
-        self.done, self.right = self.done + 1, self.right + bool(record.right)
-        self.shown.advance(1, f"{self.what}: {self.right} of {self.done} right")
-
-
-def evaluate(
-    model: DiffusionModel,
-    decoder: Decoder,
-    task: Task | str,
-    count: int | None,
-    *,
-    split: str = "heldout",
-    seed: int = 0,
-    batch_size: int = 32,
-) -> dict[str, Any]:
-    """`count` problems of a task (None: all that there are) decoded and judged, one response each:
-    what `decode.evaluate.score` says, and the wall seconds of the decoding. Raises
-    InputError before any decoding."""
-    if count is not None and count < 1:
-        raise InputError(f"count must be at least 1, got {count}")
-    task = find_task(task) if isinstance(task, str) else task
-    problems = draw_problems(task, split, count, seed)
-    ids = encode_problems(model, problems, decoder)
-    jobs = [
-        PromptJob(source, prompt, decoder.sampled(place, 0))
-        for place, (source, prompt) in enumerate(
-            zip(task_sources(task, problems), ids, strict=True)
-        )
-    ]
-    return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
-
-
-def evaluate_jobs(
-    crew: Crew,
-    task: Task,
-    jobs: Sequence[PromptJob],
-    *,
-    split: str,
-    batch_size: int,
-    samples: int = 1,
-    pass_at: Sequence[int] = (),
-    output: Output | None = None,
-    shown: ShownProgress | None = None,
-    judges: JudgePool | None = None,
-) -> dict[str, Any]:
-    """A task's jobs, `samples` a problem, decoded but for those that `output` has already. judges:
-    what judges several responses at a time; without it each is judged here.
-
-    `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
-    many responses it was for, `workers` how many processes decoded them at a time.
-    """
-    done = {} if output is None else output.done
-    pending = [job for job in jobs if job.source.id not in done]
-    display = Silent() if shown is None else Counting(shown, len(pending), task.name)
-    new, seconds = decode(
-        crew, pending, batch_size=batch_size, display=display, output=output, judges=judges
-    )
-    by_id = {**done, **{record.id: record for record in new}}
-    records = [by_id[job.source.id] for job in jobs]
-    return {
-        **score(task, records, samples=samples, pass_at=pass_at),
-        "split": split,
-        "batch_size": batch_size,
-        "workers": crew.count,
-        "decoded": len(new),
-        "seconds": seconds if new else None,
-        "max_new_tokens": jobs[0].decoder.length,
-    }
-
-
-# Problems decoded together and judged, for those who want the verdicts and no report.
 
 
 @dataclass(frozen=True)
@@ -497,7 +462,7 @@ class Judged:
     seconds: float
 
     def measurements(self) -> Measurements:
-        """Problem by problem; each has the share of the seconds that its own time has."""
+        """Return them problem by problem; the seconds are shared by each one's own time."""
         own = np.array([result.seconds for result in self.results])
         return Measurements(
             np.array(self.right, dtype=bool),
@@ -516,8 +481,9 @@ def decode_and_judge(
     *,
     batch_size: int,
 ) -> Judged:
-    """Decode the problems and check the responses; only the decoding is timed."""
-    # Prompts are encoded within the time that is counted, answers checked outside of it.
+    """Decode the problems and judge the responses; the time of the judging is not counted."""
+    from decode.api import generate
+
     began = time.perf_counter()
     ids = encode_problems(model, problems, decoder)
     results = generate(model, ids, decoder, batch_size=batch_size)

@@ -8,16 +8,15 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import transformers
 
-from d2f.model import DiffusionModel
-from decode.decoders import Decoder
+if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
+    from decode.decoders import Decoder
 
 Z95 = 1.959964
 
@@ -159,6 +158,9 @@ def joined(parts: list[Measurements]) -> Measurements:
 
 def environment(model: DiffusionModel) -> dict[str, Any]:
     """Describe the machine, the versions and the model's precision."""
+    import torch
+    import transformers
+
     cuda = model.device.type == "cuda"
     return {
         "date": time.strftime("%Y-%m-%d"),

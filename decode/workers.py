@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 RETRIES = 1  # of a chunk whose worker died
+RESTARTS = 3  # of a worker in all
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -105,7 +106,7 @@ class RayWorkers:
 
         self.count = count
         actor = ray.remote(_Worker).options(
-            num_cpus=cores, num_gpus=gpus, max_restarts=-1, max_task_retries=RETRIES
+            num_cpus=cores, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=RETRIES
         )
         self._actors = [actor.remote(options) for _ in range(count)]
         hashes = {self._get(one.ask.remote(_weights)) for one in self._actors}
