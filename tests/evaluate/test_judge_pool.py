@@ -110,7 +110,7 @@ def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_pa
     events = [Event(n, 1, [], [], result) for n in (0, 1)]
     failed = Result([], [], "", 1, [], 0.1, "error", 2, error=RequestError("broken"))
     events.append(Event(2, 1, [], [], failed))
-    monkeypatch.setattr(timed_loop, "stream", lambda *_, **__: iter(events))
+    monkeypatch.setattr("decode.api.stream", lambda *_, **__: iter(events))
     monkeypatch.setattr(timed_loop, "_warm_up", lambda *_: None)
     output = Output(tmp_path / "answers.jsonl", {})
     with JudgePool(8) as pool, pytest.raises(RequestError, match=r"^2: broken"):
