@@ -105,10 +105,11 @@ class RayWorkers:
         import ray
 
         self.count = count
-        actor = ray.remote(_Worker).options(
+        actor: Any = ray.remote(_Worker)
+        actor = actor.options(
             num_cpus=cores, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=RETRIES
         )
-        self._actors = [actor.remote(options) for _ in range(count)]
+        self._actors: list[Any] = [actor.remote(options) for _ in range(count)]
         hashes = {self._get(one.ask.remote(_weights)) for one in self._actors}
         if len(hashes) > 1:
             raise InputError(
