@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from d2f.config import check as check_config
-from d2f.errors import InputError
+from d2f.config import read_mapping
+from d2f.errors import InputError, did_you_mean
 from d2f.shipped import EVALUATION, find_config, shipped
-from d2f.tasks.data_task import DataTask, TaskFile, read_task_file
+from d2f.tasks.data_task import DataTask, TaskFile
 from d2f.tasks.judges import make_judge
 from d2f.tasks.problem import Problem
 from d2f.tasks.task import (
@@ -33,19 +34,24 @@ from d2f.tasks.task import (
 
 
 def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
-    """The task of that name or in that YAML file, whose data is not read yet.
-    allow_code_execution: whether a judge may run what a model wrote. Raises InputError."""
+    """Find a task by its name or YAML file; its data is not read yet.
+
+    allow_code_execution: may a judge run what a model wrote? Raises InputError.
+    """
     if given in GENERATED:
         return GENERATED[given]
     try:
         path = find_config(given, *EVALUATION)
     except InputError as error:
-        known = ", ".join([*GENERATED, *shipped(*EVALUATION)])
+        known = [*GENERATED, *shipped(*EVALUATION)]
         raise InputError(
-            f"expected a task among {known}, or a task file, got {given!r:.200}"
+            f"there is no task or task file {given!r:.200}{did_you_mean(given, known)}; expected "
+            f"one of {', '.join(known)}, or a task file"
         ) from error
-    file = check_config(TaskFile, read_task_file(path), str(path))
-    judge = make_judge(file.judge, str(path), allow_code_execution=allow_code_execution)
+    file = check_config(TaskFile, read_mapping(path), str(path))
+    judge = make_judge(
+        file.judge, str(path), allow_code_execution=allow_code_execution, from_file=True
+    )
     words = ("--tasks", given, *(("--allow-code-execution",) if judge.name == "python" else ()))
     return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))
 
@@ -53,7 +59,7 @@ def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
 def find_tasks(
     given: Sequence[Task | str], *, allow_code_execution: bool = False
 ) -> tuple[Task, ...]:
-    """Several tasks, each once; one that is found already stays as it is. Raises InputError."""
+    """Find several tasks, each once; a Task stays as it is. Raises InputError."""
     tasks = tuple(
         find_task(one, allow_code_execution=allow_code_execution) if isinstance(one, str) else one
         for one in given
@@ -66,7 +72,7 @@ def find_tasks(
 
 
 def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -> Task:
-    """The task of a file or data set and a judge, all else by default. Raises InputError."""
+    """Make a task of a file or data set and a judge. Raises InputError."""
     file = check_config(TaskFile, {"data": data, "judge": judge}, f"--data {data}")
     made = make_judge(judge, "--judge", allow_code_execution=allow_code_execution)
     words = ("--data", data, "--judge", judge)

@@ -3,12 +3,14 @@
     Write a Python function rate(sizes) of a list of whole numbers. Leave out those of 3 or less.
     Square each. Make each at most 20. Add them up. Return that plus 4.
 
-The tests compare what the response returns with what the reference returns, both in the small
-Python of `d2f.tasks.sandbox`: what a model wrote is not run as code.
+The tests compare what the response returns with what the reference returns, both interpreted by
+asteval with bounded steps and values: what a model wrote is not run as code.
 """
 
 from __future__ import annotations
 
+import ast
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -17,11 +19,9 @@ from typing import Any
 import numpy as np
 
 from d2f.tasks.problem import Problem, pick, pick_integer
-from d2f.tasks.sandbox import Function, Refused
 
-# What the functions of the task `coding` are made of: in words, as lines of Python, and in effect.
-#
-# In words and lines, {items} is the list, {n} one number of it, {k} and {m} are constants.
+# What the functions are made of: in words, as lines of Python, and in effect. In words and lines
+# {items} is the list, {n} one number of it, {k} and {m} are constants.
 
 NAMES = tuple(
     "compute measure evaluate collect reduce combine process transform gather rate weigh assess "
@@ -203,7 +203,7 @@ LIST_ENDS = (
 MIN_STEPS, MAX_STEPS = 3, 6
 NUMBERS = range(-20, 41)  # in the tests
 RANDOM_TESTS, LONGEST_TEST = 30, 10
-# Lists on which no step may be in vain.
+# Probe inputs; every step must change the result on at least one.
 PROBES = ([7, -12, 31, 4, 18, -3, 25], [40, 3, -20, 14, 9, 22, -7], [-1, 16, 2, 28, 33, 11, 6])
 LEAST_LEFT = 7  # of the numbers of PROBES, after any step
 
@@ -294,15 +294,145 @@ def draw(rng: np.random.Generator) -> Description:
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether text is a function of the asked name that returns what the reference returns for each
-    list of `tests`, and nothing else."""
+    """Check that text is one function of the asked name, and that it returns what the reference
+    returns for every test."""
     name = problem.answer.removeprefix("def ").partition("(")[0]
-    reference = Function(problem.answer, name)
     try:
-        response = Function(text, name)
+        reference, response = Function(problem.answer, name), Function(text, name)
         return all(response(numbers) == reference(numbers) for numbers in tests(problem))
     except Refused:
         return False
+
+
+class Refused(Exception):
+    """The program is not of the small Python, fails, or exceeds the limits."""
+
+
+LONGEST = 4000  # characters of a program
+MOST_STEPS = 20_000  # statements and expressions of a call
+MOST_ITEMS = 200  # of a list
+LARGEST = 10**40
+BUILTINS = {"abs": abs, "len": len, "max": max, "min": min, "sorted": sorted, "sum": sum}
+# Assignments to a name, for, if, continue, return, arithmetic, comparisons, slices, append.
+SYNTAX = (
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.AugAssign, ast.Expr,
+    ast.If, ast.For, ast.Return, ast.Continue, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call,
+    ast.Attribute, ast.Subscript, ast.Slice, ast.List, ast.Name, ast.Constant, ast.Load, ast.Store,
+    ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub, ast.Not, ast.Lt, ast.LtE, ast.Gt,
+    ast.GtE, ast.Eq, ast.NotEq,
+)  # fmt: skip
+
+
+class Function:
+    """A program that is one function of that name and nothing else, to be called with numbers."""
+
+    def __init__(self, program: str, name: str) -> None:
+        """Read the program. Raises Refused."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # about odd literals
+                tree = ast.parse(program[: LONGEST + 1])
+                compile(tree, "response", "exec")  # refuses a `continue` without a loop
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise Refused from error
+        match tree.body:
+            case [
+                ast.FunctionDef(
+                    its_name,
+                    ast.arguments([], [ast.arg(argument, None)], None, [], [], None, []),
+                    decorator_list=[],
+                    returns=None,
+                )
+            ] if its_name == name and len(program) <= LONGEST:
+                pass
+            case _:
+                raise Refused
+        nodes = list(ast.walk(tree))
+        texts = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        docstrings = [n.value for n in nodes if isinstance(n, ast.Expr)]
+        if not all(map(_is_allowed, nodes)) or any(text not in docstrings for text in texts):
+            raise Refused
+        # What is assigned anywhere is local everywhere, whatever builtin has its name.
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {argument}
+        known = {key: value for key, value in BUILTINS.items() if key not in assigned}
+        self._interpreter = _interpreter(known)
+        self._interpreter.eval(program, show_errors=False, raise_errors=True)
+        self._function = self._interpreter.symtable[name]
+
+    def __call__(self, numbers: Sequence[int]) -> Any:
+        """Return what it returns for a list of numbers. Raises Refused."""
+        self._interpreter.steps = 0
+        try:
+            return self._function(list(numbers))
+        except Exception as error:  # asteval wraps whatever the program raises
+            raise Refused from error
+
+
+def _is_allowed(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "append"
+    if isinstance(node, ast.Constant):  # text is a docstring
+        return type(node.value) in (int, str) and (
+            isinstance(node.value, str) or node.value <= LARGEST
+        )
+    if isinstance(node, ast.Call) and node.keywords:
+        return False
+    return isinstance(node, SYNTAX)
+
+
+def _interpreter(builtins: dict[str, Any]) -> Any:
+    """Make an asteval interpreter that knows only these functions and bounds steps and values."""
+    from asteval import Interpreter
+
+    class Bounded(Interpreter):  # type: ignore[misc]
+        steps = 0
+
+        def run(self, node: Any, *arguments: Any, **options: Any) -> Any:
+            self.steps += 1
+            if self.steps > MOST_STEPS:
+                raise Refused
+            return _bounded(super().run(node, *arguments, **options))
+
+        def on_binop(self, node: ast.BinOp) -> Any:
+            # A list times a number is refused before it is made.
+            if isinstance(node.op, ast.Mult):
+                left, right = self.run(node.left), self.run(node.right)
+                if isinstance(left, list) or isinstance(right, list):
+                    raise Refused
+                return left * right
+            return super().on_binop(node)
+
+        def on_augassign(self, node: ast.AugAssign) -> Any:
+            # Python extends the same list, asteval would make another.
+            if isinstance(node.target, ast.Name) and isinstance(node.op, ast.Add):
+                old = self.run(ast.Name(node.target.id, ast.Load()))
+                if isinstance(old, list):
+                    old += self.run(node.value)
+                    return _bounded(old)
+            return super().on_augassign(node)
+
+        def on_call(self, node: ast.Call) -> Any:
+            if isinstance(node.func, ast.Attribute):  # append
+                target, values = self.run(node.func.value), [self.run(a) for a in node.args]
+                if not isinstance(target, list) or not isinstance(values[0], int):
+                    raise Refused
+                target.append(*values)
+                return _bounded(target) and None
+            return super().on_call(node)
+
+    allowed = dict.fromkeys(("augassign", "for", "functiondef", "if"), True)
+    interpreter = Bounded(use_numpy=False, minimal=True, config=allowed)
+    interpreter.symtable.clear()
+    interpreter.symtable.update(builtins)
+    return interpreter
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MOST_ITEMS:
+        raise Refused
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise Refused
+    return value
 
 
 def tests(problem: Problem) -> list[list[int]]:

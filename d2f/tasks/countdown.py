@@ -32,18 +32,18 @@ class Combination:
 
     @property
     def key(self) -> str:
-        """The sorted numbers and the target, as "2,3,7,8=45"."""
+        """Join the sorted numbers and the target, as in "2,3,7,8=45"."""
         return f"{','.join(map(str, sorted(self.numbers)))}={self.target}"
 
     def write(self, rng: np.random.Generator) -> Problem:
-        """The problem, which has only one wording."""
+        """Put it into words; there is one wording."""
         *others, last = map(str, self.numbers)
         question = f"Use {', '.join(others)} and {last} to make {self.target}."
         return Problem("countdown", question, "\n".join(self.steps), self.key)
 
 
 def draw(rng: np.random.Generator) -> Combination:
-    """Numbers 1..MAX_NUMBER combined at random until the result is MIN_TARGET..MAX_VALUE."""
+    """Combine numbers of 1..MAX_NUMBER at random until the result is MIN_TARGET..MAX_VALUE."""
     count = pick(rng, COUNTS)
     while True:
         numbers = tuple(pick_integer(rng, 1, MAX_NUMBER) for _ in range(count))
@@ -53,7 +53,7 @@ def draw(rng: np.random.Generator) -> Combination:
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the non-empty lines of text are right steps from the numbers to the target.
+    """Check that the non-empty lines of text are right steps from the numbers to the target.
 
     Each step takes two numbers still there and puts back their result, a positive integer;
     there is one step fewer than numbers, and nothing but blanks after the last.
@@ -67,7 +67,7 @@ def check(problem: Problem, text: str) -> bool:
 
 
 def _take_step(line: str, available: list[int]) -> bool:
-    """Whether line is a right step; if so, available has its result in place of its operands."""
+    """Check a step; where it is right, put its result into available for its operands."""
     found = STEP.fullmatch(line)
     if found is None:
         return False
@@ -84,7 +84,7 @@ def _take_step(line: str, available: list[int]) -> bool:
 
 
 def _combine(rng: np.random.Generator, available: list[int]) -> tuple[tuple[str, ...], int]:
-    """Random steps until one number is left, and that number, 0 where a step had no result."""
+    """Draw steps until one number is left; return them and it, 0 if a step had no result."""
     steps = []
     while len(available) > 1:
         a = available.pop(int(rng.random() * len(available)))
@@ -115,9 +115,9 @@ _LONGEST = 200  # characters of an expression
 
 
 def reaches(problem: Problem, text: str) -> bool:
-    """Whether the last boxed expression of a response uses each number of the row's `input`
-    ("3,4,5") exactly once and comes to its `output`. What stands from an equals sign on is passed
-    over, as in the official code."""
+    """Check that the last boxed expression uses each number of the row's `input` ("3,4,5") exactly
+    once and comes to its `output`. As in the official code, an equals sign and what follows it is
+    ignored."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return False
@@ -135,7 +135,7 @@ def reaches(problem: Problem, text: str) -> bool:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Exactly. Raises ValueError for anything but whole numbers and + - * /, ZeroDivisionError."""
+    """Evaluate exactly. Raises ValueError for anything but whole numbers and + - * /."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

@@ -1,10 +1,21 @@
-"""A task whose problems are rows of a file or data set."""
+"""A task whose problems are rows of a file or data set, as YAML describes it:
+
+data: openai/gsm8k
+dataset_config: main
+splits: {heldout: test, tuning: "train[:500]", train: "train[500:]"}
+prompt: "Question: {{ question }}\\nAnswer:"
+reference: "{{ answer }}"
+few_shot: {count: 4, split: train}
+example: " {{ answer }}"
+chat: false
+stop: ["Question:"]
+judge: numeric
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -13,26 +24,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from d2f.config import Section, Seed, Switch, Text, Tokens, read_mapping
+from d2f.config import Section, Seed, Switch, Text, Tokens
 from d2f.data import BadRecord, Source, Table, open_records
-from d2f.errors import InputError, one_line, repr_of
-from d2f.shipped import EVALUATION, shipped
+from d2f.errors import InputError
 from d2f.tasks.judges import Judge, Own
 from d2f.tasks.problem import Message, Problem, columns_of, render
 from d2f.tasks.task import ALL, SPLITS, Task
-
-# A task of a user's own data, as YAML says it.
-#
-# data: openai/gsm8k
-# dataset_config: main
-# splits: {heldout: test, tuning: "train[:500]", train: "train[500:]"}
-# prompt: "Question: {{ question }}\nAnswer:"
-# reference: "{{ answer }}"
-# few_shot: {count: 4, split: train}
-# example: " {{ answer }}"
-# chat: false
-# stop: ["Question:"]
-# judge: numeric
 
 Split = Literal["train", "tuning", "heldout"]
 Template = Annotated[str, Field(min_length=1, max_length=20_000)]
@@ -41,12 +38,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class FewShot(Section):
-    """Solved examples before the problem: written here, or rows of a split."""
+    """Solved examples before the problem: written out, or rows of a split."""
 
     count: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """How many rows of the split."""
+    """How many rows of the split to show."""
     split: Split = "train"
-    """Where they are taken from."""
+    """The split that they are taken from."""
     seed: Seed | None = None
     """Draw other rows for each problem; default: the same for all, the first of the split."""
     examples: Annotated[tuple[dict[str, Any], ...], Field(max_length=1000)] = ()
@@ -66,9 +63,6 @@ class FewShot(Section):
 class TaskFile(Section):
     """One task. Templates are Jinja's, over the columns of a row, and kept to the letter."""
 
-    like: Text | None = None
-    """Another task file, by its path from this one or by the name that it ships under, whose keys
-    hold where this one has none: those of a mapping one by one, and null takes one away."""
     name: TaskName | None = None
     """As in reports; default: the file's name."""
     data: Text
@@ -156,8 +150,11 @@ Place = tuple[Source, int]
 
 
 class TaskRows:
-    """The rows of a task, read when they are first asked for. name: the task's, in errors. folder:
-    beside which data may lie. columns: those that are read by name, None for all that there are."""
+    """The rows of a task, read when they are first asked for.
+
+    name: the task's, for errors. folder: beside which data may lie. columns: those to read, None
+    for all.
+    """
 
     def __init__(self, file: TaskFile, name: str, folder: Path, columns: set[str] | None):
         self.file, self.name, self.folder, self.columns = file, name, folder, columns
@@ -165,11 +162,11 @@ class TaskRows:
         self._splits: dict[str, list[Place]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which opens the data itself."""
+        """Leave out the open data: another process opens it itself."""
         return {**vars(self), "_sources": {}, "_splits": {}}
 
     def of(self, split: str) -> list[Place]:
-        """The rows of a split. Raises InputError where there is none."""
+        """Return the rows of a split. Raises InputError for an unknown or empty one."""
         if split not in self._splits:
             self._splits[split] = self._of(split)
         return self._splits[split]
@@ -202,12 +199,12 @@ class TaskRows:
 
     @property
     def are_shares(self) -> bool:
-        """Whether the splits are parts of one whole."""
+        """True if the splits are shares of one set of rows."""
         return all(not isinstance(place, str) for place in self.file.splits.values())
 
     @property
     def digests(self) -> list[str]:
-        """Of the data that the splits are in."""
+        """Hash the data that the splits are in."""
         places = {place if isinstance(place, str) else None for place in self.file.splits.values()}
         return sorted(self._source(place).digest for place in places)
 
@@ -216,7 +213,7 @@ class TaskRows:
         return [(source, number) for number in range(len(source))]
 
     def _source(self, place: str | None) -> Source:
-        """A split of the data set, or another file; place: None for data's own."""
+        """Open a split of the data set, or another file; None is `data` itself."""
         kept = place or ""
         if kept not in self._sources:
             try:
@@ -251,7 +248,7 @@ class TaskRows:
         return source
 
     def _path(self, name: str) -> Path | None:
-        """The file of that name, beside the task's or by its path; None where it is none."""
+        """Find a file beside the task's or by its path; None where the name is no file's."""
         for path in (self.folder / name, Path(name)):
             if path.is_file():
                 return path
@@ -260,7 +257,7 @@ class TaskRows:
         return None
 
     def _select(self, table: Table) -> None:
-        """Read only what is needed. Raises InputError for a column that there is not."""
+        """Read only the columns needed. Raises InputError for one that is missing."""
         if self.columns is None:
             return
         lacking = sorted(self.columns - set(table.columns))
@@ -274,7 +271,7 @@ class TaskRows:
 
 
 def read_row(place: Place) -> Row:
-    """A row's columns. Raises BadRecord."""
+    """Read a row's columns. Raises BadRecord."""
     source, number = place
     row = source.record(number)
     if not isinstance(row, Mapping):
@@ -283,20 +280,23 @@ def read_row(place: Place) -> Row:
 
 
 def key_of(row: Any) -> str:
-    """A row's content as a hash."""
+    """Hash a row's content."""
     content = json.dumps(row, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _fraction(place: Place) -> float:
-    """Where in [0, 1) a row lies, by its content alone: equal rows are in one split."""
+    """Place a row in [0, 1) by its content alone, so that equal rows are in one split."""
     source, number = place
     return int(key_of(source.attempt(number))[:13], 16) / 16**13
 
 
 class DataTask(Task):
-    """The task of a `TaskFile`. name: where the file says none. words: how a command line names
-    it. folder: of the file, beside which its data may lie."""
+    """The task of a `TaskFile`.
+
+    name: used where the file gives none. words: how a command line names it. folder: the file's,
+    beside which its data may lie.
+    """
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class DataTask(Task):
         return self.judge.answer(text)
 
     def _columns(self) -> set[str] | None:
-        """Those that templates and judge read; None where a judge of the user's own may read
+        """List the columns that templates and judge read; None where the user's own judge may read
         any."""
         if isinstance(self.judge, Own):
             return None
@@ -360,7 +360,7 @@ class DataTask(Task):
         return self.judge.columns.union(*(columns_of(one) for one in given if one))
 
     def _problem(self, place: Place) -> Problem:
-        """A row as a problem. Raises InputError that says which row, and what is wrong with it."""
+        """Make a problem of a row. Raises InputError that names the row and what is wrong."""
         source, number = place
         try:
             row = read_row(place)
@@ -372,11 +372,11 @@ class DataTask(Task):
         return problem
 
     def _question(self, row: Row) -> str:
-        """The text that is asked. Raises BadRecord."""
+        """Return the text that is asked."""
         return self._asked(row)[-1]["content"]
 
     def _asked(self, row: Row) -> list[Message]:
-        """The messages that end with what is asked."""
+        """Return the messages that end with what is asked."""
         if self.file.prompt is not None:
             return [_message("user", render(self.file.prompt, row))]
         name = _usual(row, USUAL_PROMPTS, "prompt")
@@ -391,8 +391,7 @@ class DataTask(Task):
         return str(row[_usual(row, USUAL_REFERENCES, "reference")])
 
     def _given(self, row: Row) -> str | list[Message]:
-        """What the model is given: what `_prompt` says, and the beginning of the response. Raises
-        BadRecord."""
+        """Return what the model is given: the prompt, and the beginning of the response."""
         prompt = self._prompt(row)
         if self.file.gen_prefix is None:
             return prompt
@@ -404,7 +403,7 @@ class DataTask(Task):
         return render(self.file.gen_prefix or "", row)
 
     def _prompt(self, row: Row) -> str | list[Message]:
-        """Examples, and what is asked. Raises BadRecord.
+        """Return examples and what is asked. Raises BadRecord.
 
         A chat with examples in turns: system, user, assistant, user, assistant, user. In one text:
         examples and question with separators between them.
@@ -428,13 +427,13 @@ class DataTask(Task):
         return [*first, _message("user", file.separator.join(parts))]
 
     def _response(self, row: Row) -> str:
-        """Of an example."""
+        """Return the response of an example."""
         if self.file.example is not None:
             return render(self.file.example, row)
         return self._reference(row)
 
     def _shown(self, row: Row) -> list[Row]:
-        """The rows of the examples before a row, which is never one of its own."""
+        """Choose the rows of the examples before a row; it is never one of its own."""
         few = self.file.few_shot
         if few is None or few.count is None:
             return [] if few is None else list(few.examples)
@@ -460,7 +459,7 @@ def _message(role: str, content: str) -> Message:
 
 
 def _usual(row: Row, names: tuple[str, ...], what: str) -> str:
-    """The first of the names that a row has. Raises BadRecord."""
+    """Find the first of the names that a row has. Raises BadRecord."""
     found = next((name for name in names if row.get(name) is not None), None)
     if found is None:
         raise BadRecord(
@@ -471,7 +470,7 @@ def _usual(row: Row, names: tuple[str, ...], what: str) -> str:
 
 
 def _messages(value: Any) -> list[Message]:
-    """A column of chat messages that ends with what is asked. Raises BadRecord."""
+    """Check chat messages: they end with what is asked. Raises BadRecord."""
     well = isinstance(value, list) and all(
         isinstance(turn, dict)
         and isinstance(turn.get("role"), str)
@@ -484,96 +483,3 @@ def _messages(value: Any) -> list[Message]:
             f"{str(value)[:60]!r}"
         )
     return [_message(turn["role"], turn["content"]) for turn in value]
-
-
-# A task file that builds on another one, by its key `like`.
-#
-#     sums.yaml                             hard-sums.yaml                read as
-#     data: sums.jsonl                      like: sums.yaml               data: sums.jsonl
-#     splits: {tuning: 0.5, heldout: 0.5}   splits: {heldout: 1.0,        splits: {heldout: 1.0}
-#     stop: ["Question:"]                            tuning: null}        judge: {name: numeric,
-#     judge: {name: numeric}                judge: {tolerance: 0.5}               tolerance: 0.5}
-#                                           stop: null
-#
-# A mapping's keys go over those of the other's mapping, any other value takes the other's place,
-# and
-# null takes a key away. A judge of another name has none of the options, and a name is not
-# inherited.
-
-
-def read_task_file(path: Path) -> dict[str, Any]:
-    """The keys of a task file with those that it inherits; what it leaves open is not checked yet.
-    Files that another folder's task names keep their place. Raises InputError."""
-    return _read(path, ())
-
-
-def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """above: the files that come to this one by their `like`."""
-    values = read_mapping(path)
-    other = values.pop("like", None)
-    if above or other is not None:
-        # Said of the file that has it, not of the one that inherits it.
-        unknown = [key for key in values if key not in TaskFile.model_fields]
-        if unknown:
-            raise InputError(f"{path}: {one_line(str(unknown[0]))[:60]}: there is no such key")
-        if isinstance(values.get("judge"), str):
-            values["judge"] = {"name": values["judge"]}
-    if other is None:
-        return values
-    found = _find(other, path)
-    chain = (*above, path)
-    if found.resolve() in [one.resolve() for one in chain]:
-        names = " -> ".join(map(str, [*chain, found]))
-        raise InputError(f"{path}: like: task files build on one another in a circle: {names}")
-    below = _moved(_read(found, chain), found.parent, path.parent)
-    below.pop("name", None)
-    return _over(below, values)
-
-
-def _find(other: Any, path: Path) -> Path:
-    """A task file by its path from the one that names it, or by the name that it ships under."""
-    known = shipped(*EVALUATION)
-    if isinstance(other, str) and other:
-        beside = path.parent / other
-        if os.path.isfile(beside):  # unlike Path's, of any name
-            return beside
-        if other in known:
-            return known[other]
-    raise InputError(
-        f"{path}: like: expected another task file, by its path from this one or by a name among "
-        f"{', '.join(known)}, got {repr_of(other)}"
-    )
-
-
-def _over(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Values over those of `below`."""
-    merged = dict(below)
-    for key, value in values.items():
-        there = below.get(key)
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, dict) and isinstance(there, dict) and not _other_judge(value, there):
-            merged[key] = _over(there, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _other_judge(value: dict[str, Any], there: dict[str, Any]) -> bool:
-    """Whether these are the options of another judge, which has none of the first one's."""
-    return "name" in value and value["name"] != there.get("name")
-
-
-def _moved(values: dict[str, Any], folder: Path, to: Path) -> dict[str, Any]:
-    """With files that lie beside a task file by their paths from another folder."""
-    data, splits = values.get("data"), values.get("splits")
-    if not isinstance(data, str) or not os.path.exists(folder / data):
-        return values  # a data set of the hub
-    moved: dict[str, Any] = {"data": os.path.relpath(folder / data, to)}
-    if isinstance(splits, dict) and os.path.isfile(folder / data):
-        files = {
-            k: v for k, v in splits.items() if isinstance(v, str) and os.path.isfile(folder / v)
-        }
-        there = {split: os.path.relpath(folder / file, to) for split, file in files.items()}
-        moved |= {"splits": splits | there}
-    return values | moved

@@ -1,14 +1,15 @@
-"""Judges by name: what says whether a response solves a problem of a file or data set."""
+"""Judges by name: they say whether a response solves a problem of a file or data set."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import logging
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from decimal import Decimal
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,25 +19,22 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from d2f.config import Section, Switch, Text, check
 from d2f.data import BadRecord
-from d2f.errors import InputError, repr_of
-from d2f.tasks.execution.run_tests import Limits, passes, protection
+from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.tasks.problem import Problem, columns_of, render
-
-# What every judge is: options that are checked, and a verdict on a response.
+from d2f.tasks.sandbox import Limits, passes, protection
 
 
 class Judge(Section):
-    """Says whether a response solves a problem. Its fields are its options in a task file."""
+    """Base of all judges. The fields are the judge's options in a task file."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def right(self, problem: Problem, text: str) -> bool:
-        """Whether text, a decoded response, solves the problem. No text makes it raise."""
+        """Say whether a decoded response solves the problem. Never raises for any text."""
 
     def answer(self, text: str) -> str | None:
-        """What a response answers, so that equal answers of several responses can be counted (the
-        majority vote); None where it has no answer, or none that could be compared."""
+        """Extract the answer, so that a majority vote can count equal ones; None without one."""
         return None
 
     def check(self, problem: Problem) -> None:
@@ -44,33 +42,203 @@ class Judge(Section):
 
     @property
     def columns(self) -> set[str]:
-        """Columns of the data that it reads."""
+        """Columns of the data that the judge reads."""
         return set()
 
     @property
     def judging_seconds(self) -> float | None:
-        """As `d2f.tasks.Task` has it: a time after which no verdict will come."""
+        """Seconds after which no verdict will come; None where one comes at once."""
         return None
 
     @property
     def source(self) -> str:
-        """A digest of what decides its verdicts beside its options; empty where that is this
-        version of the toolkit."""
+        """Digest of the code behind the verdicts; empty where that is this toolkit."""
         return ""
 
     @property
     def notice(self) -> str | None:
-        """What a user should know before it judges."""
+        """What a user should know before anything is judged."""
         return None
 
 
-# The judge `math`: whether two mathematical expressions are equal, by math-verify.
+class Exact(Judge):
+    """The response is the reference, apart from blanks around it."""
+
+    name: ClassVar[str] = "exact"
+    ignore_case: Switch = False
+    """Ignore upper and lower case."""
+
+    def right(self, problem: Problem, text: str) -> bool:
+        return self.answer(text) == self.answer(problem.answer)
+
+    def answer(self, text: str) -> str | None:
+        text = text.strip()
+        return text.casefold() if self.ignore_case else text
+
+
+class Contains(Judge):
+    """The reference, without blanks around it, is somewhere in the response."""
+
+    name: ClassVar[str] = "contains"
+    ignore_case: Switch = False
+    """Ignore upper and lower case."""
+
+    def right(self, problem: Problem, text: str) -> bool:
+        wanted = problem.answer.strip()
+        if self.ignore_case:
+            return wanted.casefold() in text.casefold()
+        return wanted in text
+
+
+class Regex(Judge):
+    """What the pattern finds in the response (its first group, or all of it) is the reference."""
+
+    name: ClassVar[str] = "regex"
+    pattern: Text
+    """Python's `re` syntax; ^ and $ match at the ends of lines."""
+    take: Literal["first", "last"] = "first"
+    """Which of several matches counts."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.MULTILINE)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern[:60]!r} is no regular expression: {error}") from error
+        return pattern
+
+    def right(self, problem: Problem, text: str) -> bool:
+        return self.answer(text) == problem.answer.strip()
+
+    def answer(self, text: str) -> str | None:
+        found = list(re.finditer(self.pattern, text, re.MULTILINE))
+        if not found:
+            return None
+        chosen = found[0 if self.take == "first" else -1]
+        value: str | None = chosen[1 if chosen.re.groups else 0]
+        return None if value is None else value.strip()
+
+
+# Numbers: 1,234.50, -$7, .5, 1e-05, 3/4, 1 3/4, \frac{3}{4}. A minus is a sign where no number or
+# word stands before it and the number follows at once: not in 10-3, nor in the list item "- 18".
+_SIGN = r"(?<![0-9A-Za-z).])[-−–]"
+_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(
+    rf"(?P<sign>{_SIGN})?[$€£]?(?P<inner>(?<=[$€£])[-−–])?"
+    r"(?:\\[dt]?frac\{(?P<top>[0-9]+)\}\{(?P<bottom>[0-9]+)\}"
+    r"|(?:(?P<whole>[0-9]+) +)?(?<![0-9/])(?P<over>[0-9]+)/(?P<under>[0-9]+)(?![0-9/.])"
+    rf"|(?P<digits>{_PLAIN})(?:[eE](?P<power>[-+−]?[0-9]{{1,3}})(?![0-9A-Za-z]))?)"
+)
+_MARK = re.compile(r"####\s*")
+
+
+class Numeric(Judge):
+    """The number of the response is that of the reference: the first one right behind ``####`` (as
+    in GSM8K's answers), else the last one. Both are compared as exact rationals: ``$1,250.00`` is
+    1250, ``1/2`` is 0.5, ``1e-05`` is 0.00001."""
+
+    name: ClassVar[str] = "numeric"
+    tolerance: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """How far the two may lie apart."""
+
+    def right(self, problem: Problem, text: str) -> bool:
+        found, wanted = _number(text), _number(problem.answer)
+        if found is None or wanted is None:
+            return False
+        return abs(found - wanted) <= Fraction(str(self.tolerance))
+
+    def check(self, problem: Problem) -> None:
+        reference = problem.answer
+        if _marked_number(reference) is None and len(list(_numbers(reference))) != 1:
+            raise BadRecord(
+                f"expected one number as the reference, or one behind ####, got {reference[-60:]!r}"
+            )
+
+    def answer(self, text: str) -> str | None:
+        found = _number(text)
+        return None if found is None else str(found)
+
+
+def _number(text: str) -> Fraction | None:
+    marked = _marked_number(text)
+    if marked is not None:
+        return marked
+    return next(reversed(list(_numbers(text))), None)
+
+
+def _marked_number(text: str) -> Fraction | None:
+    """The first number that stands right behind a mark."""
+    for mark in _MARK.finditer(text):
+        found = _NUMBER.match(text, mark.end())
+        value = _value(found) if found else None
+        if value is not None:
+            return value
+    return None
+
+
+def _numbers(text: str) -> Iterator[Fraction]:
+    return (value for m in _NUMBER.finditer(text) if (value := _value(m)) is not None)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    part = found.groupdict()
+    top, bottom = part["top"] or part["over"], part["bottom"] or part["under"]
+    if top is not None and bottom is not None:
+        if not int(bottom):
+            return None
+        value = int(part["whole"] or 0) + Fraction(int(top), int(bottom))
+    else:
+        power = int((part["power"] or "0").replace("−", "-"))
+        value = Fraction(part["digits"].replace(",", "")) * Fraction(10) ** power
+    return -value if part["sign"] or part["inner"] else value
+
+
+class Choice(Judge):
+    r"""The letter that the response chooses is that of the reference: the last one in ``\boxed{}``
+    or ``<answer>``, else the last one that "answer" leads to, else one that the response begins
+    with, else one behind "option" or "choose", else the last one in brackets."""
+
+    name: ClassVar[str] = "choice"
+    letters: Annotated[str, Field(pattern="^[A-Z]{2,26}$")] = "ABCD"
+    """The letters to choose from."""
+
+    def right(self, problem: Problem, text: str) -> bool:
+        chosen = self.answer(text)
+        return chosen is not None and chosen == self.answer(problem.answer)
+
+    def check(self, problem: Problem) -> None:
+        if self.answer(problem.answer) is None:
+            raise BadRecord(
+                f"expected one of the letters {self.letters} as the reference, got "
+                f"{problem.answer[:60]!r}"
+            )
+
+    def answer(self, text: str) -> str | None:
+        # I is a word where another one follows; A letter within a word is none.
+        pronoun = r"(?!(?<=I)(?:,?\s+[a-z]|'))"
+        letter = rf"([{self.letters}])(?![A-Za-z]){pronoun}"
+        opens = r"(?:\\[a-z]+\{|[\s*_$({\[\"'`])*"
+        leads = r"(?i:\s*(?:is|are|would be|should be|must be|will be|could be|[:=]))*"
+        named = r"(?i:\s*(?:the\s+)?(?:correct\s+)?(?:option|choice|letter|answer)\s*:?)?"
+        patterns = (
+            rf"\\boxed\s*\{{{opens}{letter}|(?i:<answer>){opens}{letter}",
+            rf"(?i:answer)[*_\s]*{leads}[*_]*{named}{opens}{letter}",
+            rf"\A[\s*_$\"'`]*{letter}[*_$\"'`]*\s*(?:[).:,\]\n]|\Z)",
+            rf"(?i:option|choice|choose|chose|pick|select){leads}{opens}{letter}",
+            rf"[(\[]{letter}[)\]]",
+        )
+        for pattern in patterns:
+            found = [next(filter(None, match.groups())) for match in re.finditer(pattern, text)]
+            if found:
+                return found[-1]
+        return None
 
 
 class Math(Judge):
-    r"""The expression that the response ends with equals that of the reference: LaTeX in
-    ``\boxed{}`` or ``$...$``, or a plain number or formula. Needs math-verify (the extra
-    `evaluation`)."""
+    r"""The expression that the response ends with equals that of the reference, by math-verify (the
+    extra `evaluation`): LaTeX in the last ``\boxed{}`` or in ``$...$``, or a plain formula. As in
+    math-verify, 0.333333 is 1/3, 4210_5 is 4210 and 3r^2 is 3R^2."""
 
     name: ClassVar[str] = "math"
 
@@ -85,46 +253,156 @@ class Math(Judge):
     def right(self, problem: Problem, text: str) -> bool:
         from math_verify import verify
 
-        wanted, found = _parsed(_marked(problem.answer)), _parsed(text)
+        wanted, found = _expressions(_marked(problem.answer)), _expressions(text)
         return bool(wanted and found and verify(wanted, found))
 
     def check(self, problem: Problem) -> None:
-        if not _parsed(_marked(problem.answer)):
-            raise BadRecord(f"the reference is no expression: {problem.answer[-60:]!r}")
+        if not _expressions(_marked(problem.answer)):
+            raise BadRecord(
+                f"expected an expression as the reference, got {problem.answer[-60:]!r}"
+            )
 
     @property
     def judging_seconds(self) -> float:
-        """Above math-verify's own limits, 5 s each to read two texts and to compare them, which do
-        not end what sympy computes in one long operation."""
+        """More than math-verify's own limits, 5 s each to read two texts and to compare them, which
+        do not end what sympy computes in one long operation."""
         return 60.0
 
     def answer(self, text: str) -> str | None:
-        found = _parsed(text)
+        found = _expressions(text)
         return str(found[0]) if found else None
 
 
-def _parsed(text: str) -> list[Any]:
+def _expressions(text: str) -> list[Any]:
     from math_verify import parse
 
     # It logs each text that it cannot read, which responses are full of.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return list(parse(text))
+    text = text.replace("−", "-")
+    return list(parse(_last_box(text) or text))
+
+
+def _last_box(text: str) -> str | None:
+    r"""The last ``\boxed{...}`` whose braces close."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for place in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0)
+            if depth == 0:
+                return text[start : place + 1]
+        start = text.rfind("\\boxed{", 0, start)
+    return None
 
 
 def _marked(reference: str) -> str:
-    """A reference that is the expression alone as LaTeX that says so."""
+    """Put a bare expression into a box, so that it is read as LaTeX."""
+    reference = reference.replace("\\$", "")
     is_marked = "\\boxed" in reference or "$" in reference
     return reference if is_marked else f"\\boxed{{{reference}}}"
 
 
-# A judge of the user's own: a function at ``module:function``.
+class Python(Judge):
+    """The program passes the tests: both are templates of the row, and the program of `response`
+    too. HumanEval: ``program: "{{ prompt }}{{ response }}"``, ``tests: "{{ test }}\\n
+    check({{ entry_point }})"``. MBPP: ``tests: "{{ test_list | join('\\n') }}"``. Only with
+    `--allow-code-execution` (`d2f.tasks.sandbox` says what holds the code back)."""
+
+    name: ClassVar[str] = "python"
+    program: Text = "{{ response }}"
+    """What is loaded."""
+    tests: Annotated[str, Field(min_length=1, max_length=10_000)]
+    """What runs then; it passes if nothing is raised."""
+    fenced: Switch = True
+    """Take a Markdown block of code where the response has one: the last one that defines what the
+    tests call."""
+    seconds: Annotated[int, Field(ge=1, le=3600)] = 10
+    """Time limit of a program with its tests."""
+    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = 1024
+    """Address space of each of its processes."""
+
+    @field_validator("program", "tests")
+    @classmethod
+    def _readable(cls, template: str) -> str:
+        columns_of(template)
+        return template
+
+    def right(self, problem: Problem, text: str) -> bool:
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half a surrogate pair, which no program has
+            return False
+        tests = render(self.tests, problem.row)
+        programs = [
+            render(self.program, {**problem.row, "response": response})
+            for response in (_codes(text, tests) if self.fenced else [text])
+        ]
+        program = next(filter(_parses, programs), programs[0])
+        return passes(program, tests, Limits(seconds=self.seconds, memory_mb=self.memory_mb))
+
+    def check(self, problem: Problem) -> None:
+        render(self.program, {**problem.row, "response": ""})
+        render(self.tests, problem.row)
+
+    @property
+    def columns(self) -> set[str]:
+        return (columns_of(self.program) | columns_of(self.tests)) - {"response"}
+
+    @property
+    def judging_seconds(self) -> float:
+        """More than its own limit, which ends a program."""
+        return self.seconds + 60.0
+
+    @property
+    def notice(self) -> str:
+        return f"the code that the model writes is run here, in {protection()}"
+
+
+def _codes(text: str, tests: str) -> list[str]:
+    """What of a response may be the code, the likeliest first.
+
+    The last block that defines what the tests call; what stands before a fence, as a function's
+    body does that goes on with prose; the last block; all of it.
+    """
+    from markdown_it import MarkdownIt
+
+    blocks = [
+        token.content
+        for token in MarkdownIt().parse(text)
+        if token.type == "fence" and token.info.strip().lower() in ("", "python", "py", "python3")
+    ]
+    called = set(re.findall(r"[A-Za-z_]\w*", tests))
+    defining = [block for block in reversed(blocks) if _defined(block) & called]
+    before = text.split("```")[0]
+    return [*defining, *([before] if before.strip() else []), *blocks[::-1], text]
+
+
+def _defined(program: str) -> set[str]:
+    """The names that a program defines at its top level."""
+    if not _parses(program):  # as a block that was cut off
+        return set(re.findall(r"^(?:async )?(?:def|class) (\w+)", program, re.MULTILINE))
+    found: set[str] = set()
+    for node in ast.parse(program).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _parses(program: str) -> bool:
+    try:
+        ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 class Own(Judge):
-    """The function says so, which is called as ``function(problem, text, **options)`` with a
-    `d2f.tasks.Problem` (its `answer` is the reference, its `row` the row of data) and the
-    response, and returns True or False. The files of the module and of the function are part of a
-    run's identity, what they import is not."""
+    """A function of your own says so: it is called as ``function(problem, text, **options)`` with a
+    `d2f.tasks.Problem` (its `answer` is the reference, its `row` the row of data) and the response,
+    and returns True or False. The files of the module and of the function are part of a run's
+    identity, what they import is not."""
 
     name: ClassVar[str] = "module:function"
     _place: str = PrivateAttr()
@@ -134,7 +412,7 @@ class Own(Judge):
 
     @classmethod
     def of(cls, place: str, options: Mapping[str, Any]) -> Own:
-        """The judge at ``module:function``. Raises InputError."""
+        """Import the function at ``module:function``. Raises InputError."""
         module, _, name = place.partition(":")
         if "" not in sys.path:
             sys.path.append("")  # the working folder, after all that is installed
@@ -159,7 +437,7 @@ class Own(Judge):
         try:
             verdict = self._function(problem, text, **self._options)
             is_one = verdict in (True, False)
-        except Exception as error:  # of the user's own: theirs to repair, so it ends the command
+        except Exception as error:  # theirs to repair, so it ends the command
             raise InputError(
                 f"judge {self._place}: raised {type(error).__name__}: {error} for the response "
                 f"{text[:60]!r}"
@@ -173,8 +451,7 @@ class Own(Judge):
 
 
 def _digest(module: str, function: object) -> str:
-    """Of the files that a judge is written in: its module's, and that of the module that its
-    function comes from. One without a file (a builtin) has none."""
+    """Hash the files of a judge: of its module, and of the module that its function comes from."""
     names = dict.fromkeys((module, getattr(function, "__module__", module)))
     files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     found = hashlib.sha256()
@@ -184,229 +461,45 @@ def _digest(module: str, function: object) -> str:
     return found.hexdigest()
 
 
-# Judges that compare text: `exact`, `contains`, `regex`.
-
-
-class Exact(Judge):
-    """The response is the reference, but for blanks around it."""
-
-    name: ClassVar[str] = "exact"
-    ignore_case: Switch = False
-    """Upper and lower case are one."""
-
-    def right(self, problem: Problem, text: str) -> bool:
-        return self.answer(text) == self.answer(problem.answer)
-
-    def answer(self, text: str) -> str | None:
-        text = text.strip()
-        return text.casefold() if self.ignore_case else text
-
-
-class Contains(Judge):
-    """The reference, without blanks around it, is somewhere in the response."""
-
-    name: ClassVar[str] = "contains"
-    ignore_case: Switch = False
-    """Upper and lower case are one."""
-
-    def right(self, problem: Problem, text: str) -> bool:
-        wanted = problem.answer.strip()
-        if self.ignore_case:
-            return wanted.casefold() in text.casefold()
-        return wanted in text
-
-
-class Regex(Judge):
-    """What the pattern finds in the response (its first group, or all of it) is the reference."""
-
-    name: ClassVar[str] = "regex"
-    pattern: Text
-    """As Python's `re` reads it, with ^ and $ at the ends of lines."""
-    take: Literal["first", "last"] = "first"
-    """Of several finds."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern, re.MULTILINE)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern[:60]!r} is no regular expression: {error}") from error
-        return pattern
-
-    def right(self, problem: Problem, text: str) -> bool:
-        return self.answer(text) == problem.answer.strip()
-
-    def answer(self, text: str) -> str | None:
-        found = list(re.finditer(self.pattern, text, re.MULTILINE))
-        if not found:
-            return None
-        chosen = found[0 if self.take == "first" else -1]
-        value: str | None = chosen[1 if chosen.re.groups else 0]
-        return None if value is None else value.strip()
-
-
-# The judge `python`: runs what the model wrote, and then the problem's own tests.
-
-_FENCE = re.compile(r"^[ \t]*```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-
-
-class Python(Judge):
-    """The program passes the tests: both are templates of the row, and the program of `response`
-    too. HumanEval: ``program: "{{ prompt }}{{ response }}"``, ``tests: "{{ test }}\\n
-    check({{ entry_point }})"``. MBPP: ``tests: "{{ test_list | join('\\n') }}"``. Only with
-    `--allow-code-execution` (`d2f.tasks.execution` says what holds the code back)."""
-
-    name: ClassVar[str] = "python"
-    program: Text = "{{ response }}"
-    """What is loaded."""
-    tests: Annotated[str, Field(min_length=1, max_length=10_000)]
-    """What runs then; it passes if nothing is raised."""
-    fenced: Switch = True
-    """Take the first block of code between ``` where the response has one."""
-    seconds: Annotated[int, Field(ge=1, le=3600)] = 10
-    """That a program with its tests may take."""
-    memory_mb: Annotated[int, Field(ge=64, le=2**20)] = 1024
-    """Address space of each of its processes."""
-
-    @field_validator("program", "tests")
-    @classmethod
-    def _readable(cls, template: str) -> str:
-        columns_of(template)
-        return template
-
-    def right(self, problem: Problem, text: str) -> bool:
-        block = _FENCE.search(text) if self.fenced else None
-        row = {**problem.row, "response": block[1] if block else text}
-        limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb)
-        try:
-            row["response"].encode()
-        except UnicodeEncodeError:  # half a surrogate pair, which no program has
-            return False
-        return passes(render(self.program, row), render(self.tests, problem.row), limits)
-
-    def check(self, problem: Problem) -> None:
-        render(self.program, {**problem.row, "response": ""})
-        render(self.tests, problem.row)
-
-    @property
-    def columns(self) -> set[str]:
-        return (columns_of(self.program) | columns_of(self.tests)) - {"response"}
-
-    @property
-    def judging_seconds(self) -> float:
-        """Above its own limit, which ends a program."""
-        return self.seconds + 60.0
-
-    @property
-    def notice(self) -> str:
-        return f"the code that the model writes is run here, in {protection()}"
-
-
-def refuse_unasked() -> InputError:
-    """What a task with this judge is told where it was not asked for."""
-    return InputError(
-        "the judge python runs what the model wrote on this machine: give "
-        "--allow-code-execution (allow_code_execution: true in a configuration) if that is meant"
-    )
-
-
-# Judges that find the answer in a worked response: `numeric`, `choice`.
-
-# 1,234.50 and -$7 and .5; the 3 of 10-3 and of 1.2.3 as they stand, and no digits of other scripts.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9A-Za-z)])-\s?)?[$€£]?"
-    r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-)
-
-
-class Numeric(Judge):
-    """The number of the response is that of the reference: the first one after ``####`` (as in
-    GSM8K's answers), where there is none the last one. Commas and signs of currency do not count:
-    ``$1,250.00`` is 1250."""
-
-    name: ClassVar[str] = "numeric"
-    tolerance: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """How far the two may lie apart."""
-
-    def right(self, problem: Problem, text: str) -> bool:
-        found, wanted = _number(text), _number(problem.answer)
-        if found is None or wanted is None:
-            return False
-        # Without a subtraction, which would round, where none is asked for.
-        if not self.tolerance:
-            return found == wanted
-        return abs(found - wanted) <= Decimal(str(self.tolerance))
-
-    def check(self, problem: Problem) -> None:
-        if _number(problem.answer) is None:
-            raise BadRecord(f"the reference has no number: {problem.answer[-60:]!r}")
-
-    def answer(self, text: str) -> str | None:
-        found = _number(text)
-        return None if found is None else str(found.normalize())
-
-
-def _number(text: str) -> Decimal | None:
-    _, marked, after = text.partition("####")
-    found = _NUMBER.search(after) if marked else None
-    if found is None:
-        found = next(reversed(list(_NUMBER.finditer(text))), None)
-    if found is None:
-        return None
-    return Decimal(("-" if found["sign"] else "") + found["digits"].replace(",", ""))
-
-
-class Choice(Judge):
-    """The letter that the response chooses is that of the reference: the last one after "answer"
-    or "answer is", else one that the response begins with, else the last one in brackets."""
-
-    name: ClassVar[str] = "choice"
-    letters: Annotated[str, Field(pattern="^[A-Z]{2,26}$")] = "ABCD"
-    """Those that there are."""
-
-    def right(self, problem: Problem, text: str) -> bool:
-        chosen = self.answer(text)
-        return chosen is not None and chosen == self.answer(problem.answer)
-
-    def check(self, problem: Problem) -> None:
-        if self.answer(problem.answer) is None:
-            raise BadRecord(
-                f"the reference names none of the letters {self.letters}: {problem.answer[:60]!r}"
-            )
-
-    def answer(self, text: str) -> str | None:
-        letter = f"([{self.letters}])"
-        said = re.findall(rf"[Aa]nswer\s*(?:is)?\s*:?[\s*($]*{letter}(?![A-Za-z])", text)
-        begins = re.match(rf"\s*\**{letter}\**\s*(?:[).:,]|\n|$)", text)
-        if said:
-            return str(said[-1])
-        if begins:
-            return begins[1]
-        bracketed = re.findall(rf"\({letter}\)", text)
-        return str(bracketed[-1]) if bracketed else None
-
-
 JUDGES: dict[str, type[Judge]] = {
     judge.name: judge for judge in (Exact, Numeric, Choice, Regex, Math, Contains, Python)
 }
 
 
-def make_judge(given: str | dict[str, Any], where: str, *, allow_code_execution: bool) -> Judge:
-    """The judge of a name, or of a mapping of `name` and its options. where: said first in errors.
-    Raises InputError."""
+def make_judge(
+    given: str | dict[str, Any],
+    where: str,
+    *,
+    allow_code_execution: bool,
+    from_file: bool = False,
+) -> Judge:
+    """Make the judge of a name, or of a mapping of `name` and its options.
+
+    where: said first in errors. allow_code_execution: may it run what a model wrote, or code that
+    a task file names? from_file: a task file names it, which may be somebody else's. Raises
+    InputError.
+    """
     options: dict[str, Any] = {"name": given} if isinstance(given, str) else dict(given)
     name = options.pop("name", None)
-    try:
-        if isinstance(name, str) and name.count(":") == 1:
-            return Own.of(name, options)
-        if name not in JUDGES:
+    if isinstance(name, str) and name.count(":") == 1:
+        if from_file and not allow_code_execution and not name.startswith("d2f."):
             raise InputError(
-                f"judge must be one of {', '.join(JUDGES)}, or a function of your own as "
-                f"module:function, got {name!r:.60}"
+                f"{where}: the judge {name} is code of this file's choice: give "
+                "--allow-code-execution if you trust it"
             )
-        if name == Python.name and not allow_code_execution:
-            raise refuse_unasked()
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        try:
+            return Own.of(name, options)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if name not in JUDGES:
+        raise InputError(
+            f"{where}: expected a judge, {', '.join(JUDGES)} or a function of your own as "
+            f"module:function, got {name!r:.60}{did_you_mean(str(name), JUDGES)}"
+        )
+    if name == Python.name and not allow_code_execution:
+        raise InputError(
+            f"{where}: the judge python runs what the model wrote on this machine: give "
+            "--allow-code-execution (allow_code_execution: true in a configuration) if that is "
+            "meant"
+        )
     return check(JUDGES[name], options, f"{where}: judge {name}")

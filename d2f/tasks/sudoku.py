@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 
@@ -24,16 +24,16 @@ class Grid:
 
     @property
     def key(self) -> str:
-        """The puzzle."""
+        """The puzzle itself."""
         return self.puzzle
 
     def write(self, rng: np.random.Generator) -> Problem:
-        """The problem, which has only one wording."""
+        """Put it into words; there is one wording."""
         return Problem("sudoku", f"Sudoku:\n{_rows(self.puzzle)}", _rows(self.solution), self.key)
 
 
 def draw(rng: np.random.Generator) -> Grid:
-    """A puzzle with one solution, each number of blanks as likely."""
+    """Draw a puzzle with one solution; each number of blanks is as likely."""
     blanks = pick_integer(rng, MIN_BLANKS, MAX_BLANKS)
     while True:
         solution = pick(rng, solutions())
@@ -49,13 +49,28 @@ def draw(rng: np.random.Generator) -> Grid:
 
 @cache
 def solutions() -> tuple[str, ...]:
-    """The 288 solved grids, in order."""
-    grids = map("".join, product(map("".join, permutations("1234")), repeat=SIDE))
-    return tuple(grid for grid in grids if _is_solved(grid))
+    """Enumerate the 288 solved grids, in order, by backtracking over rows."""
+    rows = ["".join(row) for row in permutations("1234")]
+    grids = [""]
+    for _ in range(SIDE):
+        grids = [grid + row for grid in grids for row in rows if _fits(grid, row)]
+    return tuple(grids)
+
+
+def _fits(grid: str, row: str) -> bool:
+    """Check that a row repeats no digit of its columns, nor of its boxes where it is their second
+    row."""
+    above = [grid[i : i + SIDE] for i in range(0, len(grid), SIDE)]
+    if any(row[column] in [other[column] for other in above] for column in range(SIDE)):
+        return False
+    if len(above) % 2 == 0:
+        return True
+    boxes = (slice(0, 2), slice(2, 4))
+    return all(set(row[box]).isdisjoint(above[-1][box]) for box in boxes)
 
 
 def count_solutions(grid: str, given: list[int]) -> int:
-    """How many solved grids agree with grid in the given cells."""
+    """Count the solved grids that agree with grid in the given cells."""
     agree = (1 << len(solutions())) - 1  # one bit a solved grid: intersecting sets is one `&`
     for cell in given:
         agree &= _agreement()[cell, grid[cell]]
@@ -63,30 +78,23 @@ def count_solutions(grid: str, given: list[int]) -> int:
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the non-empty lines of text are the four rows of the solution, and nothing else."""
+    """Check that the non-empty lines of text are the four rows of the solution."""
     return answer(text) == problem.answer
 
 
 def answer(text: str) -> str:
-    """The non-empty lines of text."""
+    """Extract the non-empty lines."""
     return "\n".join(line for line in map(str.strip, text.split("\n")) if line)
 
 
 @cache
 def _agreement() -> dict[tuple[int, str], int]:
-    """For a cell and a digit, the solved grids with that digit there: bit i is solution i."""
+    """Map a cell and a digit to the solved grids with that digit there: bit i is solution i."""
     table = {(cell, digit): 0 for cell in range(SIDE * SIDE) for digit in "1234"}
     for number, grid in enumerate(solutions()):
         for cell, digit in enumerate(grid):
             table[cell, digit] |= 1 << number
     return table
-
-
-def _is_solved(grid: str) -> bool:
-    """Whether columns and boxes hold four digits each; the rows are permutations already."""
-    columns = [grid[column::SIDE] for column in range(SIDE)]
-    boxes = [grid[i : i + 2] + grid[i + SIDE : i + SIDE + 2] for i in (0, 2, 8, 10)]
-    return all(len(set(unit)) == SIDE for unit in columns + boxes)
 
 
 def _rows(grid: str) -> str:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from d2f.tasks import TASKS, Problem, check, coding, find_task, make_problem, make_problems
 from d2f.tasks import coding as grammar
+from d2f.tasks.coding import Function, Refused
 from d2f.tasks.judges import make_judge
-from d2f.tasks.sandbox import Function, Refused
 from d2f.tasks.task import RESPONSE_LENGTH
 from d2f.tasks.tokenizer import train_tokenizer
 
@@ -181,12 +181,12 @@ def test_a_program_without_a_step_is_wrong():
 def test_a_constant_off_by_one_is_mostly_wrong():
     """Not always: most of those that pass return the same for any list."""
     verdicts = []
-    for problem in make_problems("coding", "train", 60):
+    for problem in make_problems("coding", "train", 25):
         for number in re.finditer(r"[0-9]+", problem.answer):
             changed = str(int(number[0]) + 1)
             program = problem.answer[: number.start()] + changed + problem.answer[number.end() :]
             verdicts.append(check(problem, program))
-    assert len(verdicts) > 300
+    assert len(verdicts) > 100
     assert sum(verdicts) < 0.15 * len(verdicts)
 
 
@@ -200,7 +200,7 @@ def test_nothing_else_may_be_there():
     assert not check(problem, f"```python\n{problem.answer}\n```")
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(programs())
 def test_the_verdict_is_that_of_python(drawn):
     problem, program = drawn

@@ -26,7 +26,7 @@ def judge(given: object, **options: object):
     return make_judge(options, "test", allow_code_execution=True)
 
 
-CASES = [
+TEXT = [
     ("exact", {}, "Paris", " Paris\n", True),
     ("exact", {}, "Paris", "paris", False),
     ("exact", {"ignore_case": True}, "Paris", "paris", True),
@@ -37,77 +37,250 @@ CASES = [
     ("regex", {"pattern": r"x = (\d+)", "take": "last"}, "5", "x = 4, x = 5", True),
     ("regex", {"pattern": r"x = (\d+)"}, "4", "y = 4", False),
     ("regex", {"pattern": r"^\w+$"}, "yes", "I say\nyes\n", True),
-    ("numeric", {}, "She has 3*4=12\n#### 12", "so 12 it is", True),
-    ("numeric", {}, "#### 12", "#### 12\nQuestion: what is 7?\n#### 7", True),
-    ("numeric", {}, "#### 12", "12 and then 13", False),
-    ("numeric", {}, "#### 1,250", "It costs $1,250.00.", True),
-    ("numeric", {}, "#### -7", "below zero: -$7", True),
-    ("numeric", {}, "#### 7", "that is 10-7", True),
-    ("numeric", {}, "#### 7", "none at all", False),
-    ("numeric", {}, "0.1", ".1", True),
-    ("numeric", {}, "3.14", "3.1", False),
-    ("numeric", {"tolerance": 0.05}, "3.14", "3.1", True),
-    ("numeric", {}, "#### 12", "#### twelve, which is 12", True),
-    ("choice", {}, "B", "B", True),
-    ("choice", {}, "B", "The answer is (B).", True),
-    ("choice", {}, "B", "Answer: B\nbecause A is wrong", True),
-    ("choice", {}, "B", "B) it is cold", True),
-    ("choice", {}, "B", "**B**", True),
-    ("choice", {}, "B", "(A) is wrong, so (B)", True),
-    ("choice", {}, "A", "A dog, so the answer is B", False),
-    ("choice", {}, "B", "Bananas", False),
-    ("choice", {"letters": "ABCDEFGHIJ"}, "J", "answer: J", True),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("name", "options", "reference", "text", "right"), CASES)
-def test_what_is_right(name, options, reference, text, right):
+@pytest.mark.parametrize(("name", "options", "reference", "text", "right"), TEXT)
+def test_texts_are_compared(name, options, reference, text, right):
     assert judge(name, **options).right(problem(reference), text) is right
 
 
-@needs_math
+# Reference, response, verdict.
+NUMBERS = [
+    ("She has 3*4=12\n#### 12", "so 12 it is", True),
+    ("#### 12", "#### 12\nQuestion: what is 7?\n#### 7", True),
+    ("#### 12", "12 and then 13", False),
+    ("#### 1,250", "It costs $1,250.00.", True),
+    ("#### 1,250", "It costs 1250 dollars", True),
+    ("#### 12", "1,2", False),
+    ("#### -7", "below zero: -$7", True),
+    ("#### -7", "below zero: $-7", True),
+    ("#### -7", "below zero: −7", True),
+    ("#### -7", "below zero: –7", True),
+    ("#### 7", "below zero: −7", False),
+    ("#### 7", "that is 10-7", True),
+    ("#### 7", "that is 10–7", True),
+    ("#### 7", "f(x)-7", True),
+    ("18", "- 18 dollars", True),
+    ("-18", "- 18 dollars", False),
+    ("#### 7", "none at all", False),
+    ("0.1", ".1", True),
+    ("0.1", "0.10", True),
+    ("3.14", "3.1", False),
+    ("12", "#### twelve, which is 12", True),
+    ("12", "#### Step 1: think\n#### 12", True),
+    ("1", "#### Step 1: think\n#### 12", False),
+    ("12", "####12", True),
+    ("12", "#### $12", True),
+    ("12", "#### 12.", True),
+    ("12", "12.", True),
+    ("1e-05", "0.00001", True),
+    ("1e-05", "#### 5", False),
+    ("1e16", "10000000000000000", True),
+    ("1e16", "16", False),
+    ("1E3", "1,000", True),
+    ("1.5e2", "150", True),
+    ("2e", "2", True),
+    ("3/4", "0.75", True),
+    ("3/4", "4", False),
+    ("3/4", "6/8", True),
+    ("#### 1/2", "#### 1/3", False),
+    ("#### 1/2", "#### 0.5", True),
+    ("1 1/2", "1.5", True),
+    ("1 1/2", "3/2", True),
+    ("-1/2", "-0.5", True),
+    (r"\frac{1}{2}", "0.5", True),
+    (r"$\dfrac{3}{4}$", ".75", True),
+    ("1/3", "0.333333", False),
+    ("5", "5/0", False),
+    ("0", "-0", True),
+    ("100", "100%", True),
+    ("5", "5th", True),
+    ("5", "x5", True),
+    ("12", "٣12", True),
+    (".3", "1.2.3", True),
+    ("1000000", "1,000,000", True),
+    ("1234", "12,34", False),
+    ("34", "12,34", True),
+    ("2", "10/5", True),
+    ("5", "2024/10/5", True),
+    ("0.5", "$.50", True),
+    ("7", "€7", True),
+    ("7", "£7.00", True),
+    ("2.0", "2", True),
+]
+
+
+@pytest.mark.parametrize(("reference", "text", "right"), NUMBERS)
+def test_numbers_are_compared_exactly(reference, text, right):
+    found = judge("numeric")
+    found.check(problem(reference))
+    assert found.right(problem(reference), text) is right
+
+
+def test_a_tolerance_is_how_far_numbers_may_lie_apart():
+    assert judge("numeric", tolerance=0.05).right(problem("3.14"), "3.1")
+    assert not judge("numeric", tolerance=0.03).right(problem("3.14"), "3.1")
+
+
+# Reference, response, verdict; letters A to D.
+CHOICES = [
+    ("B", "B", True),
+    ("B", "The answer is (B).", True),
+    ("B", "Answer: B\nbecause A is wrong", True),
+    ("B", "ANSWER: B", True),
+    ("B", "answer is B", True),
+    ("B", "B) it is cold", True),
+    ("B", "B. it is cold", True),
+    ("B", "B: it is cold", True),
+    ("B", "(B) it is cold", True),
+    ("B", "**B**", True),
+    ("B", "**B.** cold", True),
+    ("B", "(A) is wrong, so (B)", True),
+    ("B", "A dog, so the answer is B", True),
+    ("A", "A dog, so the answer is B", False),
+    ("B", "Bananas", False),
+    ("B", r"\boxed{B}", True),
+    ("B", r"$\boxed{\text{B}}$", True),
+    ("B", r"\boxed{\textbf{(B)}}", True),
+    ("B", r"first \boxed{A}, no: \boxed{B}", True),
+    ("A", r"The answer is \boxed{A}, not (B)", True),
+    ("B", r"The answer is \boxed{A}, not (B)", False),
+    ("B", "<answer>B</answer>", True),
+    ("B", "<answer> (B) </answer>", True),
+    ("B", "The correct answer is option B", True),
+    ("B", "The correct answer is: B", True),
+    ("B", "The correct option is B", True),
+    ("B", "the answer would be B", True),
+    ("B", "the answer should be B.", True),
+    ("B", "The answer is **B**", True),
+    ("B", "**Answer:** B", True),
+    ("B", "**Answer**: (B)", True),
+    ("B", "Final answer: B", True),
+    ("B", "[B]", True),
+    ("B", "it must be [B]", True),
+    ("B", "I choose B", True),
+    ("B", "I choose (B)", True),
+    ("B", "I would pick B.", True),
+    ("B", "Select option B", True),
+    ("B", "answer = B", True),
+    ("B", "Answer - (B)", True),
+    ("B", "The answer is: \n\nB", True),
+    ("B", "The answer is A. Wait, the answer is B.", True),
+    ("A", "The answer is A. Wait, the answer is B.", False),
+    ("B", "b", False),
+    ("B", "", False),
+    ("B", "no letter at all", False),
+    ("C", "Neither (A) nor (B), (C)", True),
+    ("D", "D\n", True),
+    ("D", "D\nbecause", True),
+    ("D", "Dogs (A)", False),
+    ("A", "A, since B is wrong", True),
+    ("B", "Answer: BAD", False),
+    ("B", 'The answer is "B"', True),
+    ("B", "The answer is 'B'", True),
+    ("B", "The answer is `B`", True),
+    ("B", "The answer is the letter B", True),
+    ("B", "answer: {B}", True),
+    ("B", r"The answer is $\text{B}$", True),
+    ("B", "B]", True),
+    ("B", "Choice: B", True),
+]
+
+
+@pytest.mark.parametrize(("reference", "text", "right"), CHOICES)
+def test_a_letter_is_found(reference, text, right):
+    assert judge("choice").right(problem(reference), text) is right
+
+
 @pytest.mark.parametrize(
-    ("reference", "text", "right"),
+    ("text", "letter"),
     [
-        (r"\frac{1}{2}", r"so it is $\boxed{0.5}$", True),
-        (r"we get $x=\boxed{\frac{1}{2}}$.", r"The answer is $\frac{2}{4}$.", True),
-        ("2x+1", r"\boxed{1+2x}", True),
-        ("2x+1", r"\boxed{2x}", False),
-        ("7", "nothing", False),
+        ("I, personally, choose (C)", "C"),
+        ("I think the answer is J", "J"),
+        ("answer: J", "J"),
+        ("The answer is I.", "I"),
+        ("I", "I"),
+        ("I'd say (B)", "B"),
     ],
 )
+def test_a_pronoun_is_no_letter(text, letter):
+    assert judge("choice", letters="ABCDEFGHIJ").answer(text) == letter
+
+
+# Reference, response, verdict.
+EXPRESSIONS = [
+    (r"\frac{1}{2}", r"so it is $\boxed{0.5}$", True),
+    (r"we get $x=\boxed{\frac{1}{2}}$.", r"The answer is $\frac{2}{4}$.", True),
+    ("2x+1", r"\boxed{1+2x}", True),
+    ("2x+1", r"\boxed{2x}", False),
+    ("7", "nothing", False),
+    ("3", r"\boxed{2} no, \boxed{3}", True),
+    ("2", r"\boxed{2} no, \boxed{3}", False),
+    (r"\$36", r"\boxed{36}", True),
+    (r"\$36", "$36$", True),
+    ("-5", r"\boxed{−5}", True),
+    ("5", r"\boxed{−5}", False),
+    ("1/3", r"\boxed{0.333333}", True),
+    ("4210", r"\boxed{4210_5}", True),
+    ("3r^2", r"\boxed{3R^2}", True),
+    (r"\sqrt{2}", r"\boxed{\sqrt{2}}", True),
+    (r"\frac{\sqrt{2}}{2}", r"\boxed{\frac{1}{\sqrt{2}}}", True),
+    ("(1,2)", r"\boxed{(1, 2)}", True),
+    ("(1,2)", r"\boxed{(2, 1)}", False),
+    ("[0,1)", r"\boxed{[0,1)}", True),
+    (r"\frac{3}{4}", r"\boxed{\frac{\text{nested}", False),
+]
+
+
+@needs_math
+@pytest.mark.parametrize(("reference", "text", "right"), EXPRESSIONS)
 def test_expressions_are_compared_by_their_value(reference, text, right):
     assert judge("math").right(problem(reference), text) is right
 
 
-@needs_math
-def test_equal_expressions_are_one_answer():
-    """Else a majority would count 1/2 and 0.5 apart."""
-    found = judge("math")
-    assert found.answer(r"\boxed{\frac{1}{2}}") == found.answer(r"\boxed{\frac{2}{4}}") is not None
-
-
-def test_equal_numbers_are_one_answer():
+def test_equal_answers_are_one_answer():
+    """Else a majority would count them apart."""
     found = judge("numeric")
     assert found.answer("$1,200.00") == found.answer("#### 1200") is not None
     assert found.answer("none") is None
+    if find_spec("math_verify") is not None:
+        found = judge("math")
+        half = found.answer(r"\boxed{\frac{1}{2}}")
+        assert half == found.answer(r"\boxed{\frac{2}{4}}") is not None
 
 
 PROGRAM = {"program": "{{ response }}", "tests": "{{ test_list | join('\n') }}"}
 ADD = "def add(a, b):\n    return a + b\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        (ADD, True),
-        (f"Here it is:\n```python\n{ADD}```\nThat adds.", True),
-        (f"```\n{ADD}", True),  # cut off before the end of the block
-        (ADD.replace("+", "-"), False),
-        ("not a program", False),
-        ("\ud800", False),
-    ],
-)
+BODY = "    return a + b\n"
+DOCSTRING = 'def add(a, b):\n    """\n    ```\n    add(1, 2)\n    ```\n    """\n'
+FENCED = [  # responses that are or hold the function add
+    (ADD, True),
+    (f"Here it is:\n```python\n{ADD}```\nThat adds.", True),
+    (f"```\n{ADD}", True),  # cut off before the end of the block
+    (ADD.replace("+", "-"), False),
+    ("not a program", False),
+    ("\ud800", False),
+    (f"{ADD.strip()}```", True),
+    (f"{ADD}```\nThis adds two numbers.", True),
+    (f"```bash\npip install add\n```\n```python\n{ADD}```", True),
+    (f"```text\nadd(1, 2)\n```\nand\n```\n{ADD}```", True),
+    (f"- like so:\n\n  ```python\n  {ADD.replace(chr(10), chr(10) + '  ').rstrip()}\n  ```", True),
+    (f"```python\n{DOCSTRING}{BODY}```", True),
+    (f"```python\ndef add(a, b):\n    return 0\n```\nBetter:\n```python\n{ADD}```", True),
+    (f"```python\n{ADD}```\nTry it:\n```python\nprint(add(1, 2))\n```", True),
+    (f"```python\n{ADD}```\nor wrong:\n```python\ndef add(a, b):\n    return a\n```", False),
+    (f"```py\n{ADD}```", True),
+    (f"```python3\n{ADD}```", True),
+    (f"~~~python\n{ADD}~~~", True),
+    ("```python\nprint(1)\n```", False),
+    ("add = lambda a, b: a + b", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "right"), FENCED)
 def test_a_program_is_right_where_it_passes_its_tests(text, right):
     mbpp = problem("", test_list=["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
     assert judge("python", **PROGRAM).right(mbpp, text) is right
@@ -125,15 +298,18 @@ def test_a_completion_is_judged_behind_its_prompt():
         tests="{{ test }}\ncheck({{ entry_point }})",
     )
     assert found.columns == set(row)
-    assert found.right(problem("", **row), "    return a + b\n")
+    whole = f"```python\n{row['prompt']}{BODY}```"
+    for text in (BODY, f"{BODY}```\nIt adds.", f"{BODY}\n```\nWith prose behind it", whole):
+        assert found.right(problem("", **row), text), text
     assert not found.right(problem("", **row), "    return a - b\n")
 
 
 @pytest.mark.parametrize(
     ("name", "options", "answer", "message"),
     [
-        ("numeric", {}, "none", "no number"),
-        ("choice", {}, "E", "none of the letters ABCD"),
+        ("numeric", {}, "none", "expected one number"),
+        ("numeric", {}, "3 of 4", "expected one number"),
+        ("choice", {}, "E", "expected one of the letters ABCD"),
         ("python", {"tests": "{{ test }}"}, "", "'test' is undefined"),
     ],
 )
@@ -145,7 +321,8 @@ def test_a_problem_that_nothing_could_solve_is_an_error(name, options, answer, m
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("nothing", "judge must be one of exact, numeric, choice, regex, math, contains, python"),
+        ("nothing", "expected a judge, exact, numeric, choice, regex, math, contains, python"),
+        ("numerik", "did you mean numeric"),
         ({"name": "regex"}, "judge regex: pattern: expected a value, got nothing"),
         ({"name": "regex", "pattern": "("}, "no regular expression"),
         ({"name": "exact", "case": True}, "judge exact: case: there is no such key"),
@@ -153,7 +330,7 @@ def test_a_problem_that_nothing_could_solve_is_an_error(name, options, answer, m
         ("json:no", "cannot be imported: AttributeError"),
         ("sys:path", "expected a function"),
         ({"name": "python", "tests": "{{ a"}, "cannot be read"),
-        ({}, "judge must be one of"),
+        ({}, "expected a judge"),
     ],
 )
 def test_bad_judges(given, message):

@@ -16,10 +16,9 @@ import pytest
 import yaml
 from jinja2 import Environment
 
-from d2f.config import dump
+from d2f.config import dump, read_mapping
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks import find_task
-from d2f.tasks.data_task import read_task_file
 from decode.cli import read_settings
 from decode.decoders import find_decoder
 from decode.evaluate import parse
@@ -90,7 +89,7 @@ def math_verify(request):
 
 def problem_of(folder: Path, name: str):
     """A task on a few rows in place of the hub's, and one of its problems."""
-    values = read_task_file(shipped(*EVALUATION)[name])
+    values = read_mapping(shipped(*EVALUATION)[name])
     row = CASES[name][0]
     rows = [
         {k: v.replace("{}", str(i)) if isinstance(v, str) else v for k, v in row.items()}
@@ -232,7 +231,7 @@ def test_templates_and_stops_are_the_harness_own(tmp_path, name, path):
     [("gsm8k-cot", "gsm8k/gsm8k-cot.yaml"), ("math-4-shot", "minerva_math/utils.py")],
 )
 def test_examples_are_the_harness_own(name, path):
-    ours = read_task_file(shipped(*EVALUATION)[name])["few_shot"]["examples"]
+    ours = read_mapping(shipped(*EVALUATION)[name])["few_shot"]["examples"]
     theirs = of_harness(path)
     if isinstance(theirs, dict):
         theirs = theirs["fewshot_config"]["samples"]
@@ -242,7 +241,7 @@ def test_examples_are_the_harness_own(name, path):
 @needs_harness
 def test_mbpps_examples_are_the_second_to_fourth_row():
     assert [one["task_id"] for one in of_harness("mbpp/utils.py")] == [2, 3, 4]
-    assert read_task_file(shipped(*EVALUATION)["mbpp-chat"])["splits"]["train"] == "prompt[1:]"
+    assert read_mapping(shipped(*EVALUATION)["mbpp-chat"])["splits"]["train"] == "prompt[1:]"
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ from pathlib import Path
 import datasets
 import pytest
 
-from d2f.config import dump
+from d2f.config import dump, read_mapping
 from d2f.errors import InputError
 from d2f.shipped import EVALUATION, shipped
 from d2f.tasks import find_task, find_tasks, task_of_data
-from d2f.tasks.data_task import read_task_file
 
 ROWS = [
     {"question": f"What is {i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}"} for i in range(60)
@@ -172,7 +171,7 @@ def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
     [
         (ROWS, {"judge": None}, "judge: expected a value, got nothing"),
         (ROWS, {"columns": {}}, "columns: there is no such key"),
-        (ROWS, {"judge": "no"}, "mine.yaml: judge must be one of exact"),
+        (ROWS, {"judge": "no"}, "mine.yaml: expected a judge, exact"),
         (ROWS, {"judge": {"name": "python", "tests": "1"}}, "--allow-code-execution"),
         (ROWS, {"prompt": "{{ question"}, "cannot be read"),
         (ROWS, {"splits": {"heldout": 0.8, "tuning": 0.3}}, "must add up to at most 1, got 1.1"),
@@ -189,7 +188,7 @@ def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
         (ROWS, {"reference": "{{ 1 // 0 }}"}, "line .*: the template"),
         ([{"text": "?", "answer": "1"}], {}, "expected one of messages, prompt, question, got the"),
         ([{"question": "?", "text": "1"}], {}, "expected one of reference, answer, response"),
-        ([{"question": "?", "answer": "one"}], {}, "the reference has no number: 'one'"),
+        ([{"question": "?", "answer": "one"}], {}, "expected one number as the reference"),
         (["{"], {}, "line 1: not JSON"),
         (["[1]"], {}, "expected an object of columns"),
         ([], {}, "expected at least one line, got none"),
@@ -220,7 +219,8 @@ def test_tasks_come_each_once(given):
 
 def test_an_unknown_task_lists_what_there_is():
     with pytest.raises(
-        InputError, match=r"among story, countdown, sudoku, coding, .*gsm8k.*got 'chess'"
+        InputError,
+        match=r"no task or task file 'chess'; expected one of story, countdown, .*gsm8k",
     ):
         find_task("chess")
 
@@ -251,7 +251,7 @@ def test_every_shipped_task_has_a_row_here():
 def test_the_shipped_tasks_read_the_hubs_columns(tmp_path, name):
     if name.startswith("math") and find_spec("math_verify") is None:
         pytest.skip("math-verify is missing")
-    values = read_task_file(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
+    values = read_mapping(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
     asked = next(
         column for column in ("question", "text", "problem", "prompt") if column in HUB[name]
     )

@@ -1,5 +1,5 @@
-"""A task file is taken wherever a tiny task is: tuned, compared, collected, evaluated in training
-and in ablations, decoded by the pipeline."""
+"""A task file is taken wherever a tiny task is: tuned, compared, collected, evaluated in training,
+decoded by the pipeline."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate import Accelerator
-from benchmarks.ablation.ablation_config import Decoding, read_ablation
-from benchmarks.ablation.runs import measure
 from tiny import fresh_model
 
-import d2f
 from d2f.errors import InputError
 from d2f.tasks import find_task, make_problems
 from decode.compare.config import make_workloads
@@ -92,21 +89,6 @@ def test_it_is_evaluated_in_training(task, tmp_path):
     assert {p.key for p in problems} <= tuning  # held-out ones are kept for the end
     evaluator._keep = lambda step, values: None
     assert evaluator.run(1)["evaluation/mine/accuracy"] in (0.0, 0.5, 1.0)
-
-
-def test_an_ablation_measures_it(task, tmp_path):
-    small = yaml.safe_load((ROOT / "configs/ablations/d2f.yaml").read_text())
-    small |= {"tasks": [task], "problems": 2, "seeds": [1]}
-    Path("ablation.yaml").write_text(yaml.safe_dump(small))
-    one = Decoding(name="one", decoder="d2f", options={})
-    (row,) = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
-    assert (row["task"], row["problems"], row["max_new_tokens"]) == ("mine", 2, 64)
-    again = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
-    assert again == [row]  # measured once
-    text = Path("rows.jsonl").read_text()
-    Path("rows.jsonl").write_text(text.replace("#### ", "#### 1"))
-    (other,) = measure(read_ablation("ablation.yaml"), d2f.load("tiny-d2f"), [one], tmp_path)
-    assert other["right"] == 0 < row["right"]  # of other data, so measured again
 
 
 def compared(task: str, **more: object):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from d2f.errors import InputError
-from d2f.tasks.execution import run_tests
-from d2f.tasks.execution.run_tests import Limits, is_isolated, passes
+from d2f.tasks import sandbox
+from d2f.tasks.sandbox import Limits, is_isolated, passes
 
 FEW = Limits(seconds=3, memory_mb=512)
 needs_namespaces = pytest.mark.skipif(not is_isolated(), reason="the system gives no namespaces")
@@ -26,11 +26,11 @@ def run(request, monkeypatch):
         pytest.skip("the system gives no namespaces")
     if not isolate and os.getuid() == 0:  # who starts a python that other users may run
         python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
-        monkeypatch.setattr(run_tests.sys, "executable", python or sys.executable)
+        monkeypatch.setattr(sandbox.sys, "executable", python or sys.executable)
 
     def run(program: str, tests: str, limits: Limits = FEW) -> bool:
         try:
-            return run_tests._passes(program, tests, limits, isolate)
+            return sandbox._passes(program, tests, limits, isolate)
         except PermissionError:
             pytest.skip("another user cannot run this python")
 
@@ -100,9 +100,9 @@ def test_a_hang_ends_with_its_time(run, program):
 
 def test_a_fork_bomb_leaves_nothing_behind(run, monkeypatch):
     marker = f"BOMB{os.getpid()}"
-    environment = run_tests._environment
+    environment = sandbox._environment
     monkeypatch.setattr(
-        run_tests, "_environment", lambda folder: {**environment(folder), "MARK": marker}
+        sandbox, "_environment", lambda folder: {**environment(folder), "MARK": marker}
     )
     assert not run("import os\nwhile True: os.fork()", "")
     assert not run("import os\nwhile True:\n    if os.fork(): os.setsid()", "")
@@ -117,9 +117,9 @@ def test_there_are_only_so_many_processes_at_a_time(run):
 
 def test_children_that_leave_the_group_are_ended_too(run, monkeypatch):
     marker = f"AWAY{os.getpid()}"
-    environment = run_tests._environment
+    environment = sandbox._environment
     monkeypatch.setattr(
-        run_tests, "_environment", lambda folder: {**environment(folder), "MARK": marker}
+        sandbox, "_environment", lambda folder: {**environment(folder), "MARK": marker}
     )
     away = (
         "import os, time\n"
@@ -190,7 +190,7 @@ def test_it_cannot_undo_its_limits():
 
 
 def test_where_nothing_can_be_run_that_is_said(monkeypatch):
-    monkeypatch.setattr(run_tests, "_passes", lambda *_: False)
+    monkeypatch.setattr(sandbox, "_passes", lambda *_: False)
     is_isolated.cache_clear()
     try:
         with pytest.raises(InputError, match="cannot be run in a process of its own"):
