@@ -90,7 +90,12 @@ setup(
         "ray": ["ray[serve,data]>=2.60,<2.61"],
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "ablation": ["scipy>=1.13"],
-        "evaluation": ["datasets>=4.0", "lm-eval>=0.4.11", "math-verify>=0.9", "markdown-it-py>=3.0"],
+        "evaluation": [
+            "datasets>=4.0",
+            "lm-eval>=0.4.11",
+            "math-verify>=0.9",
+            "markdown-it-py>=3.0",
+        ],
         "4bit": ["bitsandbytes>=0.48"],  # the older name of what nf4 alone needs
         "deepspeed": ["deepspeed>=0.18"],
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
