@@ -61,6 +61,7 @@ setup(
         "triton>=3.6,<3.10; sys_platform == 'linux'",
         "peft>=0.21",
         "accelerate>=1.15",
+        "datasets>=4.0",
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
         "huggingface_hub>=1.5",
@@ -78,7 +79,6 @@ setup(
         "wandb>=0.25",
     ],
     extras_require={
-        "data": ["datasets>=4.0"],
         "plot": ["matplotlib>=3.9", "adjusttext>=1.3"],
         "serve": [
             "fastapi>=0.120",
@@ -91,7 +91,6 @@ setup(
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
         "ablation": ["scipy>=1.13"],
         "evaluation": [
-            "datasets>=4.0",
             "lm-eval>=0.4.11",
             "math-verify>=0.9",
             "markdown-it-py>=3.0",
@@ -101,7 +100,6 @@ setup(
         # ruff and mypy find more with each release, so `make lint` holds to one of each.
         "dev": [
             "bitsandbytes>=0.48",
-            "datasets>=4.0",
             "fastapi>=0.120",
             "uvicorn>=0.38",
             "openai>=2.0",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from d2f.errors import InputError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _CHUNK = 1000
 _LONGEST = 400  # characters of why a record is bad
@@ -160,6 +165,47 @@ class Table(Source):
             yield [dict(zip(chunk, values, strict=True)) for values in columns]
 
 
+LINE = "JSON line"
+
+
+def load_rows(
+    place: str, *, is_file: bool, config: str | None = None, split: str | None = None
+) -> Dataset:
+    """Load the rows of a file (JSONL; parquet, CSV or a list in JSON by its ending), or of a data
+    set: a folder of save_to_disk, or what load_dataset finds.
+
+    A line of JSONL is a row with the one column `LINE`, as it stands there: so a broken line is
+    one broken row and not a broken file. config, split: of a data set; the split is by default
+    train. Raises InputError that says what there is.
+    """
+    path = Path(place)
+    if path.exists() and not path.is_file() and (is_file or not path.is_dir()):
+        raise InputError(f"{path}: expected a file of rows, got a folder, a pipe or a device")
+    if not is_file:
+        found = _load(place, config, split)
+    else:
+        try:
+            with path.open("rb") as file:
+                first = file.read(4096).lstrip()[:1]
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+        if not first:
+            raise InputError(f"{place}: expected at least one row, got none")
+        kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "text")
+        if path.suffix == ".json" and first == b"[":
+            kind = "json"
+        # What is not UTF-8 becomes an escape that JSON does not have.
+        coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
+        # The path itself: it may have the characters of a pattern.
+        files = {"data_files": glob.escape(str(path))}
+        found = _read(kind, path, **files, **(coded if kind == "text" else {}))
+        if kind == "text":
+            found = found.rename_column("text", LINE)
+    if len(found) == 0:
+        raise InputError(f"{place}: expected at least one row, got none")
+    return found
+
+
 def open_records(
     place: str, *, is_file: bool, config: str | None = None, split: str | None = None
 ) -> Source:
@@ -213,13 +259,11 @@ def _read(kind: str, place: str | Path, **options: Any) -> Any:
 
 
 def _library() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError(
-            "parquet files and Hugging Face data sets need the package datasets: "
-            "pip install 'd2f-toolkit[data]'"
-        ) from error
+    """Import `datasets`; its bars are for a terminal."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     return datasets
 
 

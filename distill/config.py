@@ -27,7 +27,6 @@ from d2f.config import (
     Text,
     Threads,
     Tokens,
-    Whole,
     check,
     dump,
     override,
@@ -240,15 +239,14 @@ def _task(name: str) -> str:
 
 _OF_TEXT = (
     "columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long", "on_bad_row",
-    "measure_rows",
 )  # fmt: skip
 _OF_TAILS = ("train_on_padding", "padded_share", "short_tail", "tail_weight")
 _NO_TAIL = {"padded_share": 0.0, "short_tail": 0}  # of files and data sets, unless asked
 
 
 class Data(Section):
-    """What is trained on: generated tasks with their shares, a file (JSONL; parquet by its ending),
-    or a Hugging Face data set by folder or hub name.
+    """What is trained on: generated tasks with their shares, a file (JSONL; parquet, CSV or a list
+    in JSON by its ending), or a Hugging Face data set by folder or hub name.
 
     A row is `prompt` and `response`, or `messages` whose last assistant turn is the response and
     whose earlier turns are the prompt; `columns` names them otherwise, or is a name of `COLUMNS`.
@@ -268,7 +266,7 @@ class Data(Section):
     ) = None
     """Generated tasks with their shares of the samples."""
     file: Text | None = None
-    """A file of rows: JSONL, or parquet by its ending."""
+    """A file of rows: JSONL; parquet, CSV or a list in JSON by its ending."""
     dataset: Text | None = None
     """A folder of save_to_disk, or what load_dataset takes."""
     dataset_config: Text | None = None
@@ -290,9 +288,6 @@ class Data(Section):
     left out where the prompt is too long). Counted and reported."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A broken row; skipped ones are counted."""
-    measure_rows: Whole = 100_000
-    """Most rows whose tokens are counted before the first step. Of a larger file only the form is
-    checked then, and lengths are judged as the rows come."""
     row_length: Tokens = 192
     """Tokens a packed row."""
     rows: Annotated[int, Field(ge=1, le=2**16)] = 32
@@ -612,12 +607,16 @@ _WITHIN = ("wino_plus", "wedlm")  # their keys are now the objective's own
 
 
 def with_section(values: dict[str, Any]) -> dict[str, Any]:
-    """Put what an earlier version's file has beside ``objective: NAME`` into that section, and
-    leave a file of today as it is. What has its default is left out: only one objective read it."""
+    """Put what an earlier version's file has beside ``objective: NAME`` into that section.
+
+    What has its default is left out, as such a file may have the keys of all objectives. A file of
+    today is returned as it is.
+    """
     values = deepcopy(values)
-    if isinstance(values.get("objective"), dict):
-        return values
-    section: dict[str, Any] = {"name": values["objective"]} if "objective" in values else {}
+    if isinstance(values.get("data"), dict):
+        values["data"].pop("measure_rows", None)  # rows are measured before the first step
+    section = values.get("objective", {})
+    section = section if isinstance(section, dict) else {"name": section}
     for key, plain in _EARLIER.items():
         given = values.pop(key, plain)
         if isinstance(plain, dict) and isinstance(given, dict):

@@ -458,6 +458,10 @@ class StateStream(Stream):
     def epoch(self) -> int:
         return len(self.states)
 
+    @property
+    def epoch_samples(self) -> int:
+        return len(self.states)
+
     def where(self, index: int) -> str:
         i, t = self._state(index)
         return f"{self.data.file}, line {i + 2}, before step {t}"

@@ -127,13 +127,13 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     if is_main:
         seconds, extension = folder.begin(done)
         data = stream.report()
-        for line in (
+        for said in (
             data and f"data: {data}",
             stream.held_out and f"held-out loss: {stream.held_out.said}",
             extension,
         ):
-            if line:
-                print(line)
+            if said:
+                print(said)
     if config.tracker != "none":
         keys = flat(config.model_dump(mode="json"))
         keys = {key: "None" if value is None else value for key, value in keys.items()}
@@ -197,7 +197,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                 recent.clear()
             if logs:
                 values = {"loss": losses[-1].item(), "lr": rate, "grad_norm": float(norm)}
-                values |= {"samples": sample, **stream.counts()}
+                values |= {"samples": sample}
                 if evaluates:
                     watch.check_state(done, trained, optimizer)
                     # The others wait for the main process at their next common operation.

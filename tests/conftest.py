@@ -1,9 +1,13 @@
 """What every test file shares: repeatable draws, one thread, no network, the golden models."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="d2f-rows-")  # of commands, too
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # of the commands that tests start: xdist runs one a core
@@ -19,6 +23,7 @@ from tiny import changed_models
 
 from d2f.loading import load
 
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, max_examples=40
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from data_rows import END, MASK, long_rows, pairs, run_settings, samples, settings, stream, write
@@ -19,15 +20,9 @@ from d2f.saving import save_model
 from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
 from distill.data import Stream, fill_rows, make_stream
-from distill.data.samples import Encoder, Fate, judge
+from distill.data.samples import Encoder, kept_tokens
 from distill.objectives import OBJECTIVES
 from distill.train import train
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-
 
 # Lengths
 
@@ -43,20 +38,14 @@ def own_cache(tmp_path, monkeypatch):
 def test_what_is_kept_fits_and_nothing_that_fits_is_lost(
     prompt, response, row_length, max_prompt, max_response, on_long
 ):
-    data = settings(
-        file="x",
-        row_length=row_length,
-        max_prompt=max_prompt,
-        max_response=max_response,
-        on_long=on_long,
-    )
-    fate, kept = judge(prompt, response, data)
+    limits = {"max_prompt": max_prompt, "max_response": max_response, "row_length": row_length}
+    data = settings(file="x", on_long=on_long, **limits)
+    (kept,) = kept_tokens(np.array([prompt]), np.array([response]), data)
     room = min(row_length - prompt, max_response or 99)
     fits = room >= 1 and prompt <= (max_prompt or 99)
-    assert (fate == Fate.WHOLE) == (fits and response <= room)
-    assert (fate == Fate.LONG_PROMPT) == (prompt > (max_prompt or 99) or prompt >= row_length)
-    assert (fate == Fate.TRUNCATED) == (fits and response > room and on_long == "truncate")
-    assert kept == (min(response, room) if fate in (Fate.WHOLE, Fate.TRUNCATED) else 0)
+    whole = fits and response <= room
+    cut = fits and not whole and on_long == "truncate"
+    assert kept == (response if whole else room if cut else 0)
 
 
 @pytest.fixture
@@ -64,19 +53,18 @@ def long_file(tmp_path):
     return long_rows(tmp_path / "long.jsonl")
 
 
-@pytest.mark.parametrize("measure_rows", [100, 0])
-def test_long_rows_are_dropped_or_cut_and_counted(long_file, measure_rows):
-    """The same samples and counts, whether lengths are taken before the first step or as rows
-    come; a long prompt is never cut, and a cut response has no end token."""
-    limits = {"max_response": 30, "row_length": 60, "measure_rows": measure_rows}
+def test_long_rows_are_dropped_or_cut_and_counted(long_file):
+    """A long prompt is never cut, and a cut response has no end token."""
+    limits = {"max_response": 30, "row_length": 60}
     dropped = stream(file=long_file, on_long="drop", **limits)
     assert len(samples(dropped)) == 10
-    assert dropped.screen.counts() == {"truncated": 0, "dropped": 3, "broken": 0}
-    assert dropped.counts() == ({} if measure_rows else dropped.screen.counts())
+    assert dropped.report() == (
+        f"{long_file}: 10 of 13 rows used, 1 dropped for a long prompt, "
+        "2 dropped for a long response"
+    )
     cut = stream(file=long_file, on_long="truncate", short_tail=9, **limits)
     found = samples(cut)
     assert len(found) == 12
-    assert cut.screen.counts() == {"truncated": 2, "dropped": 1, "broken": 0}
     long = [s for s in found if END not in s.response]
     assert [len(s.response) for s in long] == [30, 30] == [s.answer for s in long]
     assert "12 of 13 rows used, 2 of them with a cut response, 1 dropped for a long prompt" in (
@@ -88,24 +76,21 @@ def test_a_long_row_is_an_error_unless_asked(long_file):
     with pytest.raises(InputError, match=r"long\.jsonl, line 11: the prompt has \d+ tokens and .*"
                        r"max_response is 30; data\.on_long: drop or truncate"):  # fmt: skip
         stream(file=long_file, max_response=30, row_length=400)
-    late = stream(file=long_file, max_response=30, row_length=400, measure_rows=0)
-    with pytest.raises(InputError, match=r"line 1[12]"):
-        samples(late)
     with pytest.raises(InputError, match=r"no row is left to train on; .* 13 dropped for a long p"):
         stream(file=long_file, max_prompt=1, on_long="truncate")
-    nothing = stream(file=long_file, max_prompt=1, on_long="truncate", measure_rows=0)
-    with pytest.raises(InputError, match="no row is left to train on"):
-        fill_rows(nothing, 0)
 
 
-def test_lengths_of_a_large_set_are_kept_between_runs(tmp_path, monkeypatch):
-    """Counted again only where the data, the tokenizer or what makes tokens of them is another."""
-    path = write(tmp_path / "d.jsonl", [*pairs(1100), "{"])
+def test_rows_are_encoded_once(tmp_path, monkeypatch):
+    """And again only where the data, the tokenizer or what makes tokens of them is another."""
+    path = write(tmp_path / "d.jsonl", [*pairs(9), "{"])
     counted = []
-    encode = Encoder.encode
-    monkeypatch.setattr(
-        Encoder, "encode", lambda self, pairs: counted.append(len(pairs)) or encode(self, pairs)
-    )
+    encode = Encoder.encode_rows
+
+    def counting(self, batch):
+        counted.append(len(next(iter(batch.values()))))
+        return encode(self, batch)
+
+    monkeypatch.setattr(Encoder, "encode_rows", counting)
 
     def opened(**changes):
         counted.clear()
@@ -113,15 +98,12 @@ def test_lengths_of_a_large_set_are_kept_between_runs(tmp_path, monkeypatch):
         return found.report(), sum(counted)
 
     first, times = opened()
-    assert times == 1100 and "line 1101: not JSON" in first
+    assert times == 10 and "line 10: not JSON" in first
     assert opened() == (first, 0)
-    assert opened(max_response=5)[1] == 0  # limits are judged on the kept lengths
-    assert opened(chat_template="none")[1] == 1100
-    for kept in (tmp_path / "xdg").rglob("*.npy"):
-        kept.write_bytes(b"damaged")
-    assert opened() == (first, 1100)
-    write(path, [*pairs(1099), {"prompt": "another", "response": "row"}, "{"])
-    assert opened()[1] == 1100
+    assert opened(max_response=5)[1] == 0  # limits are judged on what is there
+    assert opened(chat_template="none")[1] == 10
+    write(path, [*pairs(8), {"prompt": "another", "response": "row"}, "{"])
+    assert opened()[1] == 10
 
 
 # Padding and the end of a response
@@ -198,6 +180,7 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     bare.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|user|> $A", special_tokens=[("<|user|>", 2)]
     )
+    found = Stream(settings(file=path, chat_template="none"), bare, END, 0, True, MASK)
     assert bare.decode(found.sample(0).prompt) == "<|user|>2+3?"  # as decoding reads plain text
     assert bare.decode(found.sample(0).response) == "5<|endoftext|>"
     bare.chat_template = tokenizer().chat_template  # which writes special tokens by itself
@@ -240,14 +223,14 @@ def test_a_model_without_mask_id_is_an_error_before_any_work(tmp_path):
 def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
     path = str(write(tmp_path / "d.jsonl", pairs(40)))
     found = stream(file=path, seed=3)
-    orders = [[found.record(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
+    orders = [[found.row(epoch * 40 + i) for i in range(40)] for epoch in range(3)]
     assert all(sorted(order) == list(range(40)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
     again = stream(file=path, seed=3)
-    assert [again.record(i) for i in reversed(range(120))] == [
+    assert [again.row(i) for i in reversed(range(120))] == [
         row for order in orders for row in order
     ][::-1]
-    assert [stream(file=path, seed=4).record(i) for i in range(40)] != orders[0]
+    assert [stream(file=path, seed=4).row(i) for i in range(40)] != orders[0]
 
 
 def test_the_tails_of_generated_samples_are_drawn_by_generators_of_their_own():

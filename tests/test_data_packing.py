@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import pytest
 import torch
@@ -106,24 +107,45 @@ def test_the_plan_of_a_file_is_what_packing_gives(tmp_path):
         plan(found, most_steps=0)
 
 
-def test_of_a_set_that_is_not_measured_the_samples_of_an_epoch_are_estimated(tmp_path):
-    """Half of the rows are left out: of those so far, and so of the rest."""
-    rows = [row for pair in pairs(30) for row in (pair, {"prompt": "q", "response": "a " * 99})]
-    path = str(write(tmp_path / "d.jsonl", rows))
-    found = stream(file=path, on_long="drop", row_length=40, measure_rows=0)
-    made = plan(found, most_steps=3)
-    index = samples = 0
-    for _ in range(3):
-        step, index = fill_rows(found, index)
-        samples += sum(map(len, step))
-    assert made.samples_per_epoch == samples * 60 // index and not made.is_exact
-
-
-def test_a_run_reports_and_logs_what_it_left_out(tmp_path, capsys):
+def test_a_run_reports_what_it_left_out(tmp_path, capsys):
     long_file = long_rows(tmp_path / "long.jsonl")
-    data = {"file": long_file, "on_long": "drop", "row_length": 60}
-    train(run_settings(tmp_path / "a", data, log_every=1))
+    train(run_settings(tmp_path / "a", {"file": long_file, "on_long": "drop", "row_length": 60}))
     assert f"data: {long_file}: 1" in capsys.readouterr().out
-    assert "dropped" not in (tmp_path / "a" / "log.jsonl").read_text()
-    train(run_settings(tmp_path / "b", data | {"measure_rows": 0}, log_every=1))
-    assert '"dropped": ' in (tmp_path / "b" / "log.jsonl").read_text()
+
+
+ROWS = [{"prompt": f"q{i:03d}? " * (1 + i % 7), "response": f"a{i} " * (1 + i * 7 % 23)}
+        for i in range(300)]  # fmt: skip
+STEPS = [  # samples of 60 steps, the next step's first, and the hash of where all of them lie
+    ({"on_long": "drop"}, 0, True, (147, 194, "5000bd8e7b15b533")),
+    (
+        {"on_long": "truncate", "max_response": 20, "row_length": 60, "rows": 3},
+        5, True, (194, 195, "303818cf4c5da052"),
+    ),
+    (
+        {"on_long": "drop", "padded_share": 0.4, "short_tail": 5},
+        7, True, (129, 162, "dee17697e701d1db"),
+    ),
+    ({"on_long": "drop"}, 7, False, (142, 178, "2ebc870e15dd16ee")),
+    ({"on_long": "truncate", "train_on_padding": True}, 1, True, (120, 121, "0f822e7b58767411")),
+    (
+        {"tasks": {"story": 2.0, "countdown": 1.0, "sudoku": 1.0}, "row_length": 320, "rows": 4},
+        3, True, (573, 573, "500a04c3a4c874c4"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "seed", "tail", "expected"), STEPS)
+def test_steps_are_packed_as_they_were_in_version_0_1(tmp_path, data, seed, tail, expected):
+    """So old runs go on, and old curves are made again."""
+    if "tasks" not in data:
+        lines = [*ROWS[:100], "", *ROWS[100:200], "{bad", "  ", *ROWS[200:]]
+        path = write(tmp_path / "r.jsonl", lines)
+        data = data | {"file": str(path), "on_bad_row": "skip"}
+    found, index, count, digest = stream(tail=tail, seed=seed, **data), 0, 0, hashlib.sha256()
+    for _ in range(60):
+        rows, index = fill_rows(found, index)
+        for p in (placed for row in rows for placed in row):
+            ids = p.sample.prompt, p.sample.response, p.sample.answer
+            digest.update(repr((p.start, p.sample.index, *ids)).encode())
+            count += 1
+    assert (count, index, digest.hexdigest()[:16]) == expected

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import json
 
 import datasets
 import pytest
 from data_rows import pairs, settings, stream, texts, write
 
-from d2f.data import BadRecord, open_records
 from d2f.errors import InputError
 from distill.config import COLUMNS, MOST_PLACES
 from distill.data.samples import read_pair
@@ -24,12 +23,6 @@ CHAT = [
     {"role": "user", "content": "sure?"},
     {"role": "assistant", "content": "5"},
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    datasets.disable_progress_bars()
 
 
 def test_jsonl_of_pairs(tmp_path):
@@ -63,12 +56,10 @@ def test_column_presets_and_own_columns(tmp_path):
 
 def test_a_system_column_becomes_the_first_message():
     turns = [{"from": "user", "value": "2+3?"}, {"from": "assistant", "value": "5"}]
-    pair = read_pair({"system": "Think.", "conversations": turns}, COLUMNS["bespoke-stratos"])
-    assert [(m["role"], m["content"]) for m in pair.messages] == [
-        ("system", "Think."),
-        ("user", "2+3?"),
-    ]
-    assert pair.response == "5"
+    row = {"system": "Think.", "conversations": turns}
+    messages, response = read_pair(row, COLUMNS["bespoke-stratos"])
+    assert [(m["role"], m["content"]) for m in messages] == [("system", "Think."), ("user", "2+3?")]
+    assert response == "5"
 
 
 def test_parquet_and_data_sets_give_the_same_samples(tmp_path):
@@ -87,6 +78,18 @@ def test_parquet_and_data_sets_give_the_same_samples(tmp_path):
     assert len(texts(stream(dataset=str(tmp_path / "files"), split="train[:1]"))) == 1
 
 
+def test_csv_and_an_array_of_json_give_the_same_samples(tmp_path):
+    """A file that is called .json may be JSONL all the same."""
+    (tmp_path / "d.csv").write_text("prompt,response,more\n2+3?,five,1\n1+1?,two,2\n")
+    (tmp_path / "d.json").write_text(json.dumps(PAIRS, indent=1))
+    write(tmp_path / "lines.json", PAIRS)
+    assert {answer for _, answer in texts(stream(file=str(tmp_path / "d.csv")))} == {
+        "five<|endoftext|>", "two<|endoftext|>"
+    }  # fmt: skip
+    for name in ("d.json", "lines.json"):
+        assert texts(stream(file=str(tmp_path / name))) == AS_TEXT
+
+
 def test_messages_from_a_table(tmp_path):
     made = datasets.Dataset.from_list([{"messages": CHAT, "id": 1}])
     made.to_parquet(str(tmp_path / "d.parquet"))
@@ -98,8 +101,8 @@ def test_messages_from_a_table(tmp_path):
 BAD_LINES = {
     '{"prompt": "1?", "respo': "not JSON",
     "[1, 2]": "expected an object",
+    "null": "expected an object",
     '{"prompt": "1?"}': "expected prompt and response, got the keys prompt",
-    '{"prompt": "1?", "response": ""}': "response must be non-empty text, got ''",
     '{"prompt": "1?", "response": " \\n"}': "response must be non-empty text",
     '{"prompt": 3, "response": "4"}': "prompt must be non-empty text, got 3",
     '{"messages": []}': "must be a list of messages",
@@ -111,22 +114,6 @@ BAD_LINES = {
     '{"prompt": "<|mask|>", "response": "4"}': "the prompt contains the mask token",
     '{"prompt": "1?", "response": "<|mask|>4"}': "the response contains the mask token",
     '{"prompt": "1?", "response": "4<|endoftext|>"}': "contains its end token .* at token 1",
-    '{"prompt": "1\\ud800?", "response": "4"}':
-        "prompt must be text, .* surrogate pair at character 1",
-    '{"prompt": "1?", "response": "\\udfff"}': "response must be text, .* surrogate pair",
-    '{"messages": [{"role": "\\ud800", "content": "1"}, {"role": "assistant", "content": "1"}]}':
-        "role must be text, .* surrogate pair",
-    '{"\\ud800": 1}': r"got the keys \\ud800",
-    "[" * 100_000: "nested too deeply",
-    '{"prompt": "1?", "response": "4", "x": ' + '{"a": ' * 50_000: "nested too deeply",
-    '{"prompt": "1?", "response": ' + "4" * 5000 + "}": "not JSON .*digits",
-    '{"prompt": "1?", "response": NaN}': "response must be non-empty text, got nan",
-    "\0\0\0": "not JSON",
-    '{"prompt": "1?", "response": ' + "[" * 400 + "]" * 400 + "}":
-        r"non-empty text, got \[\[\[\.\.\.\]\]\]",
-    '{"messages": [{"role": ["user"], "content": "1?"}]}': "role must be non-empty text",
-    f'{{"messages": "{"x" * 99}"}}': f"messages, got '{'x' * 27}\\.\\.\\.{'x' * 28}';",
-    '{"messages": {"a": 1, "b": 2, "c": 3, "d": 4}}': "got {'a': 1, 'b': 2, 'c': 3, \\.\\.\\.};",
     '{"prompt": [1, 2, 3, 4], "response": "4"}': r"got \[1, 2, 3, \.\.\.\];",
 }  # fmt: skip
 
@@ -140,38 +127,16 @@ def test_a_broken_line_is_named_or_skipped_and_counted(tmp_path, line, message):
     assert said.encode() and "\n" not in said and len(said) < len(str(path)) + 600  # printable
     left = stream(file=str(path), on_bad_row="skip")
     assert texts(left) == AS_TEXT
-    assert left.screen.counts() == {"truncated": 0, "dropped": 0, "broken": 1}
     assert f"1 broken (first: {path}, line 3: " in left.report()
-
-
-def test_why_a_record_is_bad_is_one_short_line():
-    assert str(BadRecord("a\n b " + "\ud800" + "x" * 500)) == "a b \\ud800" + "x" * 390
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_bytes(b'{"prompt": "a", "response": "b"}\n{"prompt": "\xff", "response": "b"}\n')
-    with pytest.raises(InputError, match=r"line 2: not JSON .*decode byte 0xff"):
+    with pytest.raises(InputError, match=r"line 2: not JSON"):
         stream(file=str(path))
-
-
-def test_a_parquet_row_that_is_not_text_is_named_or_skipped(tmp_path):
-    """Bytes that are no UTF-8 in a column of text, which a writer may leave: the other rows of the
-    chunk are read."""
-    import pyarrow
-    from pyarrow import parquet
-
-    raw = pyarrow.array([b"5", b"\xff\xfe", b"2"], pyarrow.binary())
-    text = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
-    prompts = pyarrow.array(["2+3?", "a", "1+1?"])
-    parquet.write_table(
-        pyarrow.table({"prompt": prompts, "response": text}), tmp_path / "d.parquet"
-    )
-    path = str(tmp_path / "d.parquet")
-    with pytest.raises(InputError, match=r"d\.parquet, row 1: .*utf-8.*on_bad_row"):
-        stream(file=path)
-    left = stream(file=path, on_bad_row="skip")
-    assert texts(left) == AS_TEXT and left.screen.counts()["broken"] == 1
+    (tmp_path / "bom.jsonl").write_text("\ufeff" + json.dumps(PAIRS[0]), encoding="utf-8")
+    assert len(texts(stream(file=str(tmp_path / "bom.jsonl")))) == 1
 
 
 @pytest.mark.parametrize(
@@ -196,9 +161,11 @@ def test_files_that_cannot_be_data(tmp_path):
             InputError, match="expected a file of rows, got a folder, a pipe or a device"
         ):
             stream(file=str(place))
-    empty = write(tmp_path / "empty.jsonl", [""])
-    with pytest.raises(InputError, match=r"empty\.jsonl: expected at least one line, got none"):
-        stream(file=str(empty))
+    (tmp_path / "empty.jsonl").touch()
+    blank = write(tmp_path / "blank.jsonl", ["", " "])
+    for path in (tmp_path / "empty.jsonl", blank):
+        with pytest.raises(InputError, match=rf"{path.name}: expected at least one row, got none"):
+            stream(file=str(path))
     with pytest.raises(InputError, match=r"none\.jsonl: cannot be read: No such file"):
         stream(file=str(tmp_path / "none.jsonl"))
     with pytest.raises(InputError, match=r"none\.parquet: cannot be read: No such file"):
@@ -234,13 +201,6 @@ def test_data_sets_that_cannot_be_data(tmp_path):
     write(tmp_path / "files" / "train.jsonl", PAIRS)
     with pytest.raises(InputError, match=r"files: cannot be loaded .*held"):
         stream(dataset=str(tmp_path / "files"), split="held")
-
-
-def test_without_the_package_datasets_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    (tmp_path / "d.parquet").write_bytes(b"")
-    with pytest.raises(InputError, match=r"pip install 'd2f-toolkit\[data\]'"):
-        stream(file=str(tmp_path / "d.parquet"))
 
 
 @pytest.mark.parametrize(
@@ -290,18 +250,8 @@ def test_a_resolved_section_reads_back_the_same(values):
     assert settings(**made.model_dump(mode="json")) == made
 
 
-def test_rows_keep_their_numbers_over_chunks(tmp_path):
-    """More rows than a chunk: the broken one far down is named by its line."""
-    rows = [*pairs(1500), "{", *pairs(10)]
-    path = write(tmp_path / "d.jsonl", rows)
-    for measured in (0, 10_000):
-        with pytest.raises(InputError, match="line 1501: not JSON"):
-            stream(file=str(path), measure_rows=measured)
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_a_pointer_of_git_lfs_is_named(tmp_path, name):
-    """A clone without git-lfs has them in place of the files."""
-    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:a\n")
-    with pytest.raises(InputError, match=r"is a pointer of Git LFS: `git lfs pull` gets the file"):
-        open_records(str(tmp_path / name), is_file=True)
+def test_rows_keep_their_numbers_over_batches(tmp_path):
+    """More rows than a batch of the encoding: the broken one far down is named by its line."""
+    path = write(tmp_path / "d.jsonl", [*pairs(1500), "", "{", *pairs(10)])
+    with pytest.raises(InputError, match="line 1502: not JSON"):
+        stream(file=str(path))

@@ -32,7 +32,7 @@ def saved_tokenizer(place: Path) -> str:
 
 
 def stream_of(config: TrainConfig) -> Stream:
-    return OBJECTIVES[config.objective](random_model("llada"), config).stream()
+    return OBJECTIVES[config.objective.name](random_model("llada"), config).stream()
 
 
 def asked(ids: list[list[int]]) -> set[str]:
@@ -51,31 +51,42 @@ def held(found: Stream) -> set[str]:
     return asked([sample.prompt for sample in found.held_out.samples])
 
 
-@pytest.mark.parametrize("measured", [100, 0])
-def test_held_out_rows_are_never_trained_on_and_all_others_are(tmp_path, measured):
-    """Also of a set that is too large to be measured at the start."""
+def test_held_out_rows_are_never_trained_on_and_all_others_are(tmp_path):
     file = write(tmp_path / "rows.jsonl", pairs(20))
-    data = {"file": str(file), "measure_rows": measured}
+    data = {"file": str(file)}
     every = trained(stream_of(config_of(tmp_path, data)))
     found = stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 6}))
     assert len(every) == 20 and len(held(found)) == 6
     assert trained(found) == every - held(found)
-    if measured:  # else it is an estimate
-        assert plan(found, 99).samples_per_epoch == 14
+    assert plan(found, 99).samples_per_epoch == 14
     assert found.report() is not None and "6 held out" in found.report()
     assert found.held_out.said == f"6 of 20 rows of {file}"
 
 
-def test_they_are_drawn_by_the_seed_and_by_nothing_else(tmp_path):
+def test_they_are_drawn_by_the_seed_and_their_text_and_by_nothing_else(tmp_path):
+    """Neither by the order of the rows nor by what else is there."""
     file = write(tmp_path / "rows.jsonl", pairs(20))
+    turned = write(tmp_path / "turned.jsonl", [{"prompt": "x", "response": "y"}, *pairs(20)[::-1]])
 
-    def drawn(seed: int = 0, rows: int = 5, **data: Any) -> set[str]:
+    def drawn(seed: int = 0, rows: int = 5, file: Path = file, **data: Any) -> set[str]:
         settings = {"evaluation": {"loss_rows": rows}, "seed": seed}
         return held(stream_of(config_of(tmp_path, {"file": str(file)} | data, **settings)))
 
-    assert drawn() == drawn(rows=5, measure_rows=0) == drawn(row_length=128)
+    assert drawn() == drawn(rows=5, row_length=128) < drawn(rows=9)
+    assert len(drawn() - drawn(file=turned)) <= 1
     assert drawn() != drawn(seed=1)
-    assert drawn() < drawn(rows=9)
+
+
+def test_rows_of_one_text_are_on_one_side(tmp_path):
+    """However often a row is there: held out once, and trained on never."""
+    rows = [row for row in pairs(8) for _ in range(3)]
+    data = {"file": str(write(tmp_path / "rows.jsonl", rows))}
+    found = stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 3}))
+    assert len(found.held_out.samples) == len(held(found)) == 3
+    assert len(trained(found)) == 5 and not trained(found) & held(found)
+    assert plan(found, 99).samples_per_epoch == 15 and "9 held out" in found.report()
+    with pytest.raises(InputError, match=r"must be at most 8, the different rows of .* got 9"):
+        stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 9}))
 
 
 def test_rows_that_training_leaves_out_are_not_held_out(tmp_path):
@@ -126,7 +137,10 @@ def test_without_a_held_out_loss_there_is_none(tmp_path):
 
 
 BAD = [
-    ({"loss_rows": 21}, r"loss_rows must be at most 20, the rows of .*rows\.jsonl .* got 21"),
+    (
+        {"loss_rows": 21},
+        r"loss_rows must be at most 20, the different rows of .*rows\.jsonl .* got 21",
+    ),
     ({"loss_rows": 20}, r"no row is left to train on; .* 0 of 20 rows used, 20 held out"),
     ({"loss_rows": 0}, r"evaluation\.loss_rows: .* got 0"),
     ({"loss_file": "/nonexistent.jsonl"}, r"/nonexistent\.jsonl: cannot be read"),

@@ -25,6 +25,7 @@ UNREAD = "nothing reads it here"
     ("objective", "changes", "message"),
     [
         ("masked_diffusion", INIT | {"tokenizer": "/nonexistent"}, f"tokenizer: {UNREAD}"),
+        ("masked_diffusion", INIT | {"init_adapter": "x"}, "leave out init_adapter"),
         ("masked_diffusion", {"lora": {"r": 4}}, f"objective.lora: {NO_KEY}"),
         ("masked_diffusion", {"block_size": 8}, f"objective.block_size: {NO_KEY}"),
         ("masked_diffusion", {"distill_target": "hard"}, f"objective.distill_target: {NO_KEY}"),
@@ -143,7 +144,7 @@ def test_the_tokenizer_of_a_model_from_scratch_is_used_or_an_error(tmp_path):
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = settings(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"))
     assert prepare_model(config).vocab_size == len(tokenizer())
-    with pytest.raises(InputError, match="/nonexistent: no such folder or hub name"):
+    with pytest.raises(InputError, match="/nonexistent: no such folder, bundled model"):
         prepare_model(settings(tmp_path / "run", tokenizer="/nonexistent"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="empty: expected a tokenizer, found none"):

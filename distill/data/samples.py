@@ -1,28 +1,31 @@
-"""A sample, and its place in a packed row."""
+"""Turn rows of a file or a data set into samples of token ids.
+
+A row (an object of `prompt` and `response`, or of chat `messages`) becomes ids once, before the
+first step: `datasets` maps all rows, keeps the result on disk, and finds it again as long as the
+data, the tokenizer and what turns rows into ids are the same. So every row that a run will use is
+looked at before it begins.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, auto
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from d2f import chat
-from d2f.data import BadRecord, Source, Table, open_records
-from d2f.errors import InputError, OutputError
-from d2f.files import make_folder, writing
+from d2f.data import LINE, BadRecord, load_rows
+from d2f.errors import InputError
 from distill.config import Columns, Data
+
+Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -55,66 +58,52 @@ class Placed:
     start: int
 
 
-# A record of a file or data set as chat messages and a response.
-
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")
+_ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 _REPR.maxdict = _REPR.maxlist = 3
 _REPR.maxlevel = 2
-_ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What is asked, as chat messages, and the text that answers it."""
+def read_pair(row: Any, columns: Columns | None) -> tuple[Messages, str]:
+    """Split a row into what is asked, as chat messages, and the text that answers it.
 
-    messages: list[dict[str, str]]
-    response: str
-
-
-def needed(columns: Columns) -> list[str]:
-    """The columns that a record must have."""
-    names = (columns.prompt, columns.response, columns.messages, columns.system)
-    return [name for name in names if name is not None]
-
-
-def read_pair(record: Any, columns: Columns | None) -> Pair:
-    """A record's prompt and response. columns: None takes `messages` where the record has them,
-    else `prompt` and `response`. Raises BadRecord."""
-    if not isinstance(record, Mapping):
+    columns: None takes `messages` where the row has them, else `prompt` and `response`. Raises
+    BadRecord.
+    """
+    if not isinstance(row, Mapping):
         raise BadRecord(
-            f"expected an object of prompt and response or of messages, got {_short(record)}"
+            f"expected an object of prompt and response or of messages, got {_REPR.repr(row)}"
         )
-    layout = columns or (_MESSAGES if record.get("messages") is not None else _PAIR)
-    system: list[dict[str, str]] = []
-    if layout.system is not None and record.get(layout.system):
-        system = [{"role": "system", "content": _text(record, layout.system)}]
+    layout = columns or (_MESSAGES if row.get("messages") is not None else _PAIR)
+    system: Messages = []
+    if layout.system is not None and row.get(layout.system):
+        system = [{"role": "system", "content": _text(row, layout.system)}]
     if layout.messages is not None:
-        asked, response = _last_turn(record, layout)
-        return Pair(system + asked, response)
+        asked, response = _last_turn(row, layout)
+        return system + asked, response
     assert layout.prompt is not None and layout.response is not None
-    lacking = [name for name in (layout.prompt, layout.response) if name not in record]
-    if lacking:
+    if layout.prompt not in row or layout.response not in row:
         raise BadRecord(
             f"expected {layout.prompt} and {layout.response}, got the keys "
-            f"{', '.join(map(str, record))[:200] or 'none'}; data.columns names others"
+            f"{', '.join(map(str, row))[:200] or 'none'}; data.columns names others"
         )
-    asked = [{"role": "user", "content": _text(record, layout.prompt)}]
-    return Pair(system + asked, _text(record, layout.response))
+    asked = [{"role": "user", "content": _text(row, layout.prompt)}]
+    return system + asked, _text(row, layout.response)
 
 
-def _last_turn(record: Mapping[str, Any], layout: Columns) -> tuple[list[dict[str, str]], str]:
-    """The turns before the last assistant turn, and that turn; what follows it is not read."""
-    turns = record.get(layout.messages or "")
+def _last_turn(row: Mapping[str, Any], layout: Columns) -> tuple[Messages, str]:
+    """Split a chat at its last assistant turn; what follows that is not read."""
+    turns = row.get(layout.messages or "")
     if not isinstance(turns, list) or not turns:
-        raise BadRecord(f"{layout.messages} must be a list of messages, got {_short(turns)}")
-    messages: list[dict[str, str]] = []
+        raise BadRecord(f"{layout.messages} must be a list of messages, got {_REPR.repr(turns)}")
+    messages: Messages = []
     for turn in turns:
         if not isinstance(turn, Mapping) or layout.role not in turn:
             raise BadRecord(
-                f"a message must have {layout.role} and {layout.content}, got {_short(turn)}"
+                f"a message must have {layout.role} and {layout.content}, got {_REPR.repr(turn)}"
             )
         role = _text(turn, layout.role)
         # A template knows user and assistant; what it does with any other role is for it to say.
@@ -127,39 +116,16 @@ def _last_turn(record: Mapping[str, Any], layout: Columns) -> tuple[list[dict[st
     return messages[: answers[-1]], messages[answers[-1]]["content"]
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
-    value = record.get(name)
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
     if not isinstance(value, str) or not value.strip():
-        raise BadRecord(f"{name} must be non-empty text, got {_short(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can write it, no tokenizer can read it
-        raise BadRecord(
-            f"{name} must be text, got half a surrogate pair at character {error.start}: "
-            f"{_short(value[error.start :])}"
-        ) from error
+        raise BadRecord(f"{name} must be non-empty text, got {_REPR.repr(value)}")
     return value
 
 
-def _short(value: Any) -> str:
-    """A value as an error shows it: what is long or nested is not written out whole."""
-    return _REPR.repr(value)
-
-
-# Pairs of text as token ids, through the tokenizer's chat template.
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of a prompt and of its response, the end token included."""
-
-    prompt: list[int]
-    response: list[int]
-
-
 class Encoder:
-    """Turns pairs into ids. end_id: the token that ends a response; mask_id: None where there is
-    none, else no pair may contain it.
+    """Turns rows and pairs of text into ids. end_id: the token that ends a response; mask_id: None
+    where there is none, else no text may contain it.
 
     Raises InputError for a tokenizer without the chat template or the end token that the
     configuration wants.
@@ -172,7 +138,7 @@ class Encoder:
         end_id: int,
         mask_id: int | None,
     ):
-        self.tokenizer, self.mask_id = tokenizer, mask_id
+        self.tokenizer, self.mask_id, self.layout = tokenizer, mask_id, data.layout
         self.templated = data.chat_template == "tokenizer"
         if self.templated and tokenizer.chat_template is None:
             raise InputError(
@@ -188,26 +154,64 @@ class Encoder:
                     f"data.end_token must be a token of the tokenizer, got {data.end_token!r}"
                 )
 
-    def encode(self, pairs: Sequence[Pair]) -> list[Encoded | BadRecord]:
-        """The ids of each pair, or why it has none."""
-        found: list[Encoded | BadRecord | None] = [None] * len(pairs)
-        texts = []
-        for i, pair in enumerate(pairs):
-            try:
-                texts.append((i, self.prompt_text(pair.messages), pair.response))
-            except BadRecord as error:
-                found[i] = error
-        if texts:
-            # A template writes its own special tokens.
-            prompts = self._ids([text for _, text, _ in texts], special=not self.templated)
-            # A response goes on where the prompt's text ends: no special token may stand between
-            # them.
-            responses = self._ids([text for _, _, text in texts], special=False)
-            for (i, *_), prompt, response in zip(texts, prompts, responses, strict=True):
-                found[i] = self._checked(prompt, response)
-        return [entry for entry in found if entry is not None]
+    def encode(self, messages: Messages, response: str) -> tuple[list[int], list[int]]:
+        """Return the ids of a prompt and of its response, the end token included. Raises
+        BadRecord."""
+        prompts, responses = self._ids([self._prompt(messages)], [response])
+        why = self._refusal(prompts[0], responses[0])
+        if why is not None:
+            raise BadRecord(why)
+        return prompts[0], [*responses[0], self.end_id]
 
-    def prompt_text(self, messages: list[dict[str, str]]) -> str:
+    def encode_rows(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Encode a batch as `datasets.map` gives and takes it: columns of values.
+
+        prompt, response: ids, empty where there is an error. error: why a row cannot be used, None
+        where it can, empty for a blank line, which is no row. text, asked: hashes of all of the
+        row's text, and of its prompt.
+        """
+        names, columns = list(batch), list(batch.values())
+        texts: dict[int, tuple[str, str]] = {}
+        errors: list[str | None] = [None] * len(columns[0])
+        for i, values in enumerate(zip(*columns, strict=True)):
+            try:
+                if names != [LINE]:
+                    row = dict(zip(names, values, strict=True))
+                elif values[0].strip():
+                    row = _parse(values[0])
+                else:
+                    errors[i] = ""
+                    continue
+                messages, response = read_pair(row, self.layout)
+                texts[i] = self._prompt(messages), response
+            except BadRecord as error:
+                errors[i] = str(error)
+        # All in one call, which fast tokenizers do in parallel.
+        prompts, responses = zip(*texts.values(), strict=True) if texts else ((), ())
+        encoded = self._ids(list(prompts), list(responses))
+        found = dict(zip(texts, zip(*encoded, strict=True), strict=True))
+        none: tuple[list[int], list[int]] = ([], [])
+        for i, (prompt, response) in found.items():
+            errors[i] = self._refusal(prompt, response)
+        ids = [found[i] if errors[i] is None else none for i in range(len(errors))]
+        return {
+            "prompt": [prompt for prompt, _ in ids],
+            # The one end token that is always a target; what may follow it is the tail.
+            "response": [[*response, self.end_id] if response else [] for _, response in ids],
+            "error": errors,
+            "asked": [_hash(texts[i][:1]) if i in texts else "" for i in range(len(errors))],
+            "text": [_hash(texts[i]) if i in texts else "" for i in range(len(errors))],
+        }
+
+    @property
+    def identity(self) -> str:
+        """What the ids of a text depend on, in one line."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        layout = None if self.layout is None else self.layout.model_dump()
+        parts = [backend and backend.to_str(), str(self.tokenizer.chat_template), layout]
+        return json.dumps([*parts, self.templated, self.end_id, self.mask_id])
+
+    def _prompt(self, messages: Messages) -> str:
         """The prompt up to where the response begins. Raises BadRecord."""
         if not self.templated:
             if len(messages) > 1:
@@ -218,301 +222,202 @@ class Encoder:
         except InputError as error:
             raise BadRecord(str(error)) from error
 
-    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
-        ids: Any = self.tokenizer(texts, add_special_tokens=special)["input_ids"]
-        return list(ids)
+    def _ids(self, prompts: list[str], responses: list[str]) -> tuple[Any, Any]:
+        if not prompts:
+            return [], []
+        # A template writes its own special tokens. A response goes on where the prompt's text ends:
+        # no special token may stand between them.
+        asked = self.tokenizer(prompts, add_special_tokens=not self.templated)["input_ids"]
+        return asked, self.tokenizer(responses, add_special_tokens=False)["input_ids"]
 
-    def _checked(self, prompt: list[int], response: list[int]) -> Encoded | BadRecord:
+    def _refusal(self, prompt: list[int], response: list[int]) -> str | None:
         for name, ids in (("prompt", prompt), ("response", response)):
             if not ids:
-                return BadRecord(f"the {name} has no tokens")
+                return f"the {name} has no tokens"
             if self.mask_id is not None and self.mask_id in ids:
-                return BadRecord(f"the {name} contains the mask token (id {self.mask_id})")
+                return f"the {name} contains the mask token (id {self.mask_id})"
         # Training would teach to stop there, and the rest could never be decoded.
         if self.end_id in response:
-            return BadRecord(
+            return (
                 f"the response contains its end token (id {self.end_id}) at token "
                 f"{response.index(self.end_id)}: expected text, which gets one at its end"
             )
-        # The one end token that is always a target; what may follow it is the tail.
-        return Encoded(prompt, [*response, self.end_id])
+        return None
 
 
-# Token lengths of a large set's records, kept between runs: counting them anew takes minutes.
-
-BROKEN = -1  # in place of a broken record's lengths
-SMALL = 1000  # a set of fewer records is counted faster than a file is worth
-
-Lengths = NDArray[np.int32]
-
-
-class LengthsFile:
-    """Lengths of prompt and response, int32 ``[records, 2]``, under the user's cache folder
-    (`XDG_CACHE_HOME`), by the content of the data, of the tokenizer, and of what turns records
-    into tokens. A folder that cannot be written is no error: the lengths are counted again."""
-
-    def __init__(self, digest: str, data: Data, encoder: Encoder):
-        backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
-        layout = None if data.layout is None else data.layout.model_dump()
-        self.path: Path | None = None
-        if backend is not None:
-            # Everything that the counts depend on is in the name: what has changed finds no old
-            # file.
-            parts = [digest, backend.to_str(), str(encoder.tokenizer.chat_template), layout]
-            key = json.dumps([*parts, data.chat_template, encoder.end_id, encoder.mask_id])
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            name = hashlib.sha256(key.encode()).hexdigest()[:32]
-            self.path = cache / "d2f-toolkit" / "lengths" / f"{name}.npy"
-
-    def read(self, records: int) -> Lengths | None:
-        """What was kept, None where there is nothing that fits."""
-        if self.path is None or records < SMALL:
-            return None
-        try:
-            found = np.load(self.path)
-        except (OSError, ValueError, EOFError):
-            return None
-        # A damaged or foreign file is counted as none.
-        return found if found.shape == (records, 2) and found.dtype == np.int32 else None
-
-    def write(self, lengths: Lengths) -> None:
-        """Keep lengths, whole or not at all."""
-        if self.path is None or len(lengths) < SMALL:
-            return
-        with suppress(OutputError):
-            make_folder(self.path.parent)
-            with writing(self.path) as file:
-                np.save(file, lengths)
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON ({error}): {line.strip()[:60]!r}") from error
 
 
-# Which records of a file or data set are trained on: too long and broken ones, counted.
+def _hash(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-class Fate(IntEnum):
-    """What becomes of a record."""
-
-    UNSEEN = 0
-    WHOLE = auto()
-    TRUNCATED = auto()
-    LONG_PROMPT = auto()
-    LONG_RESPONSE = auto()
-    BROKEN = auto()
-    HELD_OUT = auto()
-
-
-def judge(prompt: int, response: int, data: Data) -> tuple[Fate, int]:
-    """What becomes of a prompt and a response (its end token counted) of these lengths in tokens,
-    and how many tokens of the response are kept; `data.on_long: error` judges like drop."""
+def kept_tokens(
+    prompt: NDArray[np.int64], response: NDArray[np.int64], data: Data
+) -> NDArray[np.int64]:
+    """Return how many tokens of each response are kept, 0 for a row that is too long, given the
+    lengths in tokens (the end token counted; 0: a broken row), ``[rows]`` each. `on_long: error` is
+    as drop here."""
     room = data.row_length - prompt
-    if room < 1 or (data.max_prompt is not None and prompt > data.max_prompt):
-        return Fate.LONG_PROMPT, 0
-    # Both limits hold: what the prompt leaves of the row, and the longest response.
-    room = min(room, data.max_response or room)
-    if response <= room:
-        return Fate.WHOLE, response
-    if data.on_long == "truncate":
-        return Fate.TRUNCATED, room
-    return Fate.LONG_RESPONSE, 0
+    if data.max_prompt is not None:
+        room = np.where(prompt > data.max_prompt, 0, room)
+    room = np.minimum(room, data.max_response or data.row_length)
+    long = room if data.on_long == "truncate" else np.zeros_like(room)
+    return np.where(response <= room, response, np.maximum(long, 0))
 
 
-class Screen:
-    """Decides which records of a source are trained on, and encodes them.
+class Rows:
+    """The rows of a file or a data set, encoded.
 
-    fates: what became of each record, int8 ``[records]`` of `Fate`.
-
-    A set of at most `data.measure_rows` records is measured whole at once; of a larger one only the
-    form of the records is checked, and lengths are judged as they come. Raises InputError that
-    names the record for a broken or too long one where the configuration does not say otherwise,
-    and where no record is left.
+    kept: tokens of each row's response that are trained on, ``[rows]``; 0 for a row that is left
+    out. Raises InputError that names the row for a broken or too long one where the configuration
+    does not say otherwise, and where no row is left.
     """
 
-    def __init__(self, source: Source, data: Data, encoder: Encoder):
-        self.source, self.data, self.encoder = source, data, encoder
-        self.fates: NDArray[np.int8] = np.zeros(len(source), dtype=np.int8)
-        self.measured = len(source) <= data.measure_rows
-        self._first_broken: str | None = None
-        if self.measured:
-            for first, found in self._measure():
-                for record, (prompt, response) in enumerate(found.tolist(), first):
-                    if prompt != BROKEN:
-                        self._settle(record, prompt, response)
-                    # The kept lengths say that it is broken and not why: read again, it says so or
-                    # ends the run.
-                    elif self.fates[record] != Fate.BROKEN:  # known from a file of lengths
-                        self._encode(record)
-        else:
-            for first, pairs in self._pairs():
-                for record, pair in enumerate(pairs, first):
-                    if isinstance(pair, BadRecord):
-                        self._broken(record, pair)
+    def __init__(self, data: Data, encoder: Encoder):
+        self.name = str(data.file or data.dataset)
+        source = load_rows(
+            self.name, is_file=data.file is not None, config=data.dataset_config, split=data.split
+        )
+        self.is_lines = source.column_names == [LINE]
+        if data.dataset is not None:
+            self.name += f" ({data.split or 'train'})"
+        if not self.is_lines:
+            source = source.select_columns(_wanted(self.name, source.column_names, data.layout))
+        table = _encoded(source, encoder)
+        # Blank lines are no rows.
+        self.numbers = np.array([i for i, error in enumerate(table["error"]) if error != ""])
+        if not len(self.numbers):
+            raise InputError(f"{self.name}: expected at least one row, got none")
+        self._table = table.select(self.numbers) if len(self.numbers) < len(table) else table
+        prompt, response = (
+            np.array([len(ids) for ids in self._table[name]]) for name in ("prompt", "response")
+        )
+        self.kept = kept_tokens(prompt, response, data)
+        long = (self.kept == 0) & (response > 0)
+        long_prompt = long & (prompt > min(data.row_length - 1, data.max_prompt or data.row_length))
+        cut = (self.kept > 0) & (self.kept < response)
+        self._broken, self.held_out = np.flatnonzero(response == 0).tolist(), 0
+        self._counts = {
+            "of them with a cut response": cut.sum(),
+            "dropped for a long prompt": long_prompt.sum(),
+            "dropped for a long response": long.sum() - long_prompt.sum(),
+        }
+        if data.on_bad_row == "error" and self._broken:
+            raise InputError(f"{self._first_error()}; data.on_bad_row: skip goes on without it")
+        if data.on_long == "error" and long.any():
+            first = int(np.flatnonzero(long)[0])
+            limits = ", ".join(
+                f"data.{name} is {getattr(data, name)}"
+                for name in ("row_length", "max_prompt", "max_response")
+                if getattr(data, name) is not None
+            )
+            raise InputError(
+                f"{self.where(first)}: the prompt has {prompt[first]} tokens and the response "
+                f"{response[first]}, {limits}; data.on_long: drop or truncate goes on without it"
+            )
         self.refuse_nothing_left()
 
     def __len__(self) -> int:
-        return len(self.fates)
+        return len(self.kept)
 
-    def encoded(self, record: int) -> Encoded | None:
-        """The ids of a record, a long response cut where the configuration says so; None for one
-        that is left out."""
-        # LONG_PROMPT and what follows it in `Fate` are left out.
-        if self.fates[record] > Fate.TRUNCATED:
+    def encoded(self, row: int) -> tuple[list[int], list[int]] | None:
+        """Return the ids of a row, a long response cut; None for one that is left out."""
+        if not self.kept[row]:
             return None
-        # Encoded only when it is asked for, so that the ids of a large set are never all in memory.
-        whole = self._encode(record)
-        if whole is None:
-            return None
-        # In a set that was not measured, this is where a record is first judged.
-        kept = self._settle(record, len(whole.prompt), len(whole.response))
-        return Encoded(whole.prompt, whole.response[:kept]) if kept else None
+        found = self._table[row]
+        return found["prompt"], found["response"][: self.kept[row]]
 
-    def hold_out(self, record: int) -> None:
-        """Leave a record out of training for a held-out loss."""
-        self.fates[record] = Fate.HELD_OUT
+    def hold_out(self, most: int | None, seed: int) -> dict[int, tuple[list[int], list[int]]]:
+        """Take rows out of training: at most so many, None for all. Returns their ids by number.
 
-    def prompt(self, record: int) -> str:
-        """What a good record asks, to compare with others."""
-        pair = self._pair(self.source.attempt(record))
-        assert isinstance(pair, Pair)
-        return str(pair.messages)
+        They are chosen by a hash of their text and the seed, so which they are depends on nothing
+        else, and rows that are the same text go together: one is returned, none is trained on.
+        """
+        by_text: dict[str, list[int]] = {}
+        for row, text in self.hashes("text").items():
+            by_text.setdefault(text, []).append(row)
+        chosen = sorted(by_text, key=lambda text: _hash((str(seed), text)))[:most]
+        found = {}
+        for row, *same in (by_text[text] for text in chosen):
+            ids = self.encoded(row)
+            assert ids is not None
+            found[row] = ids
+            self.kept[[row, *same]] = 0
+            self.held_out += 1 + len(same)
+        return found
 
-    def count_asking(self, prompts: Collection[str]) -> int:
-        """The number of records to train on that have one of these prompts."""
-        return sum(
-            self.fates[record] <= Fate.TRUNCATED
-            and isinstance(pair, Pair)
-            and str(pair.messages) in prompts
-            for first, pairs in self._pairs()
-            for record, pair in enumerate(pairs, first)
-        )
+    def hashes(self, column: str) -> dict[int, str]:
+        """Return a hash of the text (`text`) or of the prompt (`asked`) of each row that is trained
+        on, by its number."""
+        values = self._table[column][:]
+        return {row: values[row] for row in np.flatnonzero(self.kept).tolist()}
 
-    def count(self, *fates: Fate) -> int:
-        """The number of records of these fates, as far as known."""
-        return int(np.isin(self.fates, fates).sum())
-
-    def counts(self) -> dict[str, int]:
-        """What was left out or cut so far, by the names of a training log."""
-        return {
-            "truncated": self.count(Fate.TRUNCATED),
-            "dropped": self.count(Fate.LONG_PROMPT, Fate.LONG_RESPONSE),
-            "broken": self.count(Fate.BROKEN),
-        }
+    def where(self, row: int) -> str:
+        """Say where a row is found."""
+        number = int(self.numbers[row])
+        return f"{self.name}, line {number + 1}" if self.is_lines else f"{self.name}, row {number}"
 
     def report(self) -> str:
-        """One line: records used, and how many were cut, dropped or broken, where any were."""
-        used = self.count(Fate.WHOLE, Fate.TRUNCATED)
-        said = {
-            Fate.TRUNCATED: "of them with a cut response",
-            Fate.LONG_PROMPT: "dropped for a long prompt",
-            Fate.LONG_RESPONSE: "dropped for a long response",
-            Fate.BROKEN: f"broken (first: {self._first_broken})",
-            Fate.HELD_OUT: "held out",
-            Fate.UNSEEN: "not measured yet",
-        }
-        parts = [f"{self.count(fate)} {what}" for fate, what in said.items() if self.count(fate)]
-        return f"{self.source.name}: " + ", ".join([f"{used} of {len(self)} rows used", *parts])
+        """Say how many rows are used, and how many are cut, dropped or broken, where any are."""
+        counts = dict(self._counts)
+        if self._broken:
+            counts[f"broken (first: {self._first_error()})"] = len(self._broken)
+        counts["held out"] = self.held_out
+        used = f"{(self.kept > 0).sum()} of {len(self)} rows used"
+        return f"{self.name}: " + ", ".join([used, *(f"{n} {w}" for w, n in counts.items() if n)])
 
     def refuse_nothing_left(self) -> None:
-        """Raise InputError where every record is left out."""
-        if not self.count(Fate.UNSEEN, Fate.WHOLE, Fate.TRUNCATED):
+        """Raise InputError where every row is left out."""
+        if not self.kept.any():
             raise InputError(f"no row is left to train on; {self.report()}")
 
-    def _settle(self, record: int, prompt: int, response: int) -> int:
-        """Judge a record by its lengths and note its fate; how many tokens of its response are
-        kept. Raises InputError where a record that is too long is an error."""
-        fate, kept = judge(prompt, response, self.data)
-        # At the first one, with all limits that it may have met.
-        if self.data.on_long == "error" and not kept:
-            limits = ", ".join(
-                f"data.{name} is {getattr(self.data, name)}"
-                for name in ("row_length", "max_prompt", "max_response")
-                if getattr(self.data, name) is not None
-            )
-            raise InputError(
-                f"{self.source.where(record)}: the prompt has {prompt} tokens and the response "
-                f"{response}, {limits}; data.on_long: drop or truncate goes on without it"
-            )
-        self.fates[record] = fate
-        return kept
-
-    def _measure(self) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """Lengths of all records, in chunks: the number of the chunk's first record, and the tokens
-        of prompt and response, int32 ``[records, 2]``. They come from the file of an earlier run
-        where there is one, which else is written at the end."""
-        file = LengthsFile(self.source.digest, self.data, self.encoder)
-        known = file.read(len(self))
-        if known is not None:
-            yield 0, known
-            return
-        parts = []
-        for first, pairs in self._pairs():
-            # The good ones of a chunk in one call, which fast tokenizers do in parallel.
-            encoded = iter(self.encoder.encode([p for p in pairs if isinstance(p, Pair)]))
-            part = np.full((len(pairs), 2), BROKEN, dtype=np.int32)
-            for i, pair in enumerate(pairs):
-                found = next(encoded) if isinstance(pair, Pair) else pair
-                if isinstance(found, BadRecord):
-                    self._broken(first + i, found)
-                else:
-                    part[i] = len(found.prompt), len(found.response)
-            parts.append(part)
-            yield first, part
-        file.write(np.concatenate(parts))
-
-    def _pairs(self) -> Iterator[tuple[int, list[Pair | BadRecord]]]:
-        """Chunks of records: the first's number, and each as a pair or why it is none."""
-        first = 0
-        with tqdm(total=len(self), desc="rows", disable=None, leave=False) as bar:
-            for chunk in self.source.records():
-                yield first, [self._pair(record) for record in chunk]
-                first += len(chunk)
-                bar.update(len(chunk))
-
-    def _pair(self, record: object) -> Pair | BadRecord:
-        try:
-            return record if isinstance(record, BadRecord) else read_pair(record, self.data.layout)
-        except BadRecord as error:
-            return error
-
-    def _encode(self, record: int) -> Encoded | None:
-        pair = self._pair(self.source.attempt(record))
-        found = self.encoder.encode([pair])[0] if isinstance(pair, Pair) else pair
-        if isinstance(found, Encoded):
-            return found
-        self._broken(record, found)
-        return None
-
-    def _broken(self, record: int, error: BadRecord) -> None:
-        said = f"{self.source.where(record)}: {error}"
-        if self.data.on_bad_row == "error":
-            raise InputError(f"{said}; data.on_bad_row: skip goes on without it")
-        self._first_broken = self._first_broken or said
-        self.fates[record] = Fate.BROKEN
+    def _first_error(self) -> str:
+        first = self._broken[0]
+        return f"{self.where(first)}: {self._table[first]['error']}"
 
 
-# The records of the section `data`: its file or data set, and the columns that are read.
-
-_USUAL = ("prompt", "response", "messages")
-
-
-def open_source(data: Data) -> Source:
-    """The records of `data.file` or `data.dataset`. Raises InputError that says what there is."""
-    place = data.file or data.dataset
-    assert place is not None
-    source = open_records(
-        place, is_file=data.file is not None, config=data.dataset_config, split=data.split
-    )
-    if isinstance(source, Table):
-        _select(source, data.layout)
-    return source
-
-
-def _select(table: Table, columns: Columns | None) -> None:
-    there = table.columns
-    wanted = needed(columns) if columns else [c for c in _USUAL if c in there]
-    lacking = [column for column in wanted if column not in there]
-    if lacking or (columns is None and "messages" not in wanted and len(wanted) < 2):
-        expected = " and ".join(wanted if columns else ("prompt", "response"))
+def _wanted(name: str, there: Sequence[str], layout: Columns | None) -> list[str]:
+    """The columns that are read of a data set that has these."""
+    if layout is None:
+        wanted = [c for c in ("prompt", "response", "messages") if c in there]
+        lacking = "messages" not in wanted and len(wanted) < 2
+        expected = "prompt and response, or messages"
+    else:
+        names = (layout.prompt, layout.response, layout.messages, layout.system)
+        wanted = [column for column in names if column is not None]
+        lacking = not set(wanted) <= set(there)
+        expected = " and ".join(wanted)
+    if lacking:
         raise InputError(
-            f"{table.name}: expected the columns {expected}{'' if columns else ', or messages'}, "
-            f"got {', '.join(there)}; data.columns names others"
+            f"{name}: expected the columns {expected}, got {', '.join(there)}; data.columns names "
+            "others"
         )
-    table.select(wanted)
+    return wanted
+
+
+def _encoded(source: Any, encoder: Encoder) -> Any:
+    """All rows as ids, from the cache of `datasets` where an earlier run has left them there."""
+    import datasets
+
+    key = _hash((str(source._fingerprint), encoder.identity))
+    place = Path(datasets.config.HF_DATASETS_CACHE) / "d2f-toolkit" / f"{key}.arrow"
+    ids = datasets.List(datasets.Value("int32"))
+    text = datasets.Value("string")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return source.map(
+            encoder.encode_rows,
+            batched=True,
+            remove_columns=source.column_names,
+            features=datasets.Features(prompt=ids, response=ids, error=text, asked=text, text=text),
+            cache_file_name=str(place),
+            new_fingerprint=key,
+            desc="rows",
+        )
+    except OSError as error:
+        raise InputError(f"{place.parent}: cannot keep the encoded rows: {error}") from error

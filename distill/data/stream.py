@@ -1,8 +1,7 @@
-"""Samples by index, from generated tasks or from the records of a file or data set."""
+"""Draw samples by index, from generated tasks or from rows, and pack them into steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,17 +16,7 @@ from d2f.errors import InputError
 from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
 from distill.config import Data
-from distill.data.samples import (
-    Encoded,
-    Encoder,
-    Fate,
-    HeldOut,
-    Pair,
-    Placed,
-    Sample,
-    Screen,
-    open_source,
-)
+from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -39,12 +28,11 @@ class Stream:
 
     end_id: fills the tail, and ends a response where `data.end_token` does not say otherwise. tail:
     whether samples carry end tokens after the first. mask_id: the model's, which no text of a file
-    may contain. screen: of the records of a file or data set, None for generated tasks. held_out:
-    what is kept for a held-out loss (`distill.data.stream`). Raises InputError for data that
-    cannot be trained on.
+    may contain. rows: of a file or data set, None for generated tasks. held_out: what is kept for a
+    held-out loss. Raises InputError for data that cannot be trained on.
     """
 
-    screen: Screen | None = None
+    rows: Rows | None = None
     held_out: HeldOut | None = None
 
     def __init__(
@@ -58,27 +46,35 @@ class Stream:
     ):
         self.data, self.end_id, self.seed, self.tail = data, end_id, seed, tail
         self.encoder = Encoder(data, tokenizer, end_id, mask_id)
-        self._draw: Callable[[int], tuple[Encoded, int] | None]
-        if data.tasks is not None:
+        if data.tasks is None:
+            self.rows = Rows(data, self.encoder)
+            self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=int))
+        else:
             self._names = list(data.tasks)
             shares = np.array(list(data.tasks.values()), dtype=float)
             self._shares = shares / shares.sum()
-            self._draw = self._from_tasks
-        else:
-            self.screen = Screen(open_source(data), data, self.encoder)
-            self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=int))
-            self._draw = self._from_records
 
     def sample(self, index: int) -> Sample | None:
-        """Sample `index`, None where its record is left out. Raises InputError if it cannot fit in
-        a row, or where every record is left out."""
-        drawn = self._draw(index)
-        if drawn is None:
-            assert self.screen is not None
-            if not self.screen.measured:  # else it was looked at before the first sample
-                self.screen.refuse_nothing_left()
-            return None
-        sample = self._sample(index, *drawn)
+        """Return sample `index`, None where its row is left out. Raises InputError if a generated
+        one does not fit in a row."""
+        if self.rows is None:
+            return self.generated(index, "train")
+        ids = self.rows.encoded(self.row(index))
+        return None if ids is None else self._sample(index, *ids)
+
+    def generated(self, index: int, split: str) -> Sample:
+        """Generate sample `index` of a split of the tasks. Raises InputError."""
+        # From the index alone: any sample is found without those before it.
+        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
+        name = self._names[int(rng.choice(len(self._names), p=self._shares))]
+        problem = make_problem(name, split, index, self.seed)
+        try:
+            ids = self.encoder.encode(
+                [{"role": "user", "content": problem.question}], problem.answer
+            )
+        except BadRecord as error:
+            raise InputError(f"sample {index} of the task {name}: {error}") from error
+        sample = self._sample(index, *ids, full=RESPONSE_LENGTH[name])
         if len(sample) > self.data.row_length:
             raise InputError(
                 f"sample {index} has {len(sample)} tokens, data.row_length is "
@@ -86,101 +82,64 @@ class Stream:
             )
         return sample
 
-    def hold_out(self, most: int | None) -> list[Sample]:
-        """Take records out of the stream, drawn by the seed from those that can be trained on: at
-        most so many, None for all. Their samples, whose index is the record's number."""
-        assert self.screen is not None
-        found: list[Sample] = []
-        rng = noise.sample_rng(self.seed, 0, noise.HELD_OUT)
-        for record in rng.permutation(len(self.screen)).tolist():
-            if len(found) == most:
-                break
-            encoded = self.screen.encoded(record)
-            if encoded is not None:
-                found.append(self._sample(record, encoded, self._full(encoded)))
-                self.screen.hold_out(record)
-        return found
-
-    def generated(self, index: int, split: str) -> Sample:
-        """Sample `index` of another split of the generated tasks than the one that is trained
-        on. Raises InputError."""
-        return self._sample(index, *self._from_tasks(index, split))
-
-    def _sample(self, index: int, encoded: Encoded, full: int) -> Sample:
-        """With its tail. full: length that a padded response is filled up to."""
-        response = list(encoded.response)
-        kept = len(response)
+    def _sample(
+        self, index: int, prompt: list[int], response: list[int], full: int | None = None
+    ) -> Sample:
+        """Add a tail. full: length that a padded response is filled up to; that of decoding a
+        generated task, else all that the configuration leaves it."""
+        answer, room = len(response), max(0, self.data.row_length - len(prompt) - len(response))
         if self.tail and response[-1] == self.encoder.end_id:  # else it was cut
             # A generator for each purpose: whether a tail is drawn changes no other draw of the
             # sample.
             rng = noise.sample_rng(self.seed, index, noise.TAIL)
             if rng.random() < self.data.padded_share:
-                extra = max(0, full - kept)
+                full = full or self.data.max_response or self.data.row_length - len(prompt)
+                extra = max(0, full - answer)
             else:
                 extra = int(rng.integers(self.data.short_tail + 1))
-            # The tail is cut to what prompt and answer leave of the row.
-            extra = min(extra, max(0, self.data.row_length - len(encoded.prompt) - kept))
-            response += [self.end_id] * extra
-        return Sample(index, encoded.prompt, response, kept)
+            response = response + [self.end_id] * min(extra, room)
+        return Sample(index, prompt, response, answer)
 
     @property
     def epoch(self) -> int | None:
         """Indexes of an epoch, those left out included; None for generated tasks, which have
         none."""
-        return None if self.screen is None else len(self.screen)
+        return None if self.rows is None else len(self.rows)
 
-    def record(self, index: int) -> int:
-        """The record of a file or data set that sample `index` comes from: each epoch has an order
-        of its own, from (seed, epoch)."""
-        assert self.screen is not None
-        epoch, place = divmod(index, len(self.screen))
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples of an epoch; None for generated tasks."""
+        return None if self.rows is None else int((self.rows.kept > 0).sum())
+
+    def row(self, index: int) -> int:
+        """Return the row that sample `index` comes from: each epoch has an order of its own, from
+        (seed, epoch). A row that is left out keeps its place, so the order depends on no limit."""
+        assert self.rows is not None
+        epoch, place = divmod(index, len(self.rows))
         # Only the current epoch's order is kept; any other is drawn again from (seed, epoch).
         if epoch != self._order[0]:
             rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
-            self._order = (epoch, rng.permutation(len(self.screen)))
+            self._order = (epoch, rng.permutation(len(self.rows)))
         return int(self._order[1][place])
 
     def where(self, index: int) -> str:
-        """Where sample `index` comes from."""
-        if self.screen is None:
-            return "generated"
-        return self.screen.source.where(self.record(index))
+        """Say where sample `index` comes from."""
+        return "generated" if self.rows is None else self.rows.where(self.row(index))
 
     def report(self) -> str | None:
-        """What was left out and cut, in one line; None for generated tasks."""
-        return None if self.screen is None else self.screen.report()
+        """Say what was left out and cut, in one line; None for generated tasks."""
+        return None if self.rows is None else self.rows.report()
 
-    def counts(self) -> dict[str, int]:
-        """What was left out and cut so far, for the log of a run on a set that is too large to
-        measure at its start; else nothing, as `report` says all."""
-        return {} if self.screen is None or self.screen.measured else self.screen.counts()
-
-    def _from_tasks(self, index: int, split: str = "train") -> tuple[Encoded, int]:
-        # From the index alone: any sample is found without those before it.
-        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
-        name = self._names[int(rng.choice(len(self._names), p=self._shares))]
-        problem = make_problem(name, split, index, self.seed)
-        pair = Pair([{"role": "user", "content": problem.question}], problem.answer)
-        encoded = self.encoder.encode([pair])[0]
-        if isinstance(encoded, BadRecord):
-            raise InputError(f"sample {index} of the task {name}: {encoded}")
-        # The full length, to which padded samples are filled: that of decoding the task.
-        return encoded, RESPONSE_LENGTH[name]
-
-    def _from_records(self, index: int) -> tuple[Encoded, int] | None:
-        assert self.screen is not None
-        encoded = self.screen.encoded(self.record(index))
-        if encoded is None:
-            return None
-        return encoded, self._full(encoded)
-
-    def _full(self, encoded: Encoded) -> int:
-        """The full length of a record's response."""
-        return self.data.max_response or self.data.row_length - len(encoded.prompt)
+    def hold_out(self, most: int | None) -> list[Sample]:
+        """Take rows out of the stream (`Rows.hold_out`). Returns their samples, whose index is the
+        row's number."""
+        assert self.rows is not None
+        found = self.rows.hold_out(most, self.seed)
+        return [self._sample(row, *ids) for row, ids in found.items()]
 
 
 def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> Stream:
-    """The stream of a run. tail: see Stream. Raises InputError, before any record is read, for a
+    """Make the stream of a run. tail: see Stream. Raises InputError, before any row is read, for a
     model or tokenizer that the objective cannot be trained with."""
     data, tokenizer = config.data, model.tokenizer
     name = config.init or config.tokenizer or "this model"
@@ -202,28 +161,26 @@ def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> St
     return Stream(data, tokenizer, model.end_ids[0], config.seed, tail, model.mask_id)
 
 
-# Samples packed into rows: the same stream whatever the processes or resumes.
-#
-# A row is `data.row_length` places that are fed as one sequence; its samples do not see each other.
-# A step is `data.rows` rows, over all processes. Samples are taken in order; each goes to the first
-# row with room; the first that fits nowhere opens the next step. So the position in the data is one
-# number. Two rows of 8 places and samples 0, 1, 2, ... of 5, 4, 3, 4 and 2 tokens:
-#
-#     row 0      0 0 0 0 0 2 2 2    sample 2 fits in beside 0
-#     row 1      1 1 1 1 3 3 3 3    sample 4 fits in neither: it is the first of the next step
-#     positions  0 1 2 3 4 0 1 2    in row 0; each sample counts its own
-
-
 def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
-    """The packed rows of the step that begins at sample `first`, and the next step's first.
-    Samples that the stream leaves out are passed over. Raises InputError as the stream does."""
+    """Pack the rows of the step that begins at sample `first`. Returns them and the next step's
+    first. Raises InputError as the stream does.
+
+    A row is `data.row_length` places that are fed as one sequence; its samples do not see each
+    other. A step is `data.rows` rows, over all processes. Samples are taken in order; each goes to
+    the first row with room; the first that fits nowhere opens the next step. So the position in the
+    data is one number, whatever the processes or resumes. Two rows of 8 places and samples 0, 1, 2,
+    ... of 5, 4, 3, 4 and 2 tokens:
+
+        row 0      0 0 0 0 0 2 2 2    sample 2 fits in beside 0
+        row 1      1 1 1 1 3 3 3 3    sample 4 fits in neither: it is the first of the next step
+        positions  0 1 2 3 4 0 1 2    in row 0; each sample counts its own
+    """
     rows: list[list[Placed]] = [[] for _ in range(stream.data.rows)]
     used = [0] * len(rows)
     index = first
     while True:
         sample = stream.sample(index)
         if sample is None:
-            # A left-out record keeps its index: the order does not depend on what is left out.
             index += 1
             continue
         place = next(
@@ -239,7 +196,7 @@ def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
 
 
 def lay_out(rows: list[list[Placed]], length: int) -> tuple[Tensor, Tensor]:
-    """Clean ids and positions, int64 ``[rows, length]``; unused places hold 0."""
+    """Lay out clean ids and positions, int64 ``[rows, length]``; unused places hold 0."""
     ids = np.zeros((len(rows), length), dtype=np.int64)
     positions = np.zeros_like(ids)
     for r, row in enumerate(rows):
@@ -250,17 +207,14 @@ def lay_out(rows: list[list[Placed]], length: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(ids), torch.from_numpy(positions)
 
 
-# What a step and an epoch of a stream hold, found by packing the first steps.
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What was found by packing `steps` steps, as means over them.
+    """What a step and an epoch hold, found by packing `steps` steps, as means over them.
 
     tokens_per_step: places that hold a sample, of `places_per_step`. response_tokens_per_step: of
     them, those that noise may mask. samples_per_epoch, steps_per_epoch: None for generated tasks,
-    which never repeat. The first is an estimate where the records are not measured
-    (`data.measure_rows`), the second where is_exact is false, as not all of an epoch was packed.
+    which never repeat; the latter is an estimate where is_exact is false, as not all of an epoch
+    was packed.
     """
 
     steps: int
@@ -293,73 +247,60 @@ def plan(stream: Stream, most_steps: int = 20) -> Plan:
             tokens += len(placed.sample)
             response += len(placed.sample.response)
     data, epoch = stream.data, stream.epoch
-    used = epoch
-    if stream.screen is not None and epoch is not None:
-        if stream.screen.measured:
-            used = stream.screen.count(Fate.WHOLE, Fate.TRUNCATED)
-        else:
-            # Some of the indexes so far were left out: the same share of the rest is assumed.
-            used = samples * epoch // index
     return Plan(
         steps=steps,
         samples_per_step=samples / steps,
         tokens_per_step=tokens / steps,
         response_tokens_per_step=response / steps,
         places_per_step=data.rows * data.row_length,
-        samples_per_epoch=used,
+        samples_per_epoch=stream.epoch_samples,
         steps_per_epoch=None if epoch is None else epoch / index * steps,
         is_exact=epoch is not None and index >= epoch,
     )
 
 
-# The samples of a held-out loss: rows of the data that are then not trained on, a file of its own,
-# or generated problems of another split.
-
-
 def hold_out(config: TrainConfig, stream: Stream) -> HeldOut | None:
-    """What the configuration holds out, taken out of the stream where it is of its records; None
-    where it asks for no held-out loss. Raises InputError for more rows than there are."""
-    settings, rows = config.evaluation, config.evaluation.loss_rows
-    if settings.loss_file is not None:
-        return _rows(_of_file(settings.loss_file, stream), rows, trained=stream)
-    if rows is None:
+    """Return the samples of a held-out loss: rows that are then taken out of the stream, those of a
+    file of its own, or generated problems of another split; None where there is no such loss.
+    Raises InputError for more rows than there are."""
+    settings, most = config.evaluation, config.evaluation.loss_rows
+    if not settings.wants_loss:
         return None
-    if stream.screen is not None:
-        return _rows(stream, rows, trained=stream)
-    samples = [stream.generated(index, settings.split) for index in range(rows)]
-    return HeldOut(samples, f"{rows} generated problems of the split {settings.split}")
+    if settings.loss_file is None and stream.rows is None:
+        samples = [stream.generated(index, settings.split) for index in range(most or 0)]
+        return HeldOut(samples, f"{most} generated problems of the split {settings.split}")
+    source = stream if settings.loss_file is None else _other(settings.loss_file, stream)
+    assert source.rows is not None
+    asked = source.rows.hashes("asked")
+    samples = source.hold_out(most)
+    name = source.rows.name
+    if most is not None and len(samples) < most:
+        raise InputError(
+            f"evaluation.loss_rows must be at most {len(samples)}, the different rows of {name} "
+            f"that can be used, got {most}"
+        )
+    said = f"{len(samples)} of {len(source.rows)} rows of {name}"
+    if stream.rows is not None:
+        stream.rows.refuse_nothing_left()
+        prompts = {asked[sample.index] for sample in samples}
+        shared = sum(prompt in prompts for prompt in stream.rows.hashes("asked").values())
+        if shared:
+            said += f"; warning: {shared} rows that are trained on have a prompt of theirs"
+    return HeldOut(samples, said)
 
 
-def _of_file(file: str, stream: Stream) -> Stream:
+def _other(file: str, stream: Stream) -> Stream:
     """A stream over another file, which is read as the stream's own data is."""
     nothing = dict.fromkeys(("tasks", "dataset", "dataset_config", "split"))
     data, encoder = stream.data.model_copy(update=nothing | {"file": file}), stream.encoder
     found = Stream(
         data, encoder.tokenizer, stream.end_id, stream.seed, stream.tail, encoder.mask_id
     )
-    assert found.screen is not None
-    if stream.screen is not None and found.screen.source.digest == stream.screen.source.digest:
-        raise InputError(f"evaluation.loss_file {file} is what is trained on: expected other rows")
+    assert found.rows is not None
+    if stream.rows is not None:
+        texts = set(stream.rows.hashes("text").values())
+        if texts == set(found.rows.hashes("text").values()):
+            raise InputError(
+                f"evaluation.loss_file {file} is what is trained on: expected other rows"
+            )
     return found
-
-
-def _rows(source: Stream, rows: int | None, *, trained: Stream) -> HeldOut:
-    """Rows of `source`, with a warning where the stream that is trained on has their prompts."""
-    assert source.screen is not None
-    samples = source.hold_out(rows)
-    name = source.screen.source.name
-    if rows is not None and len(samples) < rows:
-        raise InputError(
-            f"evaluation.loss_rows must be at most {len(samples)}, the rows of {name} that can be "
-            f"used, got {rows}"
-        )
-    said = f"{len(samples)} of {len(source.screen)} rows of {name}"
-    if trained.screen is not None:
-        trained.screen.refuse_nothing_left()
-        # Of a set that is too large to measure it would take too long to read every prompt.
-        if trained.screen.measured:
-            asked = {source.screen.prompt(sample.index) for sample in samples}
-            shared = trained.screen.count_asking(asked)
-            if shared:
-                said += f"; warning: {shared} rows that are trained on have a prompt of theirs"
-    return HeldOut(samples, said)
