@@ -80,6 +80,8 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib>=3.9", "adjusttext>=1.3"],
+        "tune": ["optuna>=4.0", "matplotlib>=3.9", "adjusttext>=1.3"],
+        "compare": ["openai>=2.0", "matplotlib>=3.9", "adjusttext>=1.3"],
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
@@ -122,6 +124,7 @@ setup(
             "tensorboard>=2.20",
             "matplotlib>=3.9",
             "adjusttext>=1.3",
+            "optuna>=4.0",
             "scipy>=1.13",
             "math-verify>=0.9",
         ],

@@ -20,7 +20,7 @@ from d2f.loading import describe, load, load_tokenizer
 from d2f.models import HERE
 from d2f.saving import save_model
 from decode.compare.config import Transformers
-from decode.compare.entries import TransformersRunner
+from decode.compare.local import TransformersRunner
 
 FAMILIES = ["llada", "dream"]
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -22,7 +22,7 @@ from d2f.attention import SpanPlan
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
 from decode.compare.config import Item, Ours, Workload
-from decode.compare.entries import OursRunner
+from decode.compare.local import OursRunner
 from decode.pipeline import main
 
 DECODERS = {

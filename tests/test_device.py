@@ -7,7 +7,7 @@ import d2f
 from d2f.device import parse_device, parse_dtype
 from d2f.errors import InputError
 from decode.compare.config import Transformers
-from decode.compare.entries import TransformersRunner
+from decode.compare.local import TransformersRunner
 
 BAD = ["foo", "cuda:99", "cpu:x", "", "cuda:-1", "meta:x"]
 

@@ -7,15 +7,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
 from tyro.conf import arg
 
 from d2f.command import parse_known, program
@@ -23,18 +20,23 @@ from d2f.errors import InputError
 from d2f.files import locked
 from d2f.quiet import quiet
 from decode.cli import DONE, FAILED, Verbose, command, require_matplotlib, say
-from decode.compare.config import CompareConfig, Workload
-from decode.compare.entries import Contestant, wait_for_calm
-from decode.compare.report import ComparisonReport, Key, Record, RunsLedger, judge, number
 from decode.display import ShownProgress, standard_output
+from decode.ledger import Ledger, check_folder
+
+if TYPE_CHECKING:
+    from decode.compare.client import Run
+    from decode.compare.config import CompareConfig, Workload
+    from decode.compare.entries import Contestant
+    from decode.compare.report import ComparisonReport
+    from decode.compare.results import Record
 
 
 @dataclass(kw_only=True)
 class Options:
     """Compare decoders of this project with an autoregressive model served by vLLM (or any OpenAI-
     compatible endpoint) and with transformers' generate: the same prompts, the same stopping rules,
-    the same checker, greedy. Print a table and write report.json (every raw measurement), report.md
-    and figures into the configuration's `output`.
+    the same checker, greedy. Print a table and write results.json, report.md, figures and
+    measurements.jsonl (every raw measurement) into the configuration's `output`.
 
     Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of
     an entry by the entry's name or place: --entries.0.model DIR --entries.D2F.options.tau_conf
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usual = "python -m decode.compare"
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parse_known(Options, given, usual=usual)
-    with _interruptible(), quiet(options.verbose):
+    for number in (signal.SIGTERM, signal.SIGHUP):  # servers are stopped, what was measured is kept
+        signal.signal(number, signal.default_int_handler)
+    with quiet(options.verbose):
         from decode.compare.config import read_config
 
         config = read_config(options.config, overrides)
@@ -72,75 +76,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: CompareConfig, command: str, *, verbose: bool = False) -> ComparisonReport:
-    """Measure what the configuration says, write the report, return it. verbose: the entries'
-    processes show what the libraries underneath say, too.
+    """Measure what the configuration says, write the report, return it.
 
-    Raises InputError for bad input before any work, and where an entry failed; the report then
-    holds what was measured until then, as it does after an interrupt.
+    verbose: the entries' processes show what the libraries underneath say, too. Raises InputError
+    for bad input before any work, and where an entry failed; the report then holds what was
+    measured until then, as it does after an interrupt.
     """
-    with locked(Path(config.output)) as folder:
+    with locked(check_folder(config.output)) as folder:
         return _run(config, command, folder, verbose)
 
 
 def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> ComparisonReport:
     from decode.compare.config import Endpoint, identity, make_workloads
-    from decode.compare.entries import Worker, check_entries, make_ready, tokenizer_of
-    from decode.compare.report import ComparisonReport, RunsLedger
-    from decode.compare.server import VllmServer
+    from decode.compare.entries import check_entries, make_ready
+    from decode.compare.local import tokenizer_of
     from decode.jobs import give_notices
 
-    # While this file is there the comparison is under way, and the same command goes on with it.
-    path = folder / "measurements.jsonl"  # goes when all of it is in a report
-    if (folder / "report.json").exists() and not path.exists():
-        raise InputError(f"{folder} holds a report: expected another --output, or none there")
-    reference = config.reference
-    named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
     if config.figures:
         require_matplotlib("--figures false")
+    reference = config.reference
+    named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
+    counter = tokenizer_of(config.tokenizer or named)
     workloads = make_workloads(config)
-    tokenizer = tokenizer_of(config.tokenizer or named)
     about = _about(config, command, config.tokenizer or named)
-    ledger = RunsLedger(path, identity(config, workloads, about))
     check_entries(config, workloads)
     give_notices(config.chosen)
-    # Only now is it written: what is above looks, and may still refuse.
-    ledger.begin([entry.name for entry in config.entries])
-    about["resumed"] = ledger.resumed
-    console = standard_output(PLAIN_WIDTH)
-    display = ShownProgress(console, "runs")
-    if ledger.found:
-        say_resumed(display, ledger)
-    contestants: list[Contestant] = []
-    started: dict[str, VllmServer | Worker] = {}
-    try:
-        with ledger, ExitStack() as stack:
-            for entry in config.entries:
-                display.say(f"starting {entry.name} ({entry.kind}: {entry.model})")
+    path = folder / "measurements.jsonl"
+    display = ShownProgress(standard_output(), "runs")
+    run_of = identity(config, workloads, about)
+    with Ledger(path, run_of, sync=True) as ledger, ExitStack() as stack:
+        if ledger.rows:
+            display.say(f"what is already in {path} is not measured again")
+        steps = plan(config, workloads, ledger.rows)
+        try:
+            if steps:
                 logs = folder / "logs"
-                contestant = make_ready(
-                    entry, config, workloads, logs, started, stack, verbose=verbose
+                contestants = make_ready(
+                    config, workloads, logs, stack, verbose=verbose, say=display.say
                 )
-                contestants.append(contestant)
-                about["entries"][entry.name] |= contestant.facts
-            runs = plan(config, contestants, workloads, ledger.done)
-            with display:
-                display.begin(len(runs))
-                measure(runs, tokenizer, ledger, partial(show_run, display))
-    except BaseException as error:
-        # Also an interrupt: what was measured until now is reported below, the error goes on.
-        about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
-        raise
-    finally:
-        report = ComparisonReport(about, ledger.records)
-        if ledger.records:
-            report.save(folder)
-            if config.figures:
-                from decode.compare.report import draw
-
-                draw(report, folder)
-    # Only after report.json is written; a kill before leaves the measurements to go on from.
-    ledger.path.unlink()
-    show_report(console, report, folder)
+                start = time.strftime("%Y-%m-%d %H:%M:%S %z")
+                facts = {name: contestant.facts for name, contestant in contestants.items()}
+                ledger.add({"id": f"start {start}", "start": start, "entries": facts})
+                with display:
+                    display.begin(sum(len(step.entries) for step in steps))
+                    measure(steps, contestants, counter, ledger, display, config.warmup)
+        except BaseException as error:
+            # Also an interrupt: what was measured until now is reported below, the error goes on.
+            about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
+            raise
+        finally:
+            report = write_report(about, list(ledger.rows.values()), folder, config.figures)
+    show(report, folder)
     return report
 
 
@@ -173,180 +159,148 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
         "config": config.model_dump(mode="json"),
         "entries": {e.name: {"kind": e.kind, "model": e.model} for e in config.entries},
         "cut_short": None,
-        "resumed": [],
+        "starts": [],
     }
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let a termination be an interrupt: servers are stopped and what was measured is kept."""
+def write_report(
+    about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, figures: bool
+) -> ComparisonReport:
+    """Write what follows from the rows of a ledger, if anything was measured; the report."""
+    from decode.compare.report import ComparisonReport, draw
+    from decode.compare.results import Record
 
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+    for row in rows:
+        if "start" in row:
+            about["starts"].append(row["start"])
+            for name, facts in row["entries"].items():
+                about["entries"][name] |= facts
+    records = [Record.from_json(run) for row in rows for run in row.get("runs", ())]
+    report = ComparisonReport.of(about, records)
+    if records:
+        report.save(folder)
+        if figures:
+            draw(report, folder)
+    return report
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
-
-# The order of the runs: warm-up apart, repetitions interleaved between the entries.
+# The runs: warm-up apart, repetitions interleaved between the entries.
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One run to come: a warm-up, which leaves no record, a timed repetition, or where repetition
-    is None the pass that only judges."""
+class Step:
+    """Runs that are in the ledger together or not at all: one repetition of every entry, which are
+    compared with each other; or where repetition is None the pass of one entry that only judges.
+    count: of the workload's prompts."""
 
     workload: Workload
-    contestant: Contestant
     concurrency: int
-    count: int
     repetition: int | None
-    warmup: bool = False
+    count: int
+    entries: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        last = f"judged {self.entries[0]}" if self.repetition is None else str(self.repetition)
+        return f"{self.workload.name} {self.concurrency} {last}"
 
 
 def plan(
-    config: CompareConfig,
-    contestants: Sequence[Contestant],
-    workloads: Sequence[Workload],
-    done: Collection[Key] = (),
-) -> list[Planned]:
-    """Every run that is not done, in order: for each workload and concurrency all entries once a
-    repetition, each run after a warm-up of its own, because a process that has waited for the
-    others finds its caches cold; at last a pass over all problems that only judges. Each repetition
-    has an order of its own, the same in every comparison of these entries: who came always behind
-    the same neighbour would be measured with what it leaves behind."""
+    config: CompareConfig, workloads: Sequence[Workload], done: Container[str] = ()
+) -> list[Step]:
+    """Every step that is not done, in order: for each workload and concurrency the repetitions,
+    at last a pass over all problems that only judges. Each repetition has an order of the entries
+    of its own, the same in every comparison of these entries: who came always behind the same
+    neighbour would be measured with what it leaves behind."""
     judging = config.accuracy_concurrency or config.concurrency[-1]
-    runs = []
+    names = [entry.name for entry in config.entries]
+    steps = []
     for workload in workloads:
         for concurrency in config.concurrency:
-            # At least as many as run at once, so that the warm-up is as wide as the timed run.
-            warm = min(len(workload.items), max(config.warmup, concurrency))
-            timed = workload.timed(concurrency)
             for repetition in range(config.repetitions):
                 order = random.Random(f"{workload.name} {concurrency} {repetition}")
-                for c in order.sample(contestants, len(contestants)):
-                    if (workload.name, concurrency, repetition, c.entry.name) in done:
-                        continue
-                    runs.append(Planned(workload, c, concurrency, warm, None, True))
-                    runs.append(Planned(workload, c, concurrency, timed, repetition))
+                turns = tuple(order.sample(names, len(names)))
+                count = workload.timed(concurrency)
+                steps.append(Step(workload, concurrency, repetition, count, turns))
         # The timed answers are judged too: a pass that only judges is for the problems beyond them.
-        if len(workload.items) > workload.timed(config.concurrency[-1]):
-            runs += [
-                Planned(workload, c, judging, len(workload.items), None)
-                for c in contestants
-                if (workload.name, judging, None, c.entry.name) not in done
-            ]
-    return runs
+        every = len(workload.items)
+        if every > workload.timed(config.concurrency[-1]):
+            steps += [Step(workload, judging, None, every, (name,)) for name in names]
+    return [step for step in steps if step.id not in done]
 
 
 def measure(
-    runs: Sequence[Planned],
-    tokenizer: Any,
-    ledger: RunsLedger,
-    show: Callable[[Planned, Record | None], None],
+    steps: Sequence[Step],
+    contestants: Mapping[str, Contestant],
+    counter: Any,
+    ledger: Ledger,
+    display: ShownProgress,
+    warmup: int,
 ) -> None:
-    """Do the runs, those of an entry once what the one before it left running is over; show is
-    called before each with None and after each with its record. Raises
-    InputError where an entry has failed: as it says itself, or because it answers nothing."""
+    """Do the steps, each entry's runs once what the one before it left running is over, and each
+    timed run after a warm-up of its own: a process that has waited for the others finds its caches
+    cold. counter: the tokenizer that counts. Raises InputError where an entry has failed: as it
+    says itself, or because it answers nothing."""
+    from decode.compare.entries import wait_for_calm
+    from decode.compare.results import judge
+
     last = None
-    for planned in runs:
-        show(planned, None)
-        if planned.contestant is not last:
-            wait_for_calm()
-        last = planned.contestant
-        entry = planned.contestant.entry.name
-        run = planned.contestant.run(planned.workload, planned.count, planned.concurrency)
-        errors = [answer.error for answer in run.answers if answer.error is not None]
-        # Some failed requests are reported and leave the entry unranked; none answered is a failed
-        # entry, and going on would measure nothing.
-        if len(errors) == len(run.answers):
-            raise InputError(
-                f"entry {entry} has failed: not one of {len(errors)} requests was answered, e.g. "
-                f"{errors[0]}"
+    for step in steps:
+        records = []
+        for name in step.entries:
+            contestant, workload, concurrency = contestants[name], step.workload, step.concurrency
+            what = "accuracy" if step.repetition is None else f"repetition {step.repetition + 1}"
+            where = f"{workload.name}, concurrency {concurrency}"
+            display.advance(1, f"{where}, {what}: {name}")
+            if name != last:
+                wait_for_calm()
+            last = name
+            if step.repetition is not None:
+                # At least as many as run at once, so that the warm-up is as wide as the timed run.
+                warm = min(len(workload.items), max(warmup, concurrency))
+                _check(name, contestant.run(workload, warm, concurrency))
+            run = contestant.run(workload, step.count, concurrency)
+            _check(name, run)
+            records.append(
+                judge(
+                    run,
+                    workload,
+                    counter,
+                    entry=name,
+                    concurrency=concurrency,
+                    repetition=step.repetition,
+                )
             )
-        if planned.warmup:
-            continue
-        record = judge(
-            run,
-            planned.workload,
-            tokenizer,
-            entry=entry,
-            concurrency=planned.concurrency,
-            repetition=planned.repetition,
+            display.say(f"{where}: {name}: {_summary(records[-1])}")
+        ledger.add({"id": step.id, "runs": [record.to_json() for record in records]})
+
+
+def _check(entry: str, run: Run) -> None:
+    """Raise InputError where not one request was answered: going on would measure nothing. Some
+    failed requests are reported and leave the entry unranked."""
+    errors = [answer.error for answer in run.answers if answer.error is not None]
+    if len(errors) == len(run.answers):
+        raise InputError(
+            f"entry {entry} has failed: not one of {len(errors)} requests was answered, e.g. "
+            f"{errors[0]}"
         )
-        ledger.add_record(record)
-        show(planned, record)
 
 
-# What the terminal shows of a comparison: a line a run, and the tables at the end.
-
-PLAIN_WIDTH = 140  # columns where standard output is no terminal
-
-
-def say_resumed(display: ShownProgress, ledger: RunsLedger) -> None:
-    """What is there already is not measured again."""
-    last = ledger.resumed[-1]
-    note = f"; {last['dropped']} of a repetition that was cut short come again"
-    more = note if last["dropped"] else ""
-    display.say(f"{last['kept']} runs are already in {ledger.path}{more}")
-
-
-def show_run(display: ShownProgress, planned: Planned, record: Record | None) -> None:
-    """Before a run (record None) and after it; a warm-up has no after."""
-    where = f"{planned.workload.name}, concurrency {planned.concurrency}, "
-    name = planned.contestant.entry.name
-    if record is None:
-        if planned.repetition is not None:
-            what = f"repetition {planned.repetition + 1}"
-        else:
-            what = "warm-up" if planned.warmup else "accuracy"
-        display.advance(1, f"{where}{what}: {name}")
-        return
-    failed = [answer for answer in record.answers if answer.error is not None]
-    note = f", {len(failed)} of {len(record.answers)} failed" if failed else ""
-    if planned.repetition is None:
+def _summary(record: Record) -> str:
+    """A run in a line."""
+    errors = [answer.error for answer in record.answers if answer.error is not None]
+    note = f", {len(errors)} of {len(record.answers)} failed, e.g. {errors[0]}" if errors else ""
+    if record.repetition is None:
         right = sum(bool(answer.right) for answer in record.answers)
-        display.say(f"{where}{name}: {right} of {len(record.answers)} right{note}")
-    else:
-        display.say(f"{where}{name}: {record.tokens / record.seconds:,.0f} tokens/s{note}")
-    for answer in failed[:1]:
-        display.say(f"  e.g. request {answer.item}: {answer.error}")
+        return f"{right} of {len(record.answers)} right{note}"
+    return f"{record.tokens / record.seconds:,.0f} tokens/s{note}"
 
 
-def show_report(console: Console, report: ComparisonReport, folder: Path) -> None:
-    """The tables, who won, and where the rest is."""
+def show(report: ComparisonReport, folder: Path) -> None:
+    """Print the speeds, who won, and where the rest is."""
     for workload in report.workloads:
-        table = Table(title=workload, title_justify="left")
-        for name in ("concurrency", "entry"):
-            table.add_column(name)
-        for name in ("tokens/s", f"x {report.baseline}", "first, ms", "answer, ms",
-                     "tokens/forward", "right", "MiB", "failed"):  # fmt: skip
-            table.add_column(name, justify="right")
-        for speed in report.speeds:
-            if speed.workload != workload:
-                continue
-            ratio, found = report.speedup(speed), report.accuracy(speed.entry, workload)
-            table.add_row(
-                str(speed.concurrency),
-                speed.entry,
-                f"{speed.throughput:,.0f}",
-                number(ratio, 2),
-                number(speed.first and 1e3 * speed.first, 1),
-                number(speed.finished and 1e3 * speed.finished, 1),
-                number(speed.tokens_per_forward, 2),
-                "-" if found is None else f"{found.right / found.problems:.1%}",
-                number(speed.peak_bytes and speed.peak_bytes / 2**20),
-                str(speed.failed),
-            )
-        console.print(table)
-        for line in report.verdict(workload):
-            console.print(line.replace("**", ""))
-    console.print(f"report.md, report.json and figures: {folder}")
+        print("\n".join(["", workload, *report.speed_table(workload), *report.verdict(workload)]))
+    print(f"report.md, results.json, measurements.jsonl and figures: {folder}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a comparison runs: prompts, rules, and the entries that are compared."""
+"""The configuration of a comparison: its entries, its prompts, and what identifies a run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ from decode.jobs import draw_problems
 
 if TYPE_CHECKING:
     from decode.cli import DecoderSettings
-    from decode.engine.prompts import Prompt
-
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda|mps|xpu)(:[0-9]{1,3})?$")]
 Dtype = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16", "auto"]
@@ -47,7 +45,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]  # of the 
 
 
 class Entry(Section):
-    """What all kinds of entries have."""
+    """The keys of every kind of entry."""
 
     name: Name
     """As in the table."""
@@ -89,13 +87,16 @@ class Ours(Entry):
     """Compiled, as vLLM does with its own; before anything is measured."""
     batch_size: Requests | None = None
     """Most requests in a forward; default: the concurrency."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Rows that one forward should have, which bounds how wide lossless decoders speculate;
+    default: a constant for the kind of device."""
     threads: Threads | None = None
-    """Of a forward on a CPU. Default: the fastest as it runs, up to torch's number."""
+    """Of a forward on a CPU. Default: torch's."""
 
 
 class Transformers(Entry):
-    """`generate` of transformers, greedy, in batches of the concurrency, as published figures use
-    it: no request enters before the whole batch is done."""
+    """`generate` of transformers, greedy, in static batches of the concurrency, as published
+    figures use it: no request enters before the whole batch is done."""
 
     kind: Literal["transformers"]
     """Which kind of entry this is."""
@@ -108,7 +109,7 @@ class Transformers(Entry):
 
 
 class Served(Entry):
-    """What the two served kinds have."""
+    """The keys of both served kinds."""
 
     stream: Switch = True
     """Tokens are sent as they are made; without it there is less work for the server and no latency
@@ -156,6 +157,9 @@ class Endpoint(Served):
 
 
 AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
+
+# What entries that share a process share: the model in it was made with these.
+OF_THE_MODEL = ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads")
 
 
 class Limits(Section):
@@ -225,24 +229,16 @@ class CompareConfig(Section):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"two entries have one name, {twice}")
-        for i, entry in enumerate(self.entries):
-            if isinstance(entry, Vllm) and entry.shares is not None:
-                servers = [e.name for e in self.entries[:i] if isinstance(e, Vllm) and not e.shares]
-                if entry.shares not in servers:
-                    raise ValueError(
-                        f"{entry.name}: shares must name an earlier entry of kind vllm with a "
-                        f"server of its own, got {entry.shares!r}"
-                    )
-            if isinstance(entry, Ours) and entry.shares is not None:
-                _check_shared(entry, self.entries[:i])
+        for place, entry in enumerate(self.entries):
+            if isinstance(entry, Ours | Vllm) and entry.shares is not None:
+                _check_shares(entry, self.entries[:place])
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline must be one of {', '.join(names)}, got {self.baseline!r}")
         if bool(self.tasks) == (self.prompts_file is not None):
             raise ValueError("exactly one of tasks and prompts_file must be given")
-        if self.tasks:
-            find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
         if sorted(set(self.concurrency)) != list(self.concurrency):
             raise ValueError("concurrency must rise, each once")
+        _ = self.chosen  # an unknown task is an error of the configuration
         return self
 
     @cached_property
@@ -254,49 +250,20 @@ class CompareConfig(Section):
 
     @property
     def reference(self) -> Ours | Transformers | Vllm | Endpoint:
-        """The entry that the others are compared with."""
-        named = [entry for entry in self.entries if entry.name == self.baseline]
-        return (named or self.entries)[0]
+        """The baseline's entry."""
+        return next((e for e in self.entries if e.name == self.baseline), self.entries[0])
 
 
-def _expanded(entry: Any, path: str | Path) -> list[Any]:
-    """An entry's mapping, or where it sweeps an option one for each of its values."""
-    sweep = entry.get("sweep") if isinstance(entry, dict) else None
-    if not sweep:
-        return [entry]
-    well = isinstance(sweep, dict) and len(sweep) == 1
-    values = next(iter(sweep.values())) if well else None
-    if not isinstance(values, list | tuple) or not values:
-        raise InputError(
-            f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
-            f"got {shown(sweep)}"
-        )
-    given = entry.get("options") or {}
-    if not isinstance(given, dict):
-        return [entry]  # which the check of all entries refuses
-    option, series = next(iter(sweep)), entry.get("name")
-    base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
-    names = [f"{series} {option} {'none' if value is None else value}" for value in values]
-    entries = []
-    for name, value in zip(names, values, strict=True):
-        one = base | {"name": name, "options": {**given, option: value}}
-        # The first value's entry has the process, the others of the sweep use its model.
-        if name != names[0] and entry.get("shares") is None:
-            one["shares"] = names[0]
-        entries.append(one)
-    return entries
-
-
-def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
-    owners = [e for e in before if isinstance(e, Ours) and e.shares is None]
+def _check_shares(entry: Ours | Vllm, before: Sequence[AnyEntry]) -> None:
+    """Raise ValueError unless `shares` names an earlier entry with a process of the same model."""
+    owners = [e for e in before if type(e) is type(entry) and getattr(e, "shares", None) is None]
     owner = next((e for e in owners if e.name == entry.shares), None)
     if owner is None:
         raise ValueError(
-            f"{entry.name}: shares must name an earlier entry of kind ours with a process of its "
-            f"own, got {entry.shares!r}"
+            f"{entry.name}: shares must name an earlier entry of kind {entry.kind} that shares "
+            f"no other's, got {entry.shares!r}"
         )
-    # What the one model in the process was made with cannot differ.
-    for key in ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads"):
+    for key in OF_THE_MODEL if isinstance(entry, Ours) else ():
         theirs, own = getattr(owner, key), getattr(entry, key)
         if theirs != own:
             raise ValueError(
@@ -306,25 +273,58 @@ def _check_shared(entry: Ours, before: Sequence[AnyEntry]) -> None:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
-    """The configuration in a YAML file, or of that name among those that ship with the package,
-    with ``--key value`` overrides. Raises InputError."""
+    """Read a comparison from a YAML file, or of that name among those shipped with the package.
+
+    overrides: ``--key value`` pairs. Raises InputError.
+    """
     values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides)
     if isinstance(values.get("entries"), list):
         # Before the check, so that each entry of a sweep is checked as if it were written out.
-        values["entries"] = [one for entry in values["entries"] for one in _expanded(entry, path)]
+        values["entries"] = [one for entry in values["entries"] for one in _expand(entry, path)]
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
-        if isinstance(entry, Ours):
-            for task in config.chosen or (None,):
-                settings = decoder_settings(entry, task.name if task else None)
-                if settings.name is not None:  # else the model decides which decoder it is
-                    length = config.max_new_tokens or (task.response_length if task else 256)
-                    try:
-                        settings.check([length])
-                    except InputError as error:
-                        raise InputError(f"{path}: entry {entry.name}: {error}") from error
+        for task in config.chosen or (None,):
+            if isinstance(entry, Ours):
+                _check_options(entry, task, config, path)
     return config
+
+
+def _expand(entry: Any, path: str | Path) -> list[Any]:
+    """Write out an entry that sweeps an option: one entry for each value."""
+    sweep = entry.get("sweep") if isinstance(entry, dict) else None
+    if not sweep:
+        return [entry]
+    values = next(iter(sweep.values())) if isinstance(sweep, dict) and len(sweep) == 1 else None
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(
+            f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
+            f"got {shown(sweep)}"
+        )
+    given = entry.get("options") or {}
+    if not isinstance(given, dict):
+        return [entry]  # which the check of all entries refuses
+    option, series = next(iter(sweep)), entry.get("name")
+    names = [f"{series} {option} {'none' if value is None else value}" for value in values]
+    # The first value's entry has the process, the others of the sweep use its model.
+    sharing = {"shares": entry.get("shares") or names[0]}
+    base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
+    return [
+        base | {"name": name, "options": given | {option: value}} | (sharing if place else {})
+        for place, (name, value) in enumerate(zip(names, values, strict=True))
+    ]
+
+
+def _check_options(entry: Ours, task: Task | None, config: CompareConfig, path: object) -> None:
+    """Raise InputError for options that no model's decoder could take for the task."""
+    settings = decoder_settings(entry, task.name if task else None)
+    if settings.name is None:  # the model decides which decoder it is: checked with it
+        return
+    length = config.max_new_tokens or (task.response_length if task else DEFAULT_MAX_NEW_TOKENS)
+    try:
+        settings.check([length])
+    except InputError as error:
+        raise InputError(f"{path}: entry {entry.name}: {error}") from error
 
 
 def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
@@ -349,7 +349,7 @@ def options_file(entry: Ours, task: str | None) -> str | None:
         raise InputError(f"entry {entry.name}: config: {error}") from error
 
 
-# The prompts of a comparison, in one order for every entry.
+# The prompts, in one order for every entry.
 
 OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
 
@@ -392,27 +392,29 @@ class Workload:
 
 
 def make_workloads(config: CompareConfig) -> list[Workload]:
-    """One a task, or the prompts file's. Raises InputError."""
-    stop = config.stop
+    """Make one workload for each task, or one of the prompts file. Raises InputError."""
     if config.prompts_file is not None:
-        items = _read(config.prompts_file)
+        items = _read_items(config.prompts_file)
         length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, stop)]
-    workloads = []
-    for task in config.chosen:
-        items = [
-            Item(f"{task.name}-{n}", problem.prompt, problem, task)
-            for n, problem in enumerate(_problems(task, config), 1)
-        ]
-        length = config.max_new_tokens or task.response_length
-        stops = (*task.stop, *stop)
-        workloads.append(Workload(task.name, items, config.problems, config.waves, length, stops))
-    return workloads
+        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, config.stop)]
+    return [
+        Workload(
+            task.name,
+            [
+                Item(f"{task.name}-{number}", problem.prompt, problem, task)
+                for number, problem in enumerate(_draw(task, config), 1)
+            ],
+            config.problems,
+            config.waves,
+            config.max_new_tokens or task.response_length,
+            (*task.stop, *config.stop),
+        )
+        for task in config.chosen
+    ]
 
 
-def _problems(task: Task, config: CompareConfig) -> list[Problem]:
-    """As many as are asked for; of data that has fewer than the default, all that there are. Raises
-    InputError."""
+def _draw(task: Task, config: CompareConfig) -> list[Problem]:
+    """Draw as many problems as are asked for; of data that has fewer than the defaults, all."""
     where = f"{task.name}: problems"
     judged, in_waves = config.accuracy_problems, config.waves * config.concurrency[-1]
     if task.default_count is None:
@@ -424,50 +426,48 @@ def _problems(task: Task, config: CompareConfig) -> list[Problem]:
     return draw_problems(task, config.split, count, config.seed, where)
 
 
-def _read(path: str) -> list[Item]:
+def _read_items(path: str) -> list[Item]:
     from decode.jobs import read_prompts
 
-    items = []
-    for source in read_prompts(path):
-        prompt: Prompt = source.prompt
-        if isinstance(prompt, str):  # one user message, as decode.pipeline takes it
-            prompt = [{"role": "user", "content": prompt}]
-        items.append(Item(str(source.id), prompt))
-    return items
-
-
-# What decides the measurements of a comparison: one that goes on must have the same.
-
-_FREE = {"output", "figures", "entries"}  # of the configuration; entries are told one by one
+    return [
+        # Text is one user message, as decode.pipeline takes it.
+        Item(
+            str(source.id),
+            [{"role": "user", "content": source.prompt}]
+            if isinstance(source.prompt, str)
+            else source.prompt,
+        )
+        for source in read_prompts(path)
+    ]
 
 
 def identity(
     config: CompareConfig, workloads: Sequence[Workload], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Settings, machine, versions, and digests of prompts and of files that are named, by dotted
-    keys, so that a difference can be told."""
+    """Everything that decides a measurement, under dotted keys so that a difference can be named:
+    settings, machine, versions, and digests of prompts, option files and model folders."""
     found: dict[str, Any] = {"device": about["device"]}
     found |= {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
     found |= {f"version of {name}": version for name, version in about["versions"].items()}
-    found |= _flat(config.model_dump(mode="json", exclude=_FREE))
+    found |= _flat(config.model_dump(mode="json", exclude={"output", "figures", "entries"}))
     found["entries"] = [entry.name for entry in config.entries]  # their order is that of the runs
     found["tasks"] = [task.identity for task in config.chosen]
     prompts = [[item.id, item.prompt] for workload in workloads for item in workload.items]
     found["prompts"] = _digest(json.dumps(prompts).encode())
     for entry in config.entries:
-        key = f"entries.{entry.name}"
-        found |= _flat(entry.model_dump(mode="json"), f"{key}.")
+        found |= _flat(entry.model_dump(mode="json"), f"entries.{entry.name}.")
         if isinstance(entry, Ours):
             for task in config.chosen or (None,):
                 path = options_file(entry, task.name if task else None)
                 if path is not None:
                     found[f"content of {path}"] = _digest(Path(path).read_bytes())
-        named = [] if isinstance(entry, Endpoint) else [entry.model]
-        if isinstance(entry, Ours) and entry.adapter is not None:
-            named.append(entry.adapter)
-        for name in named:
-            if Path(resolve(name)).is_dir():
-                found[f"files of {name}"] = _files(Path(resolve(name)))
+        for name in (entry.model, getattr(entry, "adapter", None)):
+            if (
+                name is not None
+                and not isinstance(entry, Endpoint)
+                and Path(resolve(name)).is_dir()
+            ):
+                found[f"files of {name}"] = _digest_folder(Path(resolve(name)))
     return found
 
 
@@ -479,8 +479,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _files(folder: Path) -> str:
-    """Names, sizes and times: the weights themselves would take longer to read than to measure."""
+def _digest_folder(folder: Path) -> str:
+    # Names, sizes and times: the weights themselves would take longer to read than to measure.
     files = sorted((p, p.stat()) for p in folder.rglob("*") if p.is_file())
     found = [f"{p.relative_to(folder)} {s.st_size} {s.st_mtime_ns}" for p, s in files]
     return _digest("\n".join(found).encode())

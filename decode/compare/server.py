@@ -1,9 +1,12 @@
-"""A server as a process: started, waited for, stopped, its log kept; and vLLM's for one entry."""
+"""Start a server as a process, wait until it is healthy, end it with all that it started; and
+vLLM's server for one entry."""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,16 +20,12 @@ import httpx
 
 from d2f.device import users_environment
 from d2f.errors import InputError
-from d2f.files import new_file
 from d2f.models import resolve
-from decode.compare import guard
-from decode.compare.client import UnusableError, fetch
 from decode.compare.config import Vllm
 
 LOG_LINES_QUOTED = 30
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
-_NO_ANSWER = (httpx.HTTPError, TimeoutError, UnusableError)
 
 
 class ServerError(InputError):
@@ -58,34 +57,36 @@ class Server:
         self.env = dict(env)
         self.patience = patience
         self.startup_seconds = 0.0
-        self.pid = 0  # of its first process, once it is started
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._told: str | None = None  # what the guard said at its end
+        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
+    @property
+    def pid(self) -> int:
+        """Its first process."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> Self:
         began = time.monotonic()
-        with new_file(self.log) as out:
-            self._guard = subprocess.Popen(
-                # The guard needs the standard library alone: nothing of the environment or its site
-                # packages (-I, -S) reaches it.
-                [sys.executable, "-I", "-S", guard.__file__, str(STOP_SECONDS), *self.command],
-                stdin=subprocess.PIPE,  # the kernel closes it with this process: see guard.py
-                stdout=subprocess.PIPE,
-                stderr=out,
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as out:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
                 env={**users_environment(), **self.env},
-                start_new_session=True,  # an interrupt in the terminal is for the command alone
+                # A session of its own: an interrupt in the terminal is for the command alone, and
+                # all of the server's processes are ended together.
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         try:
-            assert self._guard.stdout is not None
-            # The guard's first line; an empty one where it has ended before it could write it.
-            self.pid = int(self._guard.stdout.readline() or 0)
             self._wait(began + self.patience)
-        except BaseException:
-            # Also on an interrupt: `__exit__` is not called for a context that was not entered.
+        except BaseException:  # `__exit__` is not called for a context that was not entered
             self.stop()
             raise
         self.startup_seconds = time.monotonic() - began
@@ -96,49 +97,48 @@ class Server:
 
     def check(self, patience: float = 0.0) -> None:
         """Raise ServerError if the server has died, or does within `patience` seconds."""
-        assert self._guard is not None
-        try:
-            self._guard.wait(patience)
-        except subprocess.TimeoutExpired:
-            return
-        raise ServerError(
-            f"{self.name}: the server ended with status {self._status()}; {self._quote()}"
-        )
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(patience)
+            raise ServerError(
+                f"{self.name}: the server ended with status {status}; {self._quote()}"
+            )
 
     def stop(self) -> None:
         """End every process of the server: asked first, killed after a while."""
-        if self._guard is None:
+        if self._process is None:
             return
-        assert self._guard.stdin is not None
-        # The guard reads the end of its input, asks the server to end, and kills it after
-        # STOP_SECONDS.
-        self._guard.stdin.close()
-        self._guard.wait()
-        self._status()
+        self._signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self._signal(signal.SIGKILL)  # also workers that outlived it
+            self._process.wait()
 
-    def _status(self) -> str:
-        """The server's status as the guard told it at its end, else the guard's own."""
-        assert self._guard is not None and self._guard.stdout is not None
-        if self._told is None:
-            # Read to its end and closed once; later calls quote what it said.
-            with self._guard.stdout as said:
-                self._told = said.read().decode().strip() or str(self._guard.returncode)
-        return self._told
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
     def _wait(self, deadline: float) -> None:
-        while True:
-            # First, so that a server that has died is reported at once and not after
-            # startup_seconds.
+        while not self._is_healthy():
             self.check()
-            with contextlib.suppress(*_NO_ANSWER):
-                if fetch(f"{self.url[:-3]}/health", 5)[0] == 200:
-                    return
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"{self.name}: the server was not healthy after "
-                    f"{self.patience:g} s; {self._quote()}"
+                    f"{self.name}: the server was not healthy after {self.patience:g} s; "
+                    f"{self._quote()}"
                 )
             time.sleep(POLL_SECONDS)
+
+    def _is_healthy(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return self.get("/health").status_code == 200
+        return False
+
+    def get(self, path: str) -> httpx.Response:
+        """The answer to a GET of a path beside /v1. Raises httpx.HTTPError."""
+        return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=5, trust_env=False)
 
     def _quote(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -146,20 +146,23 @@ class Server:
         return f"the end of its log, {self.log}:\n{shown or '    (empty)'}"
 
 
-class VllmServer(Server):
-    """`vllm serve MODEL`.
+def _end_with_parent() -> None:
+    """Let the kernel end this process with the one that started it, also by kill -9 (Linux)."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
-    command: what is run. It is the module that `vllm serve` runs, because that command itself
-    asks for the metadata of a package named vllm, which vLLM's CPU package has not.
-    """
+
+class VllmServer(Server):
+    """`vllm serve MODEL`: by the module that it runs, because the command itself asks for the
+    metadata of a package named vllm, which vLLM's CPU package has not."""
 
     def __init__(self, entry: Vllm, python: str, log: Path):
         self.entry = entry
-        port = free_port()
+        model, port = resolve(entry.model), free_port()
         command = [
             str(Path(python).absolute()),
             *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", _absolute(resolve(entry.model))),
+            *("--model", str(Path(model).absolute()) if Path(model).is_dir() else model),
             *("--served-model-name", entry.name),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", entry.dtype),
@@ -171,9 +174,8 @@ class VllmServer(Server):
 
     def version(self) -> str | None:
         """vLLM's version as the server tells it."""
-        with contextlib.suppress(*_NO_ANSWER, ValueError, KeyError, TypeError):
-            _, answer = fetch(f"{self.url[:-3]}/version", 10)
-            return str(json.loads(answer)["version"])
+        with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
+            return str(self.get("/version").json()["version"])
         return None
 
 
@@ -186,19 +188,14 @@ def check_python(entry: Vllm, python: str) -> None:
         )
     # Asked in that environment's Python, by a look for the package that does not import it.
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     if done.returncode:
         raise InputError(f"entry {entry.name}: {python} has no vLLM {done.stderr.strip()}".rstrip())
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that nobody listens on now. Where another process takes it first, the
+    server ends and is reported with its log."""
     with socket.socket() as s:
-        # Port 0 lets the kernel choose. Another process may take the port before the server does,
-        # which then ends and is reported with its log.
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def _absolute(model: str) -> str:
-    return str(Path(model).absolute()) if Path(model).is_dir() else model

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +18,14 @@ import d2f
 import decode
 from d2f.errors import InputError
 from d2f.tasks import make_problems
-from decode.compare.__main__ import main, plan
-from decode.compare.config import make_workloads, read_config
+from decode.compare.__main__ import main, measure, plan
+from decode.compare.client import Answer, Run
+from decode.compare.config import identity, make_workloads, read_config
+from decode.compare.entries import wait_for_calm
 from decode.compare.report import ComparisonReport
+from decode.compare.results import Record
+from decode.display import ShownProgress
+from decode.ledger import Ledger
 from tests.comparison.conftest import make_fake_python
 from tests.comparison.endpoint import answering, endpoint
 from tests.comparison.test_server import gone
@@ -26,201 +33,283 @@ from tests.comparison.test_server import gone
 pytestmark = pytest.mark.xdist_group("compare")  # one worker, one set of its fixtures
 
 ROOT = Path(__file__).parents[2]
-FOUR_KINDS = [
-    {"name": "base", "kind": "vllm", "model": "tiny-ar", "stream": False},
-    {"name": "D2F", "kind": "ours", "model": "tiny-d2f", "threads": 1},
-    {"name": "hf", "kind": "transformers", "model": "tiny-ar", "threads": 1},
-]
+BASE = {"name": "base", "kind": "vllm", "model": "tiny-ar", "stream": False}
+SWEPT = {
+    "name": "D2F", "kind": "ours", "model": "tiny-d2f", "threads": 1,
+    "sweep": {"tau_conf": [0.5, 0.9]},
+}  # fmt: skip
+HF = {"name": "hf", "kind": "transformers", "model": "tiny-ar", "threads": 1}
+NAMES = ["base", "D2F tau_conf 0.5", "D2F tau_conf 0.9", "hf", "remote"]
 
 
-def write(path, values):
+def remote(url):
+    return {
+        "name": "remote", "kind": "endpoint", "url": url, "model": "served", "tokenizer": "tiny-ar",
+    }  # fmt: skip
+
+
+def write(folder, **values):
+    path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(values))
     return str(path)
 
 
-def configuration(folder, python, **more):
+def configuration(folder, python, entries, **more):
     values = {
         "output": str(folder / "out"),
-        "entries": FOUR_KINDS,
+        "entries": entries,
         "tasks": ["story"],
-        "problems": 3,
-        "accuracy_problems": 5,
-        "concurrency": [1, 2],
+        "problems": 2,
+        "accuracy_problems": 4,
         "repetitions": 2,
         "warmup": 1,
         "vllm_python": python,
+        "figures": False,
     }
-    return values | more
+    return write(folder, **values | more)
+
+
+def load(folder):
+    return ComparisonReport.load(folder / "out" / "results.json")
+
+
+def records(folder):
+    lines = map(json.loads, (folder / "out" / "measurements.jsonl").read_text().splitlines())
+    return [Record.from_json(run) for line in lines for run in line.get("runs", ())]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(report, folder, what was printed) of one comparison of all four kinds of entries."""
+    """The folder of one comparison of all kinds of entries, and what was printed."""
     folder = tmp_path_factory.mktemp("compare")
-    python = make_fake_python(folder)
-    with endpoint(answering(lambda body: "#### 7")) as server:
-        remote = {
-            "name": "remote", "kind": "endpoint", "url": server.url, "model": "served",
-            "tokenizer": "tiny-ar",
-        }  # fmt: skip
-        values = configuration(folder, python, entries=[*FOUR_KINDS, remote])
-        command = [sys.executable, "-m", "decode.compare", "--config", "FILE", "--problems", "4"]
-        command[4] = write(folder / "c.yaml", values)
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return ComparisonReport.load(folder / "out" / "report.json"), folder / "out", done.stdout
+    with endpoint(answering(lambda body: "#### 7")) as server, pytest.MonkeyPatch.context() as m:
+        m.setattr("sys.stdout", out := (folder / "printed").open("w+"))
+        entries = [BASE, SWEPT, HF, remote(server.url)]
+        python = make_fake_python(folder)
+        path = configuration(folder, python, entries, concurrency=[1, 2], figures=True)
+        assert main(["--config", path, "--problems", "3"]) == 0
+        out.seek(0)
+        return folder, out.read()
 
 
 def test_every_entry_is_measured_alike(finished):
-    report, _, _ = finished
-    names = ["base", "D2F", "hf", "remote"]
+    report = load(finished[0])
     assert [(r.concurrency, r.entry) for r in report.speeds] == [
-        (concurrency, name) for concurrency in (1, 2) for name in names
+        (concurrency, name) for concurrency in (1, 2) for name in NAMES
     ]
-    assert all((r.repetitions, r.requests, r.failed) == (2, 4, 0) for r in report.speeds)
-    assert all((a.problems, a.unstable) == (5, 0) for a in report.accuracies)
+    assert all((r.repetitions, r.requests, r.failed) == (2, 3, 0) for r in report.speeds)
+    assert all((a.problems, a.unstable) == (4, 0) for a in report.accuracies)
 
 
 def test_every_repetition_has_all_entries_in_an_order_of_its_own(finished):
-    runs = [r for r in finished[0].records if r.concurrency == 1 and r.repetition is not None]
-    assert [r.repetition for r in runs] == 4 * [0] + 4 * [1]
+    runs = [r for r in records(finished[0]) if r.concurrency == 1 and r.repetition is not None]
+    assert [r.repetition for r in runs] == 5 * [0] + 5 * [1]
     first, second = ([r.entry for r in runs if r.repetition == n] for n in (0, 1))
-    assert sorted(first) == sorted(second) == ["D2F", "base", "hf", "remote"] and first != second
-
-
-def test_a_run_has_at_least_its_waves(tmp_path):
-    """And what it has more than `problems` is judged with it."""
-    entry = {"name": "base", "kind": "transformers", "model": "tiny-ar"}
-    for tasks, most in ((["story"], 12), ([str(file_of_seven(tmp_path))], 7)):
-        values = configuration(tmp_path, "python", entries=[entry], tasks=tasks, waves=3)
-        config = read_config(write(tmp_path / "c.yaml", values | {"concurrency": [1, 4]}))
-        (workload,) = make_workloads(config)
-        contestant = SimpleNamespace(entry=config.entries[0])
-        runs = plan(config, [contestant], [workload])  # type: ignore[list-item]
-        timed = {(r.concurrency, r.count) for r in runs if r.repetition is not None}
-        assert timed == {(1, 3), (4, most)} and len(workload.items) == most
-        assert all(r.warmup for r in runs if r.repetition is None)
-
-
-def file_of_seven(folder):
-    (folder / "data.jsonl").write_text('{"q": "1+2", "a": "3"}\n' * 7)
-    path = folder / "seven.yaml"
-    path.write_text("data: data.jsonl\nprompt: '{{ q }}'\nreference: '{{ a }}'\njudge: numeric\n")
-    return path
+    assert sorted(first) == sorted(second) == sorted(NAMES) and first != second
 
 
 def test_answers_are_those_of_decode_generate(finished):
-    report, _, _ = finished
-    problems = make_problems("story", "heldout", 5)
+    problems = make_problems("story", "heldout", 4)
     prompts = [[{"role": "user", "content": p.question}] for p in problems]
     for entry, name, decoder in (
-        ("D2F", "tiny-d2f", decode.D2F(max_new_tokens=64)),
+        ("D2F tau_conf 0.9", "tiny-d2f", decode.D2F(max_new_tokens=64)),
         ("hf", "tiny-ar", decode.Autoregressive(max_new_tokens=64)),
     ):
         results = decode.generate(d2f.load(name, device="cpu"), prompts, decoder, batch_size=1)
-        for record in report.records:
-            if record.entry == entry:
-                for answer in record.answers:
-                    result = results[answer.item]
-                    assert answer.text == result.text
-                    assert answer.tokens == len(result.tokens)
-                    assert answer.forwards == result.forwards
+        own = [record for record in records(finished[0]) if record.entry == entry]
+        assert len(own) == 5
+        for answer in (answer for record in own for answer in record.answers):
+            result = results[answer.item]
+            assert answer.text == result.text
+            assert answer.tokens == len(result.tokens)
+            assert answer.forwards == result.forwards
+            assert 0 <= answer.submitted < answer.prefill <= answer.first <= answer.finished
+
+
+def test_a_sweep_is_an_entry_for_each_value_and_one_line(finished):
+    report = load(finished[0])
+    bold, shy = (row for row in report.speeds if row.series == "D2F" and row.concurrency == 1)
+    assert bold.tokens_per_forward > shy.tokens_per_forward
+    decoder = report.about["entries"][bold.entry]["decoder"]["story"]
+    assert decoder["decoder"] == "d2f" and decoder["tau_conf"] == 0.5
 
 
 def test_the_report_says_what_a_reader_needs(finished):
-    report, folder, printed = finished
-    text = (folder / "report.md").read_text()
-    for part in (
-        "## story",
-        "What was counted",
-        "tokens/s",
-        "python -m decode.compare",
-        "0.0-fake",
-    ):
+    folder, printed = finished
+    report, out = load(folder), folder / "out"
+    text = (out / "report.md").read_text()
+    for part in ("## story", "What was counted", "tokens/s", "decode.compare", "0.0-fake"):
         assert part in text
-    for name in ("throughput.png", "throughput.svg", "frontier.png", "frontier.svg"):
-        assert (folder / name).stat().st_size > 1000
-    assert "fastest" in printed and str(folder) in printed
-    assert report.about["config"]["problems"] == 4
-    assert report.about["cut_short"] is None
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "frontier.png", "frontier.svg", "logs", "report.json", "report.md", "throughput.png",
-        "throughput.svg",
-    ]  # fmt: skip
+    assert "fastest" in printed and str(out) in printed
+    assert report.about["config"]["problems"] == 3 and report.about["cut_short"] is None
+    for key in ("date", "device", "versions", "command", "baseline", "tokenizer"):
+        assert report.about[key], key
+    figures = {f"{n}.{s}" for n in ("frontier", "forwards", "throughput") for s in ("png", "svg")}
+    files = {path.name for path in out.iterdir() if path.stat().st_size > 1000}
+    assert {*figures, "report.md", "results.json", "measurements.jsonl", "logs"} == files
 
 
 def test_memory_and_work_are_there_where_they_can_be_known(finished):
-    rows = {(r.entry, r.concurrency): r for r in finished[0].speeds}
-    assert rows["D2F", 1].peak_bytes > 50 * 2**20
+    rows = {(r.entry, r.concurrency): r for r in load(finished[0]).speeds}
+    assert rows["hf", 1].peak_bytes > 50 * 2**20 and rows["base", 1].peak_bytes
     assert rows["remote", 1].peak_bytes is None and rows["remote", 1].forwards is None
-    assert rows["base", 1].forwards == 9  # what the fake counts
-    assert rows["base", 1].first is None and rows["remote", 1].first is not None
-    assert rows["D2F", 1].tokens_per_forward == rows["D2F", 2].tokens_per_forward
-    assert rows["D2F", 2].tokens_per_call > rows["D2F", 1].tokens_per_call
-    assert rows["D2F", 1].prefill <= rows["D2F", 1].first <= rows["D2F", 1].finished
+    assert rows["base", 1].forwards == 9 and rows["base", 1].tokens_per_call is None
+    assert rows["hf", 1].tokens_per_call == pytest.approx(rows["hf", 1].tokens_per_forward)
+    assert rows["hf", 2].tokens_per_call > rows["hf", 1].tokens_per_call
 
 
-def test_a_report_is_not_overwritten(finished, capsys):
-    _, folder, _ = finished
-    before = (folder / "report.json").read_bytes()
-    assert main(["--config", str(folder.parent / "c.yaml"), "--entries", str(FOUR_KINDS[1:2])]) == 2
-    assert "holds a report" in capsys.readouterr().err
-    assert (folder / "report.json").read_bytes() == before
+def test_done_again_it_measures_nothing(finished, capsys):
+    folder = finished[0]
+    before = (folder / "out" / "measurements.jsonl").read_bytes()
+    argument = ["--config", str(folder / "c.yaml"), "--problems", "3", "--figures", "false"]
+    with endpoint(answering()) as server:  # the old one is gone: the endpoint must be there
+        assert main([*argument, "--entries.remote.url", server.url]) == 2
+    assert "entries.remote.url was" in capsys.readouterr().err
+    assert (folder / "out" / "measurements.jsonl").read_bytes() == before
 
 
-def test_a_server_that_dies_at_work_is_quoted_and_the_rest_is_kept(
-    tmp_path, fake_python, monkeypatch, capsys
-):
-    monkeypatch.setenv("FAKE", "dies at work")
-    with endpoint(answering()) as server:
-        remote = {
-            "name": "remote", "kind": "endpoint", "url": server.url, "model": "served",
-            "tokenizer": "tiny-ar",
-        }  # fmt: skip
-        path = write(
-            tmp_path / "c.yaml",
-            configuration(
-                tmp_path, fake_python, entries=[remote, FOUR_KINDS[0]], retries=0, figures=False
-            ),
-        )
+# Failures.
+
+
+@pytest.mark.parametrize("first", ["honest", "failing"])
+def test_one_with_failed_requests_is_never_ranked(tmp_path, capsys, first):
+    """A request that fails is answered quickly: fast, and no winner."""
+
+    def fail(handler, body, number):
+        good = answering(lambda body: "#### 7", pause=0.0)
+        handler.send(400, "no") if number % 3 == 1 else good(handler, body, number)
+
+    with endpoint(answering(lambda b: "#### 7", pause=0.03)) as a, endpoint(fail) as b:
+        both = [remote(a.url) | {"name": "honest"}, remote(b.url) | {"name": "failing"}]
+        path = configuration(tmp_path, "none", both, baseline=first, accuracy_problems=0)
+        assert main(["--config", path]) == 1
+    assert "of failing failed, it is not ranked" in capsys.readouterr().err
+    report = load(tmp_path)
+    assert [f.entry for f in report.failures] == ["failing"]
+    assert {r.entry for r in report.ranked} == {"honest"}
+    assert all(report.speedup(r) in (None, 1.0) for r in report.speeds)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "**honest** is fastest" in text and "(not ranked)" in text
+    assert not [line for line in text.splitlines() if "failing is" in line and "faster" in line]
+
+
+def test_one_that_answers_nothing_has_failed(tmp_path, capsys):
+    with endpoint(lambda handler, body, number: handler.send(400, "no")) as server:
+        path = configuration(tmp_path, "none", [remote(server.url)])
         assert main(["--config", path]) == 2
+    assert "entry remote has failed: not one of 1 requests" in capsys.readouterr().err
+
+
+def test_a_server_that_dies_at_work_is_the_error_with_its_log(tmp_path, fake_python, capsys):
+    dying = BASE | {"env": {"FAKE": "dies at work"}}
+    assert main(["--config", configuration(tmp_path, fake_python, [dying], retries=0)]) == 2
     said = capsys.readouterr().err
     assert "ended with status 7" in said and "worker: out of memory" in said
     assert gone(tmp_path / "out" / "logs" / "base.log")
 
 
-def test_an_interrupt_stops_the_server_and_keeps_what_was_measured(tmp_path, fake_python):
-    slow = answering(pause=0.05)
-    with endpoint(slow) as server:
-        remote = {
-            "name": "remote", "kind": "endpoint", "url": server.url, "model": "served",
-            "tokenizer": "tiny-ar",
-        }  # fmt: skip
-        values = configuration(
-            tmp_path, fake_python, entries=[FOUR_KINDS[0], remote], repetitions=500, figures=False
+# Stopped, and going on.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_comparison_goes_on(tmp_path, fake_python, capsys, number):
+    """Stopped in the endpoint's run of the second repetition, which comes again as a whole: its
+    entries are compared with each other, and are measured in one go."""
+    reached, good = threading.Event(), answering(lambda body: "#### 7")
+
+    def behave(handler, body, count):
+        if count == 3 and not reached.is_set():  # the warm-up of its second repetition
+            reached.set()
+            time.sleep(30)
+        good(handler, body, count)
+
+    out = tmp_path / "out"
+    with endpoint(behave) as server:
+        path = configuration(tmp_path, fake_python, [BASE, remote(server.url)])
+        command = [sys.executable, "-m", "decode.compare", "--config", path]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
+            assert reached.wait(100)
+            os.kill(process.pid, number)
+        assert process.returncode == (130 if number == signal.SIGTERM else -9)
+        if number == signal.SIGTERM:
+            assert gone(out / "logs" / "base.log")
+            assert load(tmp_path).about["cut_short"] == "interrupted"
+            assert "Cut short" in (out / "report.md").read_text()
+        assert [(r.repetition) for r in records(tmp_path)] == [0, 0]
+        with (out / "measurements.jsonl").open("a") as file:
+            file.write('{"id": "story 1 1", "ru')  # and a kill within a line
+        asked = len(server.bodies)
+        assert main(["--config", path]) == 0
+        assert len(server.bodies) - asked == 1 + 2 + 4  # not what was kept
+    report = load(tmp_path)
+    assert len(report.about["starts"]) == 2 and report.about["cut_short"] is None
+    assert "**Resumed:** measured in 2 goes" in (out / "report.md").read_text()
+    runs = sorted((str(r.repetition), r.entry) for r in records(tmp_path))
+    assert runs == [(n, e) for n in ("0", "1", "None") for e in ("base", "remote")]
+
+
+class Fake:
+    """An entry that answers at once. seen: notes who ran, in order."""
+
+    def __init__(self, name, seen):
+        self.facts, self.entry, self.seen = {}, SimpleNamespace(name=name), seen
+
+    def run(self, workload, count, concurrency):
+        self.seen.append((self.entry.name, count))
+        return Run([Answer(i, text="#### 7", finished=1.0) for i in range(count)], 1.0)
+
+
+def test_the_runs_of_a_comparison(tmp_path, monkeypatch):
+    """Warm-up as wide as the run, calm between entries, timed problems by waves, accuracy last; and
+    what is done is left out."""
+    seen = []
+    monkeypatch.setattr("decode.compare.entries.wait_for_calm", lambda: seen.append("calm"))
+    config = read_config(
+        configuration(
+            tmp_path, "none", [HF, HF | {"name": "b"}], waves=2, concurrency=[1, 2], repetitions=1,
+            accuracy_problems=6,
         )
-        command = [sys.executable, "-m", "decode.compare", "--config"]
-        command.append(write(tmp_path / "c.yaml", values))
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        ledger = tmp_path / "out" / "measurements.jsonl"
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not (
-            ledger.is_file() and len(ledger.read_bytes().splitlines()) > 3
-        ):
-            time.sleep(0.02)
-        os.kill(process.pid, signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert gone(tmp_path / "out" / "logs" / "base.log")
-    report = ComparisonReport.load(tmp_path / "out" / "report.json")
-    assert report.speeds and report.about["cut_short"]
-    assert "Cut short" in (tmp_path / "out" / "report.md").read_text()
+    )  # fmt: skip
+    (workload,) = workloads = make_workloads(config)
+    contestants = {name: Fake(name, seen) for name in ("hf", "b")}
+    words = lambda texts, **_: {"input_ids": [text.split() for text in texts]}  # noqa: E731
+    show = ShownProgress(None, "runs")
+    steps = plan(config, workloads)
+    with Ledger(tmp_path / "m.jsonl", {"seed": 0}) as ledger:
+        measure(steps, contestants, words, ledger, show, config.warmup)
+        assert plan(config, workloads, ledger.rows) == []
+    runs = [one for one in seen if one != "calm"]
+    assert sorted(runs[:4]) == [("b", 1), ("b", 2), ("hf", 1), ("hf", 2)]  # warm-up, then 2 timed
+    assert sorted(runs[4:8]) == [("b", 2), ("b", 4), ("hf", 2), ("hf", 4)]
+    assert runs[8:] == [("hf", 6), ("b", 6)] and len(workload.items) == 6
+    for before, now in pairwise(seen):  # calm where another entry's turn comes, and nowhere else
+        assert (before == "calm" or now == "calm") or before[0] == now[0]
+    assert seen[0] == "calm" and 5 <= seen.count("calm") <= 6
+
+
+SPINS = "import sys\nprint('spins', flush=True)\nwhile True: pass"
+
+
+def test_it_waits_while_a_process_of_this_one_computes():
+    with subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.PIPE) as child:
+        assert child.stdout.readline() == b"spins\n"
+        began = time.monotonic()
+        wait_for_calm(most=0.5)
+        assert time.monotonic() - began >= 0.5
+        child.kill()
+    began = time.monotonic()
+    wait_for_calm(most=60)
+    assert time.monotonic() - began < 60
+
+
+# Configurations.
+
+
+OURS = {"name": "D2F", "kind": "ours", "model": "tiny-d2f"}
 
 
 def changed(**more):
-    return {"output": "o", "entries": FOUR_KINDS, "tasks": ["story"]} | more
+    return {"output": "o", "entries": [BASE, OURS, HF], "tasks": ["story"]} | more
 
 
 @pytest.mark.parametrize(
@@ -234,19 +323,27 @@ def changed(**more):
         (changed(baseline="none"), "baseline must be one of base, D2F, hf"),
         (changed(entries=[]), "entries"),
         (changed(entries=[{"name": "a", "kind": "tgi", "model": "m"}]), "kind|tag"),
-        (changed(entries=[FOUR_KINDS[1], FOUR_KINDS[1]]), "two entries have one name"),
-        (changed(entries=[FOUR_KINDS[1] | {"config": "no-{task}.yaml"}]), "no-story.yaml"),
-        (changed(entries=[FOUR_KINDS[0] | {"shares": "x"}]), "shares must name an earlier entry"),
+        (changed(entries=[OURS, OURS]), "two entries have one name"),
+        (changed(entries=[OURS | {"config": "no-{task}.yaml"}]), "no-story.yaml"),
+        (changed(entries=[BASE | {"shares": "x"}]), "shares must name an earlier entry"),
+        (changed(entries=[SWEPT, OURS | {"name": "x", "shares": "D2F"}]), "shares must name"),
+        (
+            changed(entries=[OURS, HF | {"kind": "ours", "name": "x", "shares": "D2F"}]),
+            "its model must be 'tiny-d2f'",
+        ),
+        (changed(entries=[SWEPT | {"sweep": {"tau_conf": []}}]), "sweep must have one option"),
+        (changed(entries=[SWEPT | {"sweep": {"tau_conf": [0.5, 0.5]}}]), "two entries have one"),
+        (changed(entries=[SWEPT | {"sweep": {"tau": [1]}, "decoder": "d2f"}]), "D2F tau 1"),
         (changed(repetitions="two"), "repetitions"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_configuration_is_refused(tmp_path, values, said):
     with pytest.raises(InputError, match=said):
-        read_config(write(tmp_path / "c.yaml", values))
+        read_config(write(tmp_path, **values))
 
 
 def test_flags_reach_every_key(tmp_path):
-    path = write(tmp_path / "c.yaml", changed())
+    path = write(tmp_path, **changed())
     flags = [
         "--concurrency", "[1, 4]", "--entries.D2F.options.tau_conf", "0.5",
         "--entries.0.model", "m",
@@ -271,31 +368,51 @@ def test_flags_reach_every_key(tmp_path):
     ],
 )
 def test_an_entry_that_cannot_run_is_an_error_before_any_measurement(tmp_path, entry, said, capsys):
-    values = changed(
-        output=str(tmp_path / "out"), entries=[FOUR_KINDS[1] | entry], figures=False,
-    )  # fmt: skip
-    assert main(["--config", write(tmp_path / "c.yaml", values)]) == 2
+    assert main(["--config", configuration(tmp_path, "none", [OURS | entry])]) == 2
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
-    assert not (tmp_path / "out" / "report.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_of_your_own(tmp_path, fake_python):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(2)))
-    values = configuration(
-        tmp_path, fake_python, entries=FOUR_KINDS[:1], tasks=[], prompts_file=str(prompts),
-        max_new_tokens=8, stop=["####"], figures=False,
-    )  # fmt: skip
-    assert main(["--config", write(tmp_path / "c.yaml", values)]) == 0
-    report = ComparisonReport.load(tmp_path / "out" / "report.json")
+    own = {"tasks": [], "prompts_file": str(prompts), "max_new_tokens": 8, "stop": ["####"]}
+    assert main(["--config", configuration(tmp_path, fake_python, [BASE], **own)]) == 0
+    report = load(tmp_path)
     assert report.workloads == ["prompts"] and report.accuracies == []
-    answers = [a for record in report.records for a in record.answers]
+    answers = [answer for record in records(tmp_path) for answer in record.answers]
     assert {a.text for a in answers} == {"3+4=7\n"}  # cut before the stop string
     assert {a.right for a in answers} == {None}
 
 
-def test_the_shipped_configuration_is_read():
-    text = (ROOT / "configs" / "comparison" / "compare-tiny.yaml").read_text()
-    assert yaml.safe_load(text)["entries"][0]["kind"] == "vllm"
-    read_config(ROOT / "configs" / "comparison" / "compare-tiny.yaml")
+def test_settings_machine_prompts_and_models_decide(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    options = tmp_path / "options.yaml"
+    options.write_text("tau_conf: 0.9\n")
+    ours = OURS | {"model": str(model), "config": str(options)}
+    path = write(tmp_path, **changed(entries=[ours]))
+
+    def found(*flags, question="1+1", device="x"):
+        item = SimpleNamespace(id="1", prompt=question)
+        about = {"device": device, "versions": {"torch": "1"}}
+        config = read_config(path, flags)
+        return json.loads(json.dumps(identity(config, [SimpleNamespace(items=[item])], about)))
+
+    def different(*flags, **more):
+        now = found(*flags, **more)
+        return {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+
+    before = found()
+    assert different("--output", "p", "--figures", "false") == set()
+    assert different("--seed", "1", "--limits.silence", "3") == {"seed", "limits.silence"}
+    assert different("--entries.D2F.options.tau_add", "0.1") == {
+        "entries.D2F.options", "entries.D2F.options.tau_add",
+    }  # fmt: skip
+    assert different(question="1+2", device="y") == {"prompts", "device"}
+    options.write_text("tau_conf: 0.8\n")
+    assert different() == {f"content of {options}"}
+    (model / "config.json").write_text("{ }")
+    assert different() == {f"content of {options}", f"files of {model}"}

@@ -13,7 +13,8 @@ from d2f.loading import load_tokenizer
 from d2f.models import resolve
 from d2f.tasks import find_task
 from decode.cli import outline
-from decode.compare.entries import encode_entry_prompts as encode
+from decode.compare.config import Item, Workload
+from decode.compare.local import encode_all
 from decode.decoders import find_decoder
 from decode.jobs import encode_problems
 
@@ -55,7 +56,8 @@ def test_every_way_to_the_ids_has_it(tmp_path, tokenizer):
     problem = problem_of(tmp_path, gen_prefix=PREFIX)
     (ids,) = encode_problems(model, [problem], find_decoder("d2f")(max_new_tokens=16))
     assert tokenizer.decode(ids) == "<|user|>1+1?<|assistant|><b> x\n"
-    assert encode(tokenizer, problem.prompt, "here") == ids
+    item = Item("1", problem.prompt)
+    assert encode_all(tokenizer, Workload("w", [item], 1, 1, 16, ()), "here") == [ids]
 
 
 def test_an_assistants_last_message_is_no_prefix_unless_it_says_so(tokenizer):

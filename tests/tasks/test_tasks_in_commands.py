@@ -16,8 +16,8 @@ from d2f.errors import InputError
 from d2f.tasks import find_task, make_problems
 from decode.compare.config import make_workloads
 from decode.compare.config import read_config as read_comparison
-from decode.compare.entries import OursRunner, encode_all, tokenizer_of
-from decode.compare.report import judge
+from decode.compare.local import OursRunner, encode_all, tokenizer_of
+from decode.compare.results import judge
 from decode.pipeline import main as pipeline
 from decode.tune import main as tune
 from distill.config import parse_config
@@ -123,7 +123,7 @@ def test_plain_text_is_sent_as_it_is(task):
     tokenizer = tokenizer_of("tiny-d2f")
     plain = tokenizer(text)["input_ids"]
     assert encode_all(tokenizer, workload, "x")[0] == plain
-    assert OursRunner(config.entries[0], [workload]).prompts["mine"][0] == plain
+    assert OursRunner(config.entries[0], [workload]).prepared["mine"][1][0] == plain
 
 
 def test_the_pipeline_decodes_it(task, capsys):

@@ -4,13 +4,29 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import counted, measured
 
 from d2f.errors import InputError
-from decode.tune import Goal, choose, frontier, paired_interval, verdict
+from decode.report import Measurements
+from decode.tune import choose, frontier
+from decode.tune_report import Final, Goal, Outcome, paired_interval
 
-PROBLEMS = 40
-points = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12)
+PROBLEMS, TOKENS = 40, 10
+
+
+def measured(right, speed=1.0):
+    """Problems right or not, each of `TOKENS` tokens, at so many tokens per second."""
+    count = len(right)
+    seconds = np.full(count, TOKENS / speed)
+    return Measurements(
+        np.array(right, dtype=bool), np.full(count, TOKENS), np.full(count, 2), seconds
+    )
+
+
+def counted(right, problems, speed):
+    """The first `right` of the problems right."""
+    return measured(np.arange(problems) < right, speed)
+
+
 settings = st.lists(
     st.builds(counted, st.integers(0, PROBLEMS), st.just(PROBLEMS), st.integers(1, 8)),
     min_size=1,
@@ -22,50 +38,44 @@ goals = st.one_of(
 )
 
 
-def dominates(a, b):
-    return a[0] >= b[0] and a[1] >= b[1] and a != b
+def point(one):
+    return round(one.tokens_per_second), one.count_right
 
 
-@given(points)
-def test_the_frontier_has_no_dominated_point_and_misses_none(points):
-    front = [points[i] for i in frontier(points)]
+@given(settings)
+def test_the_frontier_has_no_dominated_point_and_misses_none(found):
+    def dominates(a, b):
+        return a[0] >= b[0] and a[1] >= b[1] and a != b
+
+    points = list(map(point, found))
+    front = [points[i] for i in frontier(found)]
     assert not any(dominates(a, b) for a in points for b in front)
-    assert len(set(front)) == len(front)
-    assert front == sorted(front, reverse=True)
-    for point in points:
-        assert point in front or any(dominates(other, point) for other in front)
+    assert len(set(front)) == len(front) and front == sorted(front, reverse=True)
+    assert all(p in front or any(dominates(q, p) for q in points) for p in points)
 
 
 @given(settings, goals)
 def test_the_choice_is_the_fastest_that_is_accurate_enough(found, goal):
-    choice = choose(goal, found)
-    chosen, best = found[choice.chosen], max(e.count_right for e in found)
-    assert found[choice.reference].count_right == best
-    enough = [e for e in found if e.accuracy >= choice.bound - 1e-9]
-    assert choice.reached == bool(enough)
-    assert chosen in enough or not enough
-    for other in enough or [e for e in found if e.count_right == best]:
-        speeds = other.tokens_per_second, chosen.tokens_per_second
-        assert speeds[0] < speeds[1] or speeds[0] == speeds[1]
-    assert choice.chosen in frontier([(e.tokens_per_second, e.accuracy) for e in found]) or any(
-        e.tokens_per_second == chosen.tokens_per_second and e.accuracy == chosen.accuracy
-        for e in found
-    )
+    chosen, reference, bound = choose(goal, found)
+    best = max(one.count_right for one in found)
+    assert found[reference].count_right == best
+    enough = [one for one in found if one.accuracy >= bound - 1e-9]
+    enough = enough or [one for one in found if one.count_right == best]
+    assert point(found[chosen])[0] == max(point(one)[0] for one in enough)
+    assert found[chosen] in enough
 
 
 def test_the_bound():
     found = [counted(30, 40, 9), counted(38, 40, 5), counted(39, 40, 4), counted(39, 40, 3)]
-    assert choose(Goal(within=2), found).chosen == 2
-    assert choose(Goal(within=2.5), found).chosen == 1  # 38 is exactly 2.5 points below 39
-    assert choose(Goal(within=2), found).reference == 3  # the slowest of the most accurate
-    assert choose(Goal(min_accuracy=0.75), found).chosen == 0
-    none = choose(Goal(min_accuracy=1), found)
-    assert not none.reached and none.chosen == 2
+    assert choose(Goal(within=2), found)[0] == 2
+    assert choose(Goal(within=2.5), found)[0] == 1  # 38 is exactly 2.5 points below 39
+    assert choose(Goal(within=2), found)[1] == 3  # the slowest of the most accurate
+    assert choose(Goal(min_accuracy=0.75), found)[0] == 0
+    assert choose(Goal(min_accuracy=1), found)[0] == 2  # out of reach: the most accurate
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{"within": -1}, {"within": 101}, {"within": float("nan")}, {"min_accuracy": 1.5}],
+    "values", [{"within": -1}, {"within": 101}, {"within": float("nan")}, {"min_accuracy": 1.5}]
 )
 def test_a_bad_goal(values):
     name, value = next(iter(values.items()))
@@ -73,34 +83,34 @@ def test_a_bad_goal(values):
         Goal(**values)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
-def test_the_paired_interval(pairs):
-    a, b = (measured([pair[i] for pair in pairs], 1) for i in (0, 1))
-    low, high = paired_interval(a, b)
-    assert -1 <= low < high <= 1
-    difference = (a.count_right - b.count_right) / a.problems
-    assert low - 1e-12 <= difference <= high + 1e-12
-    assert paired_interval(b, a) == pytest.approx((-high, -low))
-
-
 def test_the_paired_interval_is_narrow_where_two_agree():
     """Agresti's example has cells 794, 150, 86, 570 (approval of a prime minister, 1600
     asked): the share falls by 4.0 points, 95 % 2.1 to 5.9."""
     first = np.repeat([True, True, False, False], [794, 150, 86, 570])
     second = np.repeat([True, False, True, False], [794, 150, 86, 570])
-    low, high = paired_interval(measured(first, 1), measured(second, 1))
+    low, high = paired_interval(measured(first), measured(second))
     assert (low, high) == pytest.approx((0.021, 0.059), abs=0.0005)
+    assert paired_interval(measured(second), measured(first)) == pytest.approx((-high, -low))
 
 
-def test_the_verdict():
-    best = measured([True] * 95 + [False] * 5, 1)
-    same = verdict(Goal(within=1), best, best)
-    assert same.holds and same.margin == pytest.approx(0.01) and not same.certain
-    wide = verdict(Goal(within=10), best, best)
-    assert wide.holds and wide.certain
-    worse = verdict(Goal(within=1), counted(60, 100, 2), best)
-    assert not worse.holds and worse.certain
-    least = verdict(Goal(min_accuracy=0.9), best, best)
-    assert least.holds and not least.certain
+def outcome(goal, chosen, reference):
+    finals = [
+        Final(["chosen"], {"a": 1}, [chosen]),
+        Final(["most accurate in the search", "defaults"], {"a": 2}, [reference]),
+    ]
+    return Outcome("story", goal, [({"a": 1}, chosen)], [0], [0], 0, 0.0, False, finals)
+
+
+def test_whether_the_choice_holds_up():
+    best = counted(95, 100, 1)
+    same = outcome(Goal(within=1), best, best)
+    assert same.margin[0] == pytest.approx(0.01) and same.margin[1] < 0 < same.margin[2]
+    assert "holds up: its accuracy is 1.0 points above" in same.sentences[1]
+    assert "do not settle it" in same.sentences[1]
+    assert "do not settle it" not in outcome(Goal(within=10), best, best).sentences[1]
+    worse = outcome(Goal(within=1), counted(60, 100, 2), best)
+    assert worse.margin[2] < 0 and "does not hold up" in worse.sentences[1]
+    assert "2.00 times as fast, its accuracy differs by -35.0 points" in worse.sentences[2]
+    least = outcome(Goal(min_accuracy=0.9), best, best)
     low, high = best.interval
-    assert (least.low, least.high) == pytest.approx((low - 0.9, high - 0.9))
+    assert least.margin == pytest.approx((0.05, low - 0.9, high - 0.9))

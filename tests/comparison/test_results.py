@@ -7,19 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.tasks import before_stop
 from decode.compare.client import Answer, Run
 from decode.compare.config import Item, Workload
-from decode.compare.report import (
-    Judged,
-    Record,
-    accuracies,
-    as_json,
-    faster_at,
-    from_json,
-    judge,
-    speeds_of,
-)
+from decode.compare.results import Record, accuracies, faster_at, judge, speeds_of
 from decode.report import paired
 
 
@@ -28,7 +18,7 @@ def judged(item=0, *, tokens=10, submitted=0.0, finished=2.0, right=True, text="
         "prefill": 0.5, "first": 0.5, "first_tokens": 1, "own_tokens": tokens + 1,
         "forwards": 5, "rows": 50, "attempts": 1, "error": None,
     } | more  # fmt: skip
-    return Judged(
+    return Answer(
         item=item, tokens=tokens, submitted=submitted, finished=finished, right=right, text=text,
         **values,
     )  # fmt: skip
@@ -126,19 +116,16 @@ def test_what_is_hidden_or_failed_is_never_counted():
     assert [a.text for a in kept.answers] == ["one two ", "", ""]
     assert all(a.right is None for a in kept.answers)
     assert kept.tokens == 2
+    long = judge(
+        Run([Answer(0, text="w " * 20, finished=1.0)], 1.0), work, Words(),
+        entry="e", concurrency=1, repetition=0,
+    )  # fmt: skip
+    assert long.tokens == 9, "no more than were asked for"
 
 
-@pytest.mark.parametrize(
-    ("stop", "shown"), [((), "a b c"), (("c", "b"), "a "), (("z",), "a b c"), (("a",), "")]
-)
-def test_text_is_cut_at_the_first_stop_string(stop, shown):
-    assert before_stop("a b c", stop) == shown
-
-
-@given(st.lists(st.text(max_size=3), min_size=1, max_size=5))
-def test_records_come_back_from_json_as_they_were(texts):
+def test_records_come_back_from_json_as_they_were():
     records = [
-        record(answers=[judged(i, text=t, error=None if i else "e") for i, t in enumerate(texts)]),
-        record("b", [judged(text=texts[0], prefill=None)], repetition=None),
+        record(answers=[judged(i, text=f"é{i}", error=None if i else "e") for i in range(3)]),
+        record("b", [judged(prefill=None, counts={"drafts": 2})], repetition=None),
     ]
-    assert from_json(json.loads(json.dumps(as_json(records)))) == records
+    assert [Record.from_json(json.loads(json.dumps(r.to_json()))) for r in records] == records

@@ -1,0 +1,411 @@
+"""Entries that decode in a process of this command: a decoder of this project, and `generate` of
+transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import d2f
+from d2f.checkpoint import base_of_adapter, folder_of, stored, weight_files
+from d2f.device import parse_device, parse_dtype
+from d2f.errors import InputError
+from d2f.loading import load_tokenizer
+from d2f.model import DiffusionModel
+from d2f.models import resolve
+from d2f.quiet import quiet
+from decode.api import stream
+from decode.cli import DecoderSettings
+from decode.compare.client import Answer, Run
+from decode.compare.config import Ours, Transformers, Workload, decoder_settings
+from decode.decoders import Decoder, qualified_name
+from decode.engine.prompts import check, encode
+from decode.step import Event
+
+Local = Ours | Transformers
+
+# A decoder of this project.
+
+
+class OursRunner:
+    """Loads the model and merges its adapter, or takes one that another entry has made ready;
+    encodes the prompts. Raises InputError.
+
+    facts: what the report says of the entry.
+    """
+
+    def __init__(self, entry: Ours, workloads: list[Workload], model: DiffusionModel | None = None):
+        self.entry = entry
+        self.model = model or _load(entry)
+        self.prepared = {w.name: prepare(entry, w, self.model) for w in workloads}
+        self.facts: dict[str, Any] = {
+            **_machine(self.model.device, self.model.threads),
+            "dtype": self.model.precision,
+            "compiled": entry.compile,
+            "decoder": {
+                name: {"decoder": qualified_name(type(decoder)), **asdict(decoder)}
+                for name, (decoder, _) in self.prepared.items()
+            },
+        }
+
+    def run(self, name: str, count: int, concurrency: int) -> Run:
+        """Answer the first `count` prompts of a workload, `concurrency` at any time as `Client`
+        does: a request counts as submitted when one before it is answered."""
+        decoder, prompts = self.prepared[name]
+        batch = min(self.entry.batch_size or concurrency, concurrency)
+        answers = [Answer(i) for i in range(min(count, len(prompts)))]
+        waiting = iter(answers[concurrency:])
+        began = time.perf_counter()
+        events = stream(
+            self.model,
+            prompts[:count],
+            decoder,
+            batch_size=batch,
+            max_rows=self.entry.max_rows,
+            views=False,
+        )
+        for event in events:
+            now = time.perf_counter() - began
+            self._note(answers[event.request], event, now)
+            if event.result is not None and (following := next(waiting, None)) is not None:
+                following.submitted = now
+        return Run(answers, time.perf_counter() - began, calls=events.forwards)
+
+    def _note(self, answer: Answer, event: Event, now: float) -> None:
+        if event.forward == 1:
+            ends = [i for i, t in enumerate(event.settled) if t in self.model.end_ids]
+            answer.prefill = now
+            answer.first_tokens = ends[0] if ends else len(event.settled)
+        # An empty answer has no first token; its end is the first thing to see.
+        if answer.first is None and (event.settled or event.result is not None):
+            answer.first = now
+        if (result := event.result) is not None:
+            answer.finished, answer.text = now, result.text or ""
+            answer.forwards, answer.counts = result.forwards, result.counts
+            answer.rows = sum(rows for rows, _ in result.calls)
+            # The end id was generated too, though it is not shown.
+            answer.own_tokens = len(result.tokens) + (result.finish_reason == "end")
+
+
+def prepare(
+    entry: Ours, workload: Workload, model: DiffusionModel
+) -> tuple[Decoder, list[list[int]]]:
+    """An entry's decoder and prompt ids for a workload, checked; no weights are needed for it.
+    Raises InputError."""
+    chosen = decoder_settings(entry, workload.task)
+    settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
+    decoder = settings.decoder(model, workload.max_new_tokens)
+    decoder.check(model.contract)
+    ids = [encode(model, item.prompt, item.id, raw=True) for item in workload.items]
+    for item, prompt in zip(workload.items, ids, strict=True):
+        check(model, prompt, decoder, item.id)
+    return decoder, ids
+
+
+def _load(entry: Ours) -> DiffusionModel:
+    """The entry's model, merged (a LoRA beside the weights costs products in every layer of every
+    forward) and compiled."""
+    import torch
+
+    model = d2f.load(
+        entry.model,
+        adapter=entry.adapter,
+        family=entry.family,
+        dtype=entry.dtype,
+        device=entry.device,
+        quantize=entry.quantize,
+        # Not what suits a busy machine: another entry's server may just have been started.
+        threads=entry.threads or torch.get_num_threads(),
+    )
+    model.merge_adapter()
+    if entry.compile:
+        model.compile()
+    return model
+
+
+def _machine(device: Any, threads: int) -> dict[str, Any]:
+    import torch
+
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "threads": None if cuda else threads,
+    }
+
+
+# `generate` of transformers: static batches, nothing enters before all are done.
+
+
+class TransformersRunner:
+    """Loads the model as AutoModelForCausalLM with its own attention. Raises InputError.
+
+    An answer is there when `generate` returns, which is when its whole batch is done; its first
+    token is there after the first forward.
+    """
+
+    def __init__(self, entry: Transformers, workloads: list[Workload]):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if entry.threads is not None:
+            torch.set_num_threads(entry.threads)
+        self.device = parse_device(entry.device)
+        dtype = parse_dtype(entry.dtype, self.device)
+        place = str(folder_of(resolve(entry.model)))
+        try:
+            stored(weight_files(Path(place)))
+            model = AutoModelForCausalLM.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
+        except (ValueError, OSError) as error:
+            raise InputError(f"entry {entry.name}: {entry.model}: {error}") from error
+        self.model = model.to(self.device).eval()
+        self.tokenizer = tokenizer_of(entry.model)
+        ends = self.model.generation_config.eos_token_id
+        self.ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+        if not self.ends:
+            raise InputError(f"entry {entry.name}: {entry.model} names no end token")
+        self.workloads = {workload.name: workload for workload in workloads}
+        self.prompts = {w.name: encode_all(self.tokenizer, w, entry.name) for w in workloads}
+        self.facts: dict[str, Any] = {
+            **_machine(self.device, torch.get_num_threads()),
+            "dtype": str(dtype).removeprefix("torch."),
+            "attention": self.model.config._attn_implementation,
+        }
+
+    def run(self, name: str, count: int, concurrency: int) -> Run:
+        """Answer the first `count` prompts of a workload in batches of `concurrency`."""
+        prompts = self.prompts[name][:count]
+        answers = [Answer(i) for i in range(len(prompts))]
+        calls = 0
+        began = time.perf_counter()
+        for start in range(0, len(prompts), concurrency):
+            part = slice(start, start + concurrency)
+            calls += self._batch(prompts[part], answers[part], self.workloads[name], began)
+        return Run(answers, time.perf_counter() - began, calls=calls)
+
+    def _batch(
+        self, prompts: list[list[int]], answers: list[Answer], workload: Workload, began: float
+    ) -> int:
+        """Fill in the answers of one batch; the calls of the model."""
+        import torch
+        from transformers import StoppingCriteriaList
+
+        sent = time.perf_counter() - began
+        width = max(len(ids) for ids in prompts)
+        ids = torch.full((len(prompts), width), self.ends[0])
+        seen = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            seen[row, width - len(prompt) :] = 1
+        steps: list[float] = []  # when each ended
+
+        def note(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+            """A stopping criterion that stops nothing."""
+            steps.append(time.perf_counter() - began)
+            return torch.zeros(len(prompts), dtype=torch.bool, device=input_ids.device)
+
+        options: dict[str, Any] = {}
+        if workload.stop:
+            options = {"stop_strings": list(workload.stop), "tokenizer": self.tokenizer}
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids.to(self.device),
+                attention_mask=seen.to(self.device),
+                # Greedy as all entries, whatever the checkpoint's generation_config says.
+                do_sample=False,
+                num_beams=1,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                max_new_tokens=workload.max_new_tokens,
+                eos_token_id=self.ends,
+                pad_token_id=self.ends[0],
+                stopping_criteria=StoppingCriteriaList([note]),
+                **options,
+            ).cpu()
+        for answer, prompt, row in zip(answers, prompts, out[:, width:].tolist(), strict=True):
+            end = next((i for i, token in enumerate(row) if token in self.ends), None)
+            visible = row if end is None else row[:end]
+            answer.text = self.tokenizer.decode(visible, skip_special_tokens=True)
+            # A row that has ended is fed padding until its batch has; that is not its own.
+            answer.own_tokens = answer.forwards = len(visible) + (end is not None)
+            answer.rows = len(prompt) + answer.own_tokens - 1  # the last is generated and not fed
+            answer.submitted, answer.first_tokens = sent, 1
+            answer.prefill = answer.first = steps[0]
+        done = time.perf_counter() - began
+        for answer in answers:
+            answer.finished = done
+        return len(steps)
+
+
+# A process of its own for each local entry, or for several that share a model: its memory is its
+# own, and one that is not being measured holds no thread of another.
+
+
+class Worker:
+    """A process for one entry, or for several that all use the first one's model.
+
+    facts: what the report says of each, by name. verbose: the process shows what other libraries
+    say. Raises InputError where the process fails, in any method.
+    """
+
+    def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
+        self.name = entries[0].name
+        # Spawned: a forked process would begin with this one's pages in the memory that is
+        # measured, and could not use CUDA where this one has.
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(verbose,))
+        self._load = entries, workloads
+        self._pid: int | None = None
+        self.facts: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Worker:
+        try:
+            self._pid = self.ask(os.getpid)
+            self.facts = self.ask(_load_runners, *self._load)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of a function of this module in the process."""
+        try:
+            return self._pool.submit(function, *arguments).result()
+        except InputError:
+            raise
+        except BrokenProcessPool as error:
+            raise InputError(
+                f"entry {self.name}: its process ended, perhaps killed for want of memory"
+            ) from error
+        except Exception as error:
+            said = str(error.__cause__ or repr(error)).strip('\n"')  # the traceback, as text
+            raise InputError(f"entry {self.name} failed:\n{said}") from error
+
+    def stop(self) -> None:
+        if self._pid is not None:  # it may be in the middle of a run
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._pool.shutdown(cancel_futures=True)
+
+
+class LocalContestant:
+    """One entry of a worker."""
+
+    def __init__(self, worker: Worker, entry: Local):
+        self.entry = entry
+        self.worker = worker
+        self.facts: dict[str, Any] = worker.facts[entry.name]
+
+    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        run: Run = self.worker.ask(_run, self.entry.name, workload.name, count, concurrency)
+        return run
+
+
+# In the process itself.
+
+_runners: dict[str, OursRunner | TransformersRunner] = {}
+_life = ExitStack()  # of what lasts as long as the process
+
+
+def _begin(verbose: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _life.enter_context(quiet(verbose))
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()  # returns also where it was killed
+    os._exit(1)
+
+
+def _load_runners(entries: Sequence[Local], workloads: list[Workload]) -> dict[str, dict[str, Any]]:
+    model: DiffusionModel | None = None
+    for entry in entries:
+        try:
+            if isinstance(entry, Ours):
+                runner = _runners[entry.name] = OursRunner(entry, workloads, model)
+                model = runner.model  # in memory once
+            else:
+                _runners[entry.name] = TransformersRunner(entry, workloads)
+        except InputError as error:
+            raise InputError(f"entry {entry.name}: {error}") from error
+    return {name: runner.facts for name, runner in _runners.items()}
+
+
+def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
+    import torch
+
+    runner = _runners[name]
+    cuda = torch.cuda.is_available() and runner.facts["device"] != "cpu"
+    # The peak counts from what is held when a run begins (the model), not from loading it.
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        reset_peak([os.getpid()])
+    run = runner.run(workload, count, concurrency)
+    run.peak_bytes = torch.cuda.max_memory_allocated() if cuda else peak_bytes([os.getpid()])
+    return run
+
+
+# Prompts and memory, of local and of served entries.
+
+
+def tokenizer_of(name: str) -> Any:
+    """The tokenizer of a folder, hub name or bundled model; nothing else of it is fetched.
+    Raises InputError."""
+    try:
+        place = resolve(name)
+        tokenizer = load_tokenizer(resolve(base_of_adapter(place) or place))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name}: its tokenizer cannot be loaded: {error}") from error
+    if tokenizer is None:
+        raise InputError(f"{name} has no tokenizer: text cannot be sent or counted")
+    return tokenizer
+
+
+def encode_all(tokenizer: Any, workload: Workload, name: str) -> list[list[int]]:
+    """Encode each prompt for an entry: messages through the chat template, text and ids as they
+    are. Raises InputError."""
+    model: Any = SimpleNamespace(tokenizer=tokenizer, path=name)  # all that `encode` asks for
+    return [
+        encode(model, item.prompt, f"entry {name}: {item.id}", raw=True) for item in workload.items
+    ]
+
+
+def reset_peak(pids: Iterable[int]) -> None:
+    """Let each process's peak begin anew."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pids: Iterable[int]) -> int | None:
+    """Sum of the processes' peaks (pages that two of them share count twice), None where they
+    cannot be read."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) * 1024
+    return total or None
