@@ -1,7 +1,6 @@
-"""python -m decode.pipeline --tau-add 0.1
+"""Decode held-out problems or prompts, and show the pipeline live.
 
-Decodes held-out problems or prompts with a D2F model, shows the pipeline live, and says how right
-and how fast it was. `--help` lists the options; the parts are in decode/commands.
+python -m decode.pipeline --tau-add 0.1
 """
 
 from __future__ import annotations
@@ -9,13 +8,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
+from rich.text import Text
 from tyro.conf import arg
 
+from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
 from decode import cli
@@ -25,18 +27,38 @@ from decode.cli import (
     Switch,
     TaskOptions,
     check_least,
+    check_options,
     check_samples,
-    command,
     followed,
-    say,
+    load,
+    outline,
+    read_settings,
 )
+from decode.display import LiveDisplay, Plain, Silent, is_live, standard_output
+from decode.jobs import (
+    Output,
+    PromptJob,
+    Record,
+    Source,
+    Trace,
+    draw_problems,
+    give_notices,
+    header,
+    known_lengths,
+    make_jobs,
+    read_prompts,
+    refuse_equal_samples,
+    task_sources,
+    totals,
+)
+from decode.ledger import check_place, refuse_early
+from decode.loop import WARM_UP_FORWARDS, decode
+from decode.workers import OneWorker
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from d2f.model import DiffusionModel
-    from decode.display import Silent
-    from decode.jobs import Output, PromptJob, Record
+
+DEFAULT_PROBLEMS = 2
 
 
 @dataclass(kw_only=True)
@@ -124,62 +146,38 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 def run(options: Options, console: Console | None = None) -> None:
     """Decode what the options say. Raises InputError before any work, RankError."""
+    settings = read_settings(options)
+    _check_paths(options)
+    sources = read_sources(options)
+    settings.check(known_lengths(sources, settings))
     if followed(options):
         return
-    from decode.display import standard_output
-    from decode.ledger import check_place
-
-    _check_paths(options)
-    if options.output is not None:
-        check_place(Path(options.output))
-    _run(options, console or standard_output())
-
-
-def _run(options: Options, console: Console) -> None:
-    with _waiting(options, console):
-        from decode.cli import check_options, load, outline, read_settings
-        from decode.jobs import (
-            Output,
-            Trace,
-            give_notices,
-            header,
-            known_lengths,
-            make_jobs,
-            read_sources,
-            refuse_equal_samples,
-        )
-        from decode.ledger import refuse_early
-        from decode.loop import decode
-        from decode.workers import OneWorker
-
-        settings = read_settings(options)
-        sources = read_sources(options)
-        # From the cheapest check to the dearest: flags, files, the model's shape, then its weights.
-        settings.check(known_lengths(sources, settings))
-        check_options(options)
-        # Made before the model is loaded: it refuses a place that cannot be written.
-        trace = Trace(options.trace) if options.trace is not None else None
-        shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
-        jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
-        refuse_equal_samples("--n", options.n, jobs)
-        if options.output is not None:
-            refuse_early(options.output, header(options, shape, "", jobs))
-        model, weights = load(options)
-        settled = header(options, model, weights, jobs)
-        output = None
-        if options.output is not None:
-            output = Output(options.output, settled)
-    give_notices(dict.fromkeys(s.task for s in sources if s.task is not None))
-    _give_notices(options, model, jobs, output)
-    done = dict(output.done) if output is not None else {}
-    # Results that --output has from an earlier run of the same settings are not decoded again.
-    pending = [job for job in jobs if job.source.id not in done]
-    with output or nullcontext():
+    console = console or standard_output()
+    with ExitStack() as stack:
+        with _waiting(options, console):
+            # From the cheapest check to the dearest: the model's shape, then its weights.
+            check_options(options)
+            shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
+            jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
+            refuse_equal_samples("--n", options.n, jobs)
+            if options.output is not None:
+                refuse_early(options.output, header(options, shape, "", jobs))
+            trace = None if options.trace is None else Trace(options.trace)
+            model, weights = load(options)
+            run = header(options, model, weights, jobs)
+            output = None
+            if options.output is not None:
+                output = stack.enter_context(Output(options.output, run))
+        _give_notices(options, model, jobs, output)
+        done = {} if output is None else dict(output.done)
+        # Results of an earlier run of the same settings are not decoded again.
+        pending = [job for job in jobs if job.source.id not in done]
+        display = _display(options, console, model, len(pending))
         new, seconds = decode(
             OneWorker(model),
             pending,
             batch_size=options.batch_size,
-            display=_display(options, console, model, len(pending)),
+            display=display,
             output=output,
             trace=trace,
         )
@@ -187,26 +185,72 @@ def _run(options: Options, console: Console) -> None:
     records = sorted([*done.values(), *new], key=lambda record: order[record.id])
     _report(options, console, model, records, new, seconds)
     if trace is not None and new:
-        trace.write(settled)
+        trace.write(run)
+
+
+def read_sources(options: Options) -> list[Source]:
+    """Read the prompts or draw the held-out problems of a command line. Raises InputError."""
+    if options.prompt is not None:
+        return [Source("prompt", "--prompt", options.prompt)]
+    if options.prompts_file is not None:
+        return read_prompts(options.prompts_file)
+    count = DEFAULT_PROBLEMS if options.problems is None else options.problems
+    return [
+        source
+        for task in options.chosen
+        for source in task_sources(task, draw_problems(task, "heldout", count))
+    ]
+
+
+def _check_paths(options: Options) -> None:
+    """Raise InputError where two options name one file, or a result cannot be put where it is to
+    be."""
+    seen: dict[str, str] = {}
+    for name in ("config", "prompts_file", "output", "trace"):
+        value = getattr(options, name)
+        if value is None or value == "-":
+            continue
+        flag, place = "--" + name.replace("_", "-"), os.path.realpath(value)
+        if place in seen:
+            raise InputError(f"{seen[place]} and {flag} are the same file, {value}")
+        seen[place] = flag
+        if name in ("output", "trace"):
+            check_place(Path(place), flag)
 
 
 def _give_notices(
     options: Options, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
 ) -> None:
-    """What the user should know before it starts, on standard error."""
+    """Say on standard error what the user should know before it starts."""
     from decode.report import doubt_of
 
+    give_notices(dict.fromkeys(job.source.task for job in jobs if job.source.task is not None))
     notice = doubt_of(model, jobs[0].decoder)
     if notice is not None:
         say(f"notice: {notice}")
-    if output is None:
-        return
-    if output.torn:
+    if output is not None and output.torn:
         say(f"notice: {output.path}: its last line was cut short and is decoded again")
-    if output.done:
+    if output is not None and output.done:
         say(f"notice: {len(output.done)} of {len(jobs)} prompts are already in {output.path}")
         if options.trace is not None:
             say("notice: they will not be in the trace")
+
+
+def _display(options: Options, console: Console, model: DiffusionModel, total: int) -> Silent:
+    if options.quiet:
+        return Silent()
+    if not is_live(console):
+        return Plain(console)
+    # Several prompts at once would each wait for the others' pauses.
+    pause = options.pause if options.batch_size == 1 else 0.0
+    return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
+
+
+def _waiting(options: Options, console: Console) -> AbstractContextManager[object]:
+    """Say in a terminal that the model is being loaded."""
+    if options.quiet or not is_live(console):
+        return nullcontext()
+    return console.status(Text(f"loading {options.model}"))
 
 
 def _report(
@@ -217,15 +261,13 @@ def _report(
     new: list[Record],
     seconds: float,
 ) -> None:
-    """The totals and what was counted; for a quiet single prompt its response instead. new,
-    seconds: the records of this run, not of the one that it goes on from, and its decoding."""
+    """Print the totals and what was counted; for a quiet single prompt its response instead.
 
-    from decode.jobs import short_dtype, shown_text, totals
-    from decode.loop import WARM_UP_FORWARDS
-
+    new, seconds: the records of this run, not of the one that it goes on from, and its decoding.
+    """
     if options.prompt is not None and options.quiet:
         for record in records:
-            print(shown_text(record), file=console.file)
+            print(record.shown, file=console.file)
         return
     lines = totals(records, batch_size=options.batch_size)
     if options.batch_size > 1 and new:
@@ -237,47 +279,10 @@ def _report(
     lines.append(
         "counted: visible tokens, up to the end token; seconds of decoding alone, after an untimed "
         f"warm-up of {WARM_UP_FORWARDS} forwards; batch {options.batch_size}; {options.model}, "
-        f"{short_dtype(model)}, {model.device}{threads}{', compiled' * model.is_compiled}"
+        f"{model.precision}, {model.device}{threads}{', compiled' * model.is_compiled}"
     )
     for line in lines:
         print(line, file=console.file)
-
-
-def _display(options: Options, console: Console, model: DiffusionModel, total: int) -> Silent:
-    from decode.display import LiveDisplay, Plain, Silent, is_live
-
-    if options.quiet:
-        return Silent()
-    if not is_live(console):
-        return Plain(console)
-    # Several prompts at once would each wait for the others' pauses.
-    pause = options.pause if options.batch_size == 1 else 0.0
-    return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
-
-
-def _waiting(options: Options, console: Console) -> AbstractContextManager[object]:
-    """Says in a terminal that the model is being loaded."""
-    from rich.text import Text
-
-    from decode.display import is_live
-
-    if options.quiet or not is_live(console):
-        return nullcontext()
-
-    return console.status(Text(f"loading {options.model}"))
-
-
-def _check_paths(options: Options) -> None:
-    """Raise InputError where two options name one file."""
-    seen: dict[str, str] = {}
-    for name in ("config", "prompts_file", "output", "trace"):
-        value = getattr(options, name)
-        if value is None or value == "-":
-            continue
-        flag, place = "--" + name.replace("_", "-"), os.path.realpath(value)
-        if place in seen:
-            raise InputError(f"{seen[place]} and {flag} are the same file, {value}")
-        seen[place] = flag
 
 
 if __name__ == "__main__":
