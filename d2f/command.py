@@ -179,6 +179,7 @@ def parse_known(
     return options, unknown
 
 
+@functools.cache
 def _flags(kind: type) -> list[tuple[str, Any, Any]]:
     """Return a dataclass's fields as `make_dataclass` takes them, with the strings under them as
     help; those of tyro's Suppress are left out."""
@@ -232,7 +233,7 @@ def _refuse(event: Any) -> NoReturn:
     if said == "BadValue" and argument is not None:
         raise InputError(f"{_flag(argument)}: expected a value (--help lists the options)")
     if said == "InvalidChoice":
-        choices = [choice for choice in event.choices if choice != "None"]
+        choices = sorted(choice for choice in event.choices if choice != "None")
         hint, expected = did_you_mean(event.value, choices), ", ".join(choices)
         raise InputError(
             f"{_flag(argument)}: expected one of {expected}, got {repr_of(event.value)}{hint}"

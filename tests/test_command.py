@@ -1,4 +1,4 @@
-"""The command d2f: one name for every command, and what is said where a user's file hides one."""
+"""Every command: its name, its help without torch, how it ends, and who hides its package."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import d2f
-from d2f.command import COMMANDS
+from d2f import command as command_line
+from d2f.command import COMMANDS, HiddenPackageError, command, main, require
+from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ("torch", "transformers", "accelerate", "peft", "triton")
-USUAL = {
-    "d2f.shipped": "d2f configs",
-    "distill.train": "accelerate launch -m distill.train",
-    "distill.data.__main__": "python -m distill.data",
-}
+HEAVY = ("torch", "transformers", "accelerate", "peft", "triton", "datasets")
 
 
 def started(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,17 +28,23 @@ def started(*words: str, folder: Path | None = None) -> subprocess.CompletedProc
     )
 
 
-def test_version_and_help_list_the_commands_without_anything_heavy():
-    code = (
-        "import sys; from d2f.command import main\n"
-        "try: main(sys.argv[1:])\n"
-        f"finally: print('heavy:', *set(sys.modules) & set({HEAVY}))"
-    )
-    done = started("-c", code, "--version")
-    assert done.stdout.splitlines() == [f"d2f-toolkit {d2f.__version__}", "heavy:"]
-    done = started("-c", code, "--help")
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "heavy:"
-    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+def heavy_after(code: str) -> list[str]:
+    done = started("-c", f"import sys\n{code}\nprint('heavy:', *set(sys.modules) & set({HEAVY}))")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+def test_importing_a_package_brings_nothing_heavy():
+    assert heavy_after("import d2f, decode, distill, triton_kernels, decode.decoders") == []
+
+
+def test_version_and_help_list_the_commands(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"d2f-toolkit {d2f.__version__}\n"
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {name} " in said for name in COMMANDS)
+    assert main([]) == 2
 
 
 def test_the_readme_names_every_command():
@@ -49,26 +54,13 @@ def test_the_readme_names_every_command():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_commands_help_shows_the_name_it_was_called_by(name):
-    """And comes without torch, however it was called."""
-    module = COMMANDS[name][0]
-    usual = USUAL.get(module, f"python -m {module.removesuffix('.__main__')}")
-    for called, other, words in (
-        (f"d2f {name}", usual, [name, "--help"]),
-        (usual, f"d2f {name}", ["--help"]),
-    ):
-        main = "d2f.command" if name in words else module
-        code = (
-            f"import sys; from {main} import main\n"
-            "try: main()\n"
-            f"finally: print('heavy:', *set(sys.modules) & set({HEAVY}))"
-        )
-        done = started("-c", code, *words)
-        lines = done.stdout.splitlines()
-        assert done.returncode == 0, done.stderr
-        opening = [line for line in lines if line.startswith((called, f"usage: {called}"))]
-        assert opening and lines[-1] == "heavy:"
-        assert other == called or not any(f"{other} " in line for line in lines[:4])
+def test_a_commands_help_shows_its_name_and_comes_without_torch(name):
+    code = f"sys.argv[1:] = ['{name}', '--help']\nfrom d2f.command import main\n"
+    code += "try: main()\nexcept SystemExit as end: assert not end.code\n"
+    done = started("-c", f"import sys\n{code}print('heavy:', *set(sys.modules) & set({HEAVY}))")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert lines[0].startswith((f"usage: d2f {name}", f"d2f {name}")) and lines[-1] == "heavy:"
 
 
 def test_train_as_a_file_shows_the_line_that_runs_the_file():
@@ -76,28 +68,73 @@ def test_train_as_a_file_shows_the_line_that_runs_the_file():
     assert done.stdout.startswith("usage: accelerate launch distill/train.py")
 
 
-def test_a_command_gets_its_words_and_gives_its_status():
-    done = started("-m", "d2f", "configs", "tiny-d2f")
-    assert done.returncode == 0
-    assert done.stdout.strip() == str(ROOT / "configs" / "training" / "tiny-d2f.yaml")
-    done = started("-m", "d2f", "decode", "--batch-size", "0")
-    assert done.returncode == 2 and done.stderr.startswith("error: --batch-size")
+def test_a_command_gets_its_words_and_gives_its_status(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "_called_as", None)
+    monkeypatch.setattr("sys.argv", ["d2f"])
+    assert main(["configs", "tiny-d2f"]) == 0
+    assert capsys.readouterr().out == f"{ROOT}/configs/training/tiny-d2f.yaml\n"
+    assert main(["decode", "--batch-size", "0"]) == 2
+    assert capsys.readouterr().err == "error: --batch-size must be at least 1, got 0\n"
+    assert main(["deocde"]) == 2
+    assert "no command 'deocde'; did you mean decode?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("error", "status", "said"),
     [
-        ([], "expected a command"),
-        (["deocde"], "'deocde'; did you mean decode"),
-        (["--quiet", "decode"], "expected one of decode, .*got '--quiet'"),
+        (None, 0, ""),
+        (InputError("bad"), 2, "error: bad\n"),
+        (OutputError("full"), 2, "error: full\n"),
+        (FloatingPointError("of this command"), 2, "error: of this command\n"),
+        (NonFiniteLogitsError("nan"), 1, "error: nan\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (KeyboardInterrupt(), 130, "stopped, it goes on\n"),
     ],
 )
-def test_another_word_is_an_error_that_lists_the_commands(words, said, capsys):
-    from d2f.command import main
+def test_what_is_raised_is_a_line_and_a_status(capsys, error, status, said):
+    @command(FloatingPointError, interrupted="stopped, it goes on")
+    def main():
+        if error is not None:
+            raise error
 
-    with pytest.raises(SystemExit, match="2"):
-        main(words)
-    assert re.search(said, capsys.readouterr().err)
+    assert main() == status
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (lambda: torch.zeros(10**15), "can't allocate memory: you tried to allocate 4000000000000"),
+        (lambda: np.zeros(10**15), "Unable to allocate"),
+        (lambda: raised(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")), "CUDA out of"),
+    ],
+)
+def test_too_little_memory_is_a_line(capsys, fails, said):
+    assert command(interrupted="")(fails)() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory: ") and said in line
+
+
+def raised(error):
+    raise error
+
+
+def test_a_status_of_its_own_stays_and_a_bug_is_seen():
+    assert command(interrupted="")(lambda status: status)(7) == 7
+    with pytest.raises(ZeroDivisionError):
+        command(interrupted="")(lambda: 1 / 0)()
+
+
+def test_a_reader_who_left_is_no_traceback():
+    """As with `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", "d2f", "configs"], stdout=unread, stderr=subprocess.PIPE,
+            cwd=ROOT, text=True,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def hidden(folder: Path, name: str) -> Path:
@@ -111,36 +148,38 @@ def hidden(folder: Path, name: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["decode.py", "decode/", "distill.py", "triton_kernels.py"])
-def test_the_command_says_which_file_hides_which_package(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("decode.py", ["-m", "d2f", "evaluate", "--help"]),
+        ("decode/", ["-m", "d2f", "evaluate", "--help"]),
+        ("decode.py", ["-c", "from distill.train import train"]),
+        ("d2f.py", ["-c", "import decode; decode.generate"]),
+        ("d2f/", ["-c", "from distill.train import train"]),
+    ],
+)
+def test_a_file_that_hides_a_package_is_named(name, words, tmp_path):
     place = hidden(tmp_path, name)
-    done = started("-m", "d2f", "evaluate", "--help", folder=tmp_path)
+    done = started(*words, folder=tmp_path)
     package = name.rstrip("/").removesuffix(".py")
-    assert done.returncode == 2
-    assert done.stderr.startswith(
-        f"error: {place} hides the package {package} of d2f-toolkit ({ROOT / package})"
+    assert (
+        done.returncode
+        and f"{place} hides the package {package} of d2f-toolkit" in (done.stderr.splitlines()[-1])
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("decode.py", "from distill.train import train"),
-        ("decode/", "import d2f, distill.config"),
-        ("d2f.py", "import decode; decode.generate"),
-        ("d2f/", "from distill.train import train"),
-        ("d2f.py", "import distill.config"),
-    ],
-)
-def test_the_library_says_so_too(name, code, tmp_path):
-    place = hidden(tmp_path, name)
-    done = started("-c", code, folder=tmp_path)
-    package = name.rstrip("/").removesuffix(".py")
-    assert f"{place} hides the package {package} of d2f-toolkit" in done.stderr.splitlines()[-1]
-
-
-def test_files_of_other_names_and_a_hidden_package_that_is_not_needed_are_no_error(tmp_path):
+def test_a_hidden_package_that_is_not_needed_is_no_error(tmp_path, monkeypatch):
     hidden(tmp_path, "distill.py")
-    hidden(tmp_path, "decoding.py")
     done = started("-c", "import d2f, decode; print(decode.D2F().name)", folder=tmp_path)
     assert done.stdout == "d2f\n", done.stderr
+    (tmp_path / "hidden_by_a_file.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    require("distill_of_nobody", "no_package_of_this_name")
+    with pytest.raises(HiddenPackageError, match=r"hidden_by_a_file\.py hides the package"):
+        require("no_package_of_this_name", "hidden_by_a_file")
+
+
+def test_public_names_are_there_when_asked_for():
+    assert all(hasattr(d2f, name) for name in d2f.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'lood'"):
+        _ = d2f.lood

@@ -6,8 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from benchmarks.ablation.ablation_config import Ablation
 
+from benchmarks.ablation import Ablation
 from benchmarks.reference_page import reference
 from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from benchmarks.ablation.ablation_config import read_ablation
 from ray.serve.schema import ServeDeploySchema
 
+from benchmarks.ablation import Ablation
 from d2f import shipped
+from d2f.config import check, read_mapping
 from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import ABLATIONS, COMPARISON, DECODING, EVALUATION, TRAINING, find_config
 from d2f.tasks import find_task
-from decode.cli import read_settings
+from decode.cli import read_settings, split
 from decode.compare.config import options_file
 from decode.compare.config import read_config as read_comparison
+from decode.decoders import DECODERS
 from decode.pipeline import parse
 from decode.server.options import parse as parse_serve
 from decode.server.ray_app import application, command_line
@@ -61,7 +63,7 @@ def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
         assert bool(named) == ("config:" in path.read_text())
         assert all(options_file(e, task) for e in named for task in config.tasks)
     elif path.parent.name in ABLATIONS:
-        assert read_ablation(name).train in shipped.shipped(*TRAINING)
+        assert check(Ablation, read_mapping(path), name).train in shipped.shipped(*TRAINING)
     elif path.parent.name in EVALUATION:
         if "judge: math" in path.read_text() and find_spec("math_verify") is None:
             pytest.skip("math-verify is missing")
@@ -73,7 +75,7 @@ def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
     elif path.parent.name == "ray":
         (made,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
         assert made.import_path == f"{application.__module__}:{application.__name__}"
-        assert parse_serve(command_line(made.args)).model
+        assert parse_serve(command_line(made.args)).named
     else:
         assert find_config(name, "accelerate") == path
 
@@ -96,9 +98,9 @@ def test_the_published_wino_plus_is_two_stages_that_fit_each_other_and_their_col
         asked = parse_rollouts(shlex.split(lines[0]))
         assert asked.output == config.data.file and asked.model == config.init
         assert config.objective.block_shares == {asked.block_size: 1.0}
-        assert (asked.tau1, asked.tau2) == (terms.tau1, terms.tau2)
-        assert asked.temperatures == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
-        assert ["train" in task.file.splits for task in asked.tasks] == [True]
+        assert (asked.given["tau1"], asked.given["tau2"]) == (terms.tau1, terms.tau2)
+        assert asked.ladder == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
+        assert ["train" in task.file.splits for task in asked.chosen] == [True]
 
 
 def test_a_file_comes_before_a_name_and_a_folder_does_not(tmp_path):
@@ -123,9 +125,9 @@ def test_in_an_installed_package_they_lie_inside(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("tiny-d2g", r"^tiny-d2g: cannot be read: no such file.* there are tiny-d2f, .*llada-8b"),
+        ("tiny-d2g", r"^tiny-d2g: cannot be read: no such file.* did you mean tiny-d2f.*llada-8b"),
         ("configs/tiny-d2f.yaml", r"no such file; .*by its name, tiny-d2f \(.*training.tiny-d2f"),
-        ("compare-tiny", r"one of comparison has\); there are .*tiny-ar"),
+        ("compare-tiny", r"one of comparison has\); .*there are .*tiny-ar"),
         ("../comparison/compare-tiny", "no such file"),
         ("", "no such file"),
         (".", "a folder"),
@@ -144,7 +146,7 @@ def test_the_list_and_the_path_of_one(capsys):
     assert shipped.main(["ddp"]) == 0
     assert capsys.readouterr().out.strip() == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
     assert shipped.main(["dpp"]) == 2
-    assert "there are ddp, " in capsys.readouterr().err
+    assert "did you mean ddp?" in capsys.readouterr().err
 
 
 def test_a_name_that_a_file_of_the_users_could_be_is_not_another_options_file(tmp_path):
@@ -194,3 +196,27 @@ def test_a_run_starts_from_a_bundled_adapter_by_its_name():
     }
     assert trained.keys() == stored.keys()
     assert all(torch.equal(trained[name], stored[name].float()) for name in stored)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.parent.name in DECODING], ids=lambda path: path.stem
+)
+def test_a_preset_is_taken_whole(path):
+    name, given = split(read_mapping(path), str(path))
+    decoder = DECODERS[name or "d2f"](**given)
+    assert all(getattr(decoder, key) == value for key, value in given.items())
+
+
+def test_the_published_settings_of_d2f_are_there():
+    """Table of arXiv 2508.09192's official evaluation scripts: block size, tau_add, tau_conf."""
+    found = {}
+    for path in FILES:
+        if path.parent.name == "published" and path.stem.startswith("d2f-"):
+            v = read_mapping(path)
+            found[path.stem] = (v["block_size"], v["tau_add"], v["tau_conf"])
+    assert found == {
+        "d2f-llada-gsm8k": (64, 0.7, 0.9), "d2f-llada-mbpp": (32, 0.9, 0.9),
+        "d2f-llada-humaneval": (32, 0.1, 0.9), "d2f-llada-math": (32, 0.1, 0.9),
+        "d2f-dream-gsm8k-cot": (32, 0.1, 0.9), "d2f-dream-mbpp": (48, 0.1, 0.9),
+        "d2f-dream-humaneval": (32, 0.9, 0.95), "d2f-dream-math": (64, 0.1, 0.9),
+    }  # fmt: skip

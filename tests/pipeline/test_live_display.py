@@ -1,6 +1,7 @@
-"""The live display in terminals of any size, and what it costs in time."""
+"""What a command shows: the pipeline live in terminals of any size, a bar, lines, or nothing."""
 
 import io
+import re
 
 import pytest
 from files import TAU
@@ -10,7 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from decode import display
-from decode.display import LiveDisplay, RequestPanel, Running, ShownBlock, shares, window
+from decode.display import (
+    LiveDisplay,
+    RequestPanel,
+    Running,
+    ShownBlock,
+    ShownProgress,
+    shares,
+    window,
+)
 from decode.pipeline import main
 
 
@@ -128,3 +137,47 @@ def test_a_pause_that_is_asked_for_is_kept(monkeypatch):
     live = LiveDisplay(terminal(80, 20), None, (), total=1, pause=0.5)
     live.paused = 100.0
     assert live.next_pause() == 0.5
+
+
+SHOWN = {
+    "d2f": {"semi-active", "fully active", "to cache", "cached"},
+    "static": {"waiting", "current", "decoded"},
+    "wino": {"waiting", "current", "decoded"},
+    "block": {"waiting", "current", "decoded", "cached"},
+    "wedlm": {"window", "committed"},
+    "autoregressive": {"decoded"},
+}
+MODELS = {"wedlm": "tiny-wedlm", "autoregressive": "tiny-ar"}
+STATE = re.compile(r"│ +\d+  (\S.{0,11}?)(?: {2,}|…)")  # a block's number, then its state
+
+
+@pytest.mark.parametrize("decoder", SHOWN)
+def test_the_states_of_a_decoder_on_the_screen(decoder):
+    """Every forward of one short problem is drawn."""
+    console = terminal(100, 40)
+    model = ["--model", MODELS.get(decoder, "tiny-d2f"), "--decoder", decoder, "--device", "cpu"]
+    if decoder not in MODELS:
+        model += ["--block-size", "8"]
+    problem = ["--tasks", "sudoku", "--problems", "1", "--pause", "0.0001"]
+    assert main([*model, *problem], console) == 0
+    assert set(STATE.findall(console.file.getvalue())) == SHOWN[decoder]
+
+
+def progress_on(console):
+    with ShownProgress(console, "problems") as progress:
+        progress.begin(40, "the first rung")
+        progress.say("story [0.9]: 40 problems to decode")
+        progress.advance(10, "tau_conf [0.9]: half right")
+        progress.bar.refresh()
+    return console.file.getvalue() if console is not None else ""
+
+
+def test_a_bar_under_the_lines_of_a_terminal_and_lines_alone_elsewhere(capsys):
+    out = progress_on(terminal(100, 20))
+    assert "story [0.9]: 40 problems to decode" in out
+    assert "tau_conf [0.9]: half right" in out and "10/40 problems" in out
+    for environment in ({"TERM": "dumb"}, {}):
+        live = bool(environment)
+        console = Console(file=io.StringIO(), force_terminal=live, _environ=environment)
+        assert progress_on(console) == "story [0.9]: 40 problems to decode\n"
+    assert progress_on(None) == "" and capsys.readouterr().out == ""
