@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ablation import Ablation
 from benchmarks.reference_page import reference
 from d2f.tasks.data_task import TaskFile
 from d2f.tasks.judges import JUDGES
@@ -16,7 +15,7 @@ from decode.decoders import DECODERS
 from distill.config import TrainConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
-KINDS = [TrainConfig, CompareConfig, Ablation, TaskFile, *JUDGES.values()]
+KINDS = [TrainConfig, CompareConfig, TaskFile, *JUDGES.values()]
 
 
 def test_the_page_is_what_the_command_prints():

@@ -87,7 +87,7 @@ def test_output_of_another_run(student, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau; it has"),
+        (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau"),
         (["--problems", "2147483648"], "--problems 2147483648: count must be at most 100000"),
         (["--decoder", "autoregressive"], "autoregressive needs a causal model"),
         (["--prompt", "<|mask|>"], "contains the mask id 1 at position 1"),
@@ -133,7 +133,7 @@ def test_bad_config(student, tmp_path, capsys, text, message):
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
-        ("[]", "line 2: the line: Input should be"),
+        ("[]", "line 2: the line: expected a section of keys"),
         ('{"prompt": "a", "ids": [5]}', "line 2: expected one of prompt, messages, ids"),
         ('{"prompt": "a", "tau": 1}', "line 2: tau: there is no such key"),
         ('{"prompt": 3}', "line 2: prompt: expected text, got 3"),
