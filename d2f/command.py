@@ -147,7 +147,7 @@ def parse_known(
 
     bases = [base for base in kind.__bases__ if is_dataclass(base)]
     own = vars(kind).get("__annotations__", {})
-    flags: list[Any] = [flag for flag in _flags(kind) if flag[0] in own]
+    flags: list[Any] = [flag for flag in _flags(kind) if flag[0] in own]  # type: ignore[arg-type]
     for base in bases:
         title = re.sub("(?<!^)(?=[A-Z])", "_", base.__name__.removesuffix("Options")).lower()
         of_group = [flag for flag in _flags(base) if flag[0] not in own]
