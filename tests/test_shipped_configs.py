@@ -97,7 +97,7 @@ def test_the_published_wino_plus_is_two_stages_that_fit_each_other_and_their_col
         lines = text.partition("distill.rollouts ")[2].replace("\\\n#", " ").splitlines()
         asked = parse_rollouts(shlex.split(lines[0]))
         assert asked.output == config.data.file and asked.model == config.init
-        assert config.objective.block_shares == {asked.block_size: 1.0}
+        assert config.objective.block_shares == {asked.given["block_size"]: 1.0}
         assert (asked.given["tau1"], asked.given["tau2"]) == (terms.tau1, terms.tau2)
         assert asked.ladder == [0, 0.1, 0.2, 0.3, 0.4, 0.5]
         assert ["train" in task.file.splits for task in asked.chosen] == [True]
