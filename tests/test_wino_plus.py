@@ -18,9 +18,15 @@ from wino_plus_runs import settings
 import d2f
 from distill.data import plan
 from distill.data.__main__ import main as inspect
+from distill.data.trajectories import (
+    Rollout,
+    StateStream,
+    answer_length,
+    random_steps,
+    state_at,
+)
 from distill.objectives import OBJECTIVES
 from distill.objectives.wino_plus import WinoPlusOptions
-from distill.rollouts import Rollout, StateStream, answer_length, random_steps, state_at
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
 

@@ -42,6 +42,13 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Data, Lora, Options, TrainConfig
 from distill.data import HeldOut, Sample, lay_out
+from distill.data.trajectories import (
+    Rollout,
+    State,
+    StateStream,
+    read_rollouts,
+    tokenizer_hash,
+)
 from distill.objectives.base import (
     Batch,
     Objective,
@@ -51,7 +58,6 @@ from distill.objectives.base import (
     rows_at_a_time,
     sum_in_parts,
 )
-from distill.rollouts import Rollout, State, StateStream, read_rollouts, tokenizer_hash
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
