@@ -238,7 +238,10 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "chess"], "--tasks: there is no task or task file 'chess'; expected one of story"),
+        (
+            ["--tasks", "chess"],
+            "--tasks: there is no task or task file 'chess'; expected one of story",
+        ),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--temperatures", "0,warm"], "--temperatures must be numbers of 0 or more, got '0,warm'"),
         (["--decoder", "static"], "--decoder: expected one of wino, d2f, got 'static'"),
