@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from tyro.conf import FlagCreatePairsOff, Suppress, UseAppendAction, arg
+from tyro.conf import Suppress, UseAppendAction, arg
 
 from d2f import command as command_line
 from d2f.command import DONE as DONE
@@ -21,6 +21,9 @@ from d2f.command import command as command
 from d2f.command import say as say
 from d2f.config import read_mapping, refuse_another_kind
 from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.flags import Switch as Switch
+from d2f.flags import Verbose as Verbose
+from d2f.flags import check_least as check_least
 from d2f.models import names, resolve
 from d2f.rank_number import check_processes, rank
 from d2f.shipped import DECODING, find_config
@@ -42,15 +45,6 @@ SUMMARIES = (
 )
 Kind = type[Decoder]
 Options = TypeVar("Options")
-Switch = Annotated[bool, FlagCreatePairsOff]
-"""A flag that is off unless it is given, without a --no- form."""
-Verbose = Annotated[
-    Switch,
-    arg(
-        aliases=["-v"],
-        help="show the notices, warnings and progress bars of the libraries underneath, too",
-    ),
-]
 
 
 # Extras: what a command needs beyond the package's own requirements.
@@ -244,15 +238,6 @@ def check_samples(flag: str, count: int) -> None:
     """Raise InputError unless so many answers a prompt can be made."""
     if not 1 <= count <= MOST_SAMPLES:
         raise InputError(f"{flag} must lie in [1, {MOST_SAMPLES}], got {repr_of(count)}")
-
-
-def check_least(options: object, **least: float) -> None:
-    """Raise InputError for an option below its least value; None is not given."""
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and not value >= bound:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} must be at least {bound:g}, got {value}")
 
 
 # The decoders' options as flags: one flag a name, its help made from all decoders that have it.

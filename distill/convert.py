@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from d2f import command as command_line
+from d2f.command import command
 from d2f.errors import CheckpointError, InputError
+from d2f.flags import Verbose
 from d2f.quiet import quiet
-from decode.cli import Verbose, command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

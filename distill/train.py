@@ -17,8 +17,8 @@ if __package__ in (None, ""):  # run as a file, as accelerate launch does
 from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, parse_known, say
 from d2f.errors import InputError, out_of_memory
 from d2f.files import locked
+from d2f.flags import Switch, Verbose
 from d2f.quiet import quiet, unread_output
-from decode.cli import Switch, Verbose
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import arg
 
-from d2f.command import parse_known
+from d2f.command import command, parse_known
 from d2f.errors import InputError
+from d2f.flags import Switch, Verbose, check_least
 from d2f.quiet import quiet
-from decode.cli import Switch, Verbose, check_least, command
 from distill.data.samples import Sample
 from distill.data.stream import Plan, Stream, plan
 
