@@ -553,6 +553,12 @@ class TrainConfig(Settings):
         write_beside(path, self.yaml)
 
 
+class _Flags(Settings):
+    """The keys that overrides may name, before it is known which objective is trained."""
+
+    objective: dict[str, Any]
+
+
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a YAML file, or the configuration of that name among those that ship with the package.
 
@@ -561,7 +567,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     values = with_section(read_mapping(find_config(path, *TRAINING)))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
-    override(values, today, TrainConfig)
+    override(values, today, _Flags)
     return parse_config(values, str(path))
 
 
