@@ -129,7 +129,7 @@ def sent(kind, script, stop=(), end_ids=(END,)):
     request = Request(0, [5], decoder, replace(CONTRACT, end_ids=tuple(end_ids)), kind)
     text, pieces, seen = SettledText(kind, stop, end_ids), [], []
     while True:
-        request.accept(request.next_step, NOTHING, 0.0)
+        request.accept(request.step or request.begin(1), NOTHING, 0.0)
         event = request.event()
         pieces.append(text.add(event.settled))
         seen.append(event.settled)
