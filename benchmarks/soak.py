@@ -58,7 +58,7 @@ SETTLE_SECONDS = 2.0  # until what clients left is gone
 
 
 def draw(rng: np.random.Generator, texts: Sequence[str], tokenizer: Any) -> dict[str, Any]:
-    """The body of one request, which `expected` can answer alone."""
+    """Draw the body of one request, which `expected` can answer alone."""
     name = str(rng.choice(list(DECODERS)))
     body = {"model": name, **rng.choice(DECODERS[name]), **rng.choice(SAMPLING)}  # type: ignore[arg-type]
     stop = STOPS[rng.integers(len(STOPS))]
@@ -72,7 +72,7 @@ def draw(rng: np.random.Generator, texts: Sequence[str], tokenizer: Any) -> dict
 
 
 def expected(model: Any, body: dict[str, Any]) -> list[tuple[str, str]]:
-    """The text and the end of each choice, as `decode.generate` gives them alone."""
+    """Decode each choice alone by `decode.generate`: its text and its end."""
     import decode
     from decode.cli import DecoderSettings
 

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 def usage(generation: Generation) -> Json:
-    """Tokens so far and, under `d2f`, what they cost: sums over the choices, seconds since the
+    """Count the tokens so far and, under `d2f`, their cost: sums over the choices, seconds since the
     request came, and the seed that those of the choices are made from."""
     tokens, calls = generation.tokens, generation.calls
     results = [choice.result for choice in generation.choices if choice.result is not None]
@@ -88,7 +88,7 @@ class Answers:
         self._tops = None if self._tokenizer is None else tops
 
     def whole(self) -> Json:
-        """The answer to a request that does not stream."""
+        """Build the answer to a request that does not stream."""
         choices = []
         for choice in self._generation.choices:
             assert choice.result is not None
@@ -97,7 +97,7 @@ class Answers:
         return self._answer(self.kind, choices) | {"usage": usage(self._generation)}
 
     def first(self, choice: Choice) -> Json | None:
-        """The chunk before the first text of a choice, where there is one."""
+        """Build the chunk before the first text of a choice; None where there is none."""
         opening = self._opening(choice)
         if opening is None:
             return None
@@ -105,20 +105,20 @@ class Answers:
         return self._answer(self.chunk_kind, [own])
 
     def chunk(self, choice: Choice, text: str) -> Json:
-        """The chunk of a choice's next text."""
+        """Build the chunk of a choice's next text."""
         content = self._content(choice, text, whole=False)
         own = self.chunk_choice_kind | content | self._about(choice)
         return self._answer(self.chunk_kind, [own])
 
     def last(self) -> Json:
-        """The chunk of the usage alone."""
+        """Build the chunk that has the usage alone."""
         return self._answer(self.chunk_kind, [])
 
     def _opening(self, choice: Choice) -> Json | None:
         raise NotImplementedError
 
     def _content(self, choice: Choice, text: str, *, whole: bool) -> Json:
-        """The text of a choice and the log-probabilities that go with it."""
+        """Build the fields of a text and of the log-probabilities that go with it."""
         raise NotImplementedError
 
     def _about(self, choice: Choice) -> Json:
@@ -175,7 +175,7 @@ class CompletionAnswers(Answers):
         return "" if self._tokenizer is None else str(self._tokenizer.decode(prompt))
 
     def _prompt(self, choice: Choice) -> str:
-        """The text that an answer begins with."""
+        """Return the text that an answer begins with."""
         return "" if self._echo is None else self._echo[choice.index // self._generation.n]
 
     def _opening(self, choice: Choice) -> Json | None:
@@ -214,7 +214,7 @@ class CompletionAnswers(Answers):
 
 
 def finish_reason(choice: Choice) -> Finish | None:
-    """OpenAI's word; an end token and a stop string are one to it."""
+    """Return OpenAI's word; an end token and a stop string are one to it."""
     if choice.result is None:
         return None
     return "length" if choice.result.finish_reason == "length" else "stop"

@@ -1,4 +1,4 @@
-"""The application: `create_app` puts models behind OpenAI's routes."""
+"""Put models behind OpenAI's routes: `create_app`."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class _Detokenize(Fields):
 
 @router.post("/tokenize")
 async def tokenize(request: Request) -> dict[str, Any]:
-    """The ids of a text, or of messages through the chat template, as vLLM gives them.
+    """Encode a text, or messages through the chat template, as vLLM does.
 
     add_special_tokens: by default for a text; the template writes those of messages.
     """
@@ -277,7 +277,7 @@ def _ids(served: ServedModel, asked: _Tokenize) -> list[int]:
 
 @router.post("/detokenize")
 async def detokenize(request: Request) -> dict[str, str]:
-    """The text of ids, special tokens with it."""
+    """Decode ids, special tokens with them."""
     asked = await read_request(_Detokenize, request)
     served = state_of(request).find(asked.model)
     size = served.model.vocab_size
@@ -290,7 +290,7 @@ async def detokenize(request: Request) -> dict[str, str]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
-    """The tokenizer's class, its special tokens and its chat template."""
+    """Describe the tokenizer: its class, its special tokens and its chat template."""
     served = state_of(request).find(model)
     tokenizer = _tokenizer(served)
     return {
@@ -314,14 +314,14 @@ def _tokenizer(served: ServedModel) -> Any:
 @router.head("/health")  # what monitors ask
 @router.get("/health")
 async def health() -> dict[str, str]:
-    """The process answers."""
+    """Say that the process answers."""
     return {"status": "ok"}
 
 
 @router.head("/ready")
 @router.get("/ready")
 async def ready(request: Request) -> dict[str, str]:
-    """Requests are taken: the server is not stopping, and every engine runs."""
+    """Say whether requests are taken: the server is not stopping, and every engine runs."""
     if not state_of(request).ready:
         raise ApiError(503, "the server takes no requests", code="not_ready")
     return {"status": "ready"}
@@ -345,7 +345,7 @@ async def page() -> FileResponse:
 
 @router.get("/examples")
 def examples() -> list[dict[str, str]]:
-    """Held-out problems of the tasks that the bundled models know."""
+    """List held-out problems of the tasks that the bundled models know."""
     return _examples()
 
 
@@ -359,8 +359,8 @@ def _examples() -> list[dict[str, str]]:
 
 
 def create_app(models: Sequence[ServedModel], settings: Settings | None = None) -> FastAPI:
-    """The application that serves these models; its end cancels what they decode and closes their
-    engines."""
+    """Make the application that serves these models. Its end cancels what they decode and closes
+    their engines."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

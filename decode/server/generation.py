@@ -1,4 +1,4 @@
-"""One request for text: its prompts as ids, its decoder, and its choices, run together."""
+"""Decode one request for text: its prompts as ids, its decoder, its choices, run together."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ class Choice:
             self.grew.append(time.perf_counter())
 
     def piece(self, event: Event) -> str:
-        """The text that an event made final."""
+        """Return the text that an event made final."""
         result = event.result
         return self.text.add(event.settled) if result is None else self.text.finish(result)
 
     def new_logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of the text that was sent since the last call; all that are left once
-        the answer has ended."""
+        """Return the log-probabilities of the text that was sent since the last call, and all that
+        are left once the answer has ended."""
         assert self.logprobs is not None
         if self.result is None:
             return self.logprobs.within(self.text.sent)
@@ -271,13 +271,13 @@ class Generation:
             await over
 
     def _failed(self, error: Exception, outcome: Outcome) -> Exception:
-        """Note how it ended; the error to raise, the server's own mistakes as they are."""
+        """Note how it ended, and return the error to raise; the server's own mistakes stay."""
         found = as_api_error(error)
         self.outcome, self.error = outcome, str(found or error)
         return found or error
 
     def likelihoods(self, choice: Choice) -> list[TokenLikelihood]:
-        """The likelihoods of a choice's prompt; they are its result where it decodes nothing."""
+        """Return the likelihoods of a choice's prompt; its own result where it decodes nothing."""
         known = self._scores[choice.index // self.n] if self._scores else choice
         assert known.result is not None
         return known.result.likelihoods
@@ -303,7 +303,7 @@ class Generation:
 
 
 def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decoder:
-    """The decoder that a request asks for: its fields over the operator's options.
+    """Make the decoder that a request asks for, its fields over the operator's options.
 
     most: tokens of a response, where the request gives it. Raises ApiError (400), which names the
     field.
@@ -360,7 +360,7 @@ def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decod
 
 
 def likelihood_of(served: ServedModel) -> Likelihood:
-    """The scorer of prompts. Raises ApiError (400) for a bidirectional model."""
+    """Return the scorer of prompts. Raises ApiError (400) for a bidirectional model."""
     try:
         return Likelihood.of(served.model.contract)
     except InputError as error:

@@ -1,5 +1,5 @@
-"""What every request passes on its way in and out: an id, the checks of who may ask, limits of the
-body, one line in the log, and an error in place of an exception."""
+"""Wrap every request: an id, the checks of who may ask, limits of its body, one line in the log,
+and an error in place of an exception."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class LineFormatter(logging.Formatter):
 
 
 def _quoted(value: Any) -> str:
-    """A value of the text format, quoted where it has a space or a quote, so that no path and no
-    error can look like another field."""
+    """Quote a value that has a space or a quote, so that no path looks like other fields."""
     plain = isinstance(value, str) and value.isprintable() and not set(value) & set(" \"='")
     return value if plain else one_line(json.dumps(value, ensure_ascii=False))
 
@@ -120,8 +119,8 @@ HEADERS = {
 
 @dataclass(eq=False)
 class Record:
-    """What the log says of a request. status: None while nothing was sent. prompts: only where they
-    are to be logged."""
+    """A request as the log describes it. status: None while nothing was sent. prompts: only where
+    they are to be logged."""
 
     id: str
     began: float = field(default_factory=time.perf_counter)
@@ -132,7 +131,7 @@ class Record:
 
     @staticmethod
     def of(request: Request) -> Record:
-        """The record of a request."""
+        """Return the record of a request."""
         record: Record = request.scope["d2f.record"]
         return record
 
@@ -209,7 +208,7 @@ class RequestFrame:
 
 
 def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError | None:
-    """Why a request is not let in; None where it is."""
+    """Return the error of a request that is not let in; None for one that is."""
     settings, path = state.settings, scope["path"]
     # Otherwise a page of another site could have its own name lead here, and read the answers.
     # starlette's TrustedHostMiddleware knows no IPv6 addresses and answers in plain text.
@@ -241,13 +240,13 @@ def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:
 
 
 def _host(value: str) -> str:
-    """The name in a Host header without its port, in lower case, without a last dot."""
+    """Return the name in a Host header: lower case, without port and last dot."""
     name = value[: value.find("]") + 1] if value.startswith("[") else value.partition(":")[0]
     return name.lower().removesuffix(".")
 
 
 def request_id(given: str) -> str:
-    """The client's own id where it is short and printable, otherwise a new one."""
+    """Return the client's own id where it is short and printable, otherwise a new one."""
     fine = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
     return given if fine and " " not in given else uuid.uuid4().hex
 

@@ -48,7 +48,7 @@ class ServedModel:
     preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
     def options(self, kind: Kind) -> dict[str, Any]:
-        """The operator's options of a decoder."""
+        """Return the operator's options of a decoder."""
         names = option_names(kind) if kind is self.default else SHARED
         return {name: value for name, value in self.given.items() if name in names}
 
@@ -88,8 +88,8 @@ def serve_model(
 
 
 def choose_default(contract: Contract, settings: DecoderSettings) -> Kind:
-    """The decoder that the operator named, where it decodes models like this one, otherwise the
-    one that such a model has by default."""
+    """Return the decoder that the operator named, where it decodes models like this one, otherwise
+    the one that such a model has by default."""
     if settings.name is not None:
         kind = find_decoder(settings.name)
         if fits(kind, contract):
@@ -98,7 +98,7 @@ def choose_default(contract: Contract, settings: DecoderSettings) -> Kind:
 
 
 def fits(kind: Kind, contract: Contract) -> bool:
-    """Whether a decoder decodes models of that contract."""
+    """Tell whether a decoder decodes models of that contract."""
     try:
         kind(**kind.with_model_defaults({}, contract)).check(contract)
     except InputError:
@@ -170,8 +170,8 @@ def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel
 
 
 def most_slots(model: DiffusionModel, max_model_len: int | None) -> int:
-    """The default for most slots of a request: enough for the longest one with FreeDave's four
-    states and for its likelihoods, so that no client's thousand drafts hold up all others."""
+    """Return the default for most slots of a request: enough for the longest one with FreeDave's
+    four states and for its likelihoods, so that no client's thousand drafts hold up all others."""
     longest = min(model.context_length, max_model_len or model.context_length)
     return max(4 * (longest + 1), longest + ROWS)
 
@@ -204,7 +204,7 @@ class Settings:
 
 
 def settings_of(options: Options, *, address: str) -> Settings:
-    """The settings of a command line. address: where the server listens; by default it may be
+    """Read the settings of a command line. address: where the server listens; by default it may be
     called by its own names where only this machine reaches it, otherwise by any."""
     return Settings(
         max_body=options.max_body,
@@ -222,7 +222,7 @@ def settings_of(options: Options, *, address: str) -> Settings:
 
 
 def own_names(address: str) -> tuple[str, ...]:
-    """The names that a server may be called by which listens at an address; ("*",) for any."""
+    """Return the names by which a server at this address may be called; ("*",) for any."""
     if not ipaddress.ip_address(address).is_loopback:
         return ("*",)
     own = f"[{address}]" if ":" in address else address

@@ -1,5 +1,5 @@
-"""The fields of requests: OpenAI's, some of vLLM's and this server's own; and errors in OpenAI's
-format.
+"""Check the fields of requests: OpenAI's, some of vLLM's and this server's own. Errors have
+OpenAI's format.
 
 A field that is null counts as not given. Nothing is ignored silently: an unsupported field must
 have the value that asks for nothing, and an unknown one is a 400.
@@ -174,7 +174,7 @@ class Asked(Fields):
 
     @property
     def stops(self) -> tuple[str, ...] | None:
-        """The stop strings; None where the field is not given."""
+        """Return the stop strings; None where the field is not given."""
         if self.stop is None:
             return None
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -201,12 +201,12 @@ class CompletionFields(Asked):
 
     @property
     def scored(self) -> bool:
-        """Whether the likelihoods of the prompts are asked for."""
+        """Tell whether the likelihoods of the prompts are asked for."""
         return self.echo and self.logprobs is not None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompt or prompts as a list."""
+        """List the prompt or prompts."""
         prompt: Any = self.prompt
         alone = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         return [prompt] if alone or not prompt else prompt
@@ -239,7 +239,7 @@ class Message(Fields):
         return content
 
     def plain(self) -> dict[str, str]:
-        """The message as a chat template takes it."""
+        """Return the message as a chat template takes it."""
         content = self.content
         if not isinstance(content, str):
             content = "".join(part.text for part in content)

@@ -69,7 +69,7 @@ class Replica:
 
 
 def application(args: dict[str, Any]) -> Application:
-    """The application for `serve run` and `serve deploy`. Raises InputError.
+    """Make the application of `serve run` and `serve deploy`. Raises InputError.
 
     args: options of `decode.serve` without their dashes, ``{"model": "tiny-d2f", "max-batch": 8}``;
     a list gives one several times, true gives one that has no value. How many replicas there are,
@@ -85,7 +85,7 @@ def application(args: dict[str, Any]) -> Application:
 
 
 def _bound(options: Options, address: str, **more: Any) -> Application:
-    """The application of some replicas. more: options of Ray's deployment."""
+    """Make the application. more: options of Ray's deployment."""
     replica: Any = Replica  # Ray's decorators are typed as if they changed nothing
     return replica.options(graceful_shutdown_timeout_s=options.drain_seconds, **more).bind(
         options, address
@@ -93,7 +93,7 @@ def _bound(options: Options, address: str, **more: Any) -> Application:
 
 
 def command_line(args: dict[str, Any]) -> list[str]:
-    """``{"model": ["a", "b"], "verbose": True}``: ``--model a --model b --verbose``."""
+    """Write ``{"model": ["a", "b"], "verbose": True}`` as ``--model a --model b --verbose``."""
     words = []
     for name, value in args.items():
         for one in value if isinstance(value, list) else [value]:

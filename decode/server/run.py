@@ -1,4 +1,4 @@
-"""Running the application on a socket until a signal ends it."""
+"""Run the application on a socket until a signal ends it."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class Server(uvicorn.Server):
 
 
 def address_of(listener: socket.socket) -> str:
-    """The address of a server as a browser takes it."""
+    """Return the address of a server as a browser takes it."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files to the most that it may have; that number."""
+    """Raise this process's limit of open files to the most that it may have; return that."""
     import resource  # not on every system
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,7 @@
-"""Counts for Prometheus, at /metrics. docs/serving.md says what each means."""
+"""Keep what the routes of one application share: models, limits, and counts for Prometheus.
+
+docs/serving.md says what each count means.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +39,28 @@ class Metrics:
             return Histogram(f"d2f_{name}", text, _WHOSE, buckets=[*buckets], registry=registry)
 
         self._responses = counter("http_responses", "Answers by route.", "route", "status")
-        self._requests = counter(
-            "requests", "Requests for text, by how they ended.", *_WHOSE, "outcome"
-        )
+        self._requests = counter("requests", "Requests for text by outcome.", *_WHOSE, "outcome")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *_WHOSE)
         self._tokens = counter("tokens", "Visible tokens of responses.", *_WHOSE)
-        self._forwards = counter("request_forwards", "Forwards, one for each in it.", *_WHOSE)
+        self._forwards = counter(
+            "request_forwards", "Forwards of requests, a shared one counted for each.", *_WHOSE
+        )
         self._rows = counter("request_rows", "Rows fed for requests.", *_WHOSE)
-        self._rate = histogram("tokens_per_forward", "Of a response.", _RATES)
-        self._whole = histogram("request_seconds", "From their coming to the end.", _SECONDS)
+        self._rate = histogram("tokens_per_forward", "Tokens a forward of a response.", _RATES)
+        self._whole = histogram("request_seconds", "Seconds from arrival to the end.", _SECONDS)
         self._first = histogram(
-            "time_to_first_token_seconds", "From their coming to the first final token.", _SECONDS
+            "time_to_first_token_seconds",
+            "Seconds from arrival to the first settled token.",
+            _SECONDS,
         )
         self._gap = histogram(
             "inter_token_seconds",
-            "From one moment at which tokens became final to the next.",
+            "Seconds between moments at which tokens settled.",
             _GAPS,
         )
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Write all counts as Prometheus reads them."""
         return generate_latest(self._registry)
 
     def answered(self, route: str, status: int) -> None:
@@ -87,7 +92,7 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """What the engines say of themselves when they are asked."""
+    """Counts of the engines, read when they are asked for."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models
@@ -96,8 +101,8 @@ class _Engines(Collector):
         gauges = {
             "running": "Choices in the batch.",
             "waiting": "Choices that wait for room.",
-            "slots": "Of the cache.",
-            "slots_used": "Those that hold a request, or a prompt that is kept.",
+            "slots": "Positions of the cache.",
+            "slots_used": "Positions that hold a request or a kept prompt.",
         }
         counters = {
             "finished": "Choices that came to their end.",
@@ -122,7 +127,7 @@ BYTES_A_POSITION = 64  # of a request's JSON: ten digits of an id, or a few esca
 
 @dataclass(eq=False)
 class ServerState:
-    """What the routes of one application share.
+    """The state of one application.
 
     models: by the names that they are served under. in_flight: requests that are not answered to
     their end. draining: refuse new ones, the server is about to end.
@@ -135,7 +140,7 @@ class ServerState:
     draining: bool = False
 
     def find(self, name: str | None) -> ServedModel:
-        """The model served under a name; the first one for None. Raises ApiError (404)."""
+        """Find the model served under a name; the first one for None. Raises ApiError (404)."""
         if name is None:
             return next(iter(self.models.values()))
         if name not in self.models:
@@ -149,7 +154,7 @@ class ServerState:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be taken."""
+        """Tell whether a request would be taken."""
         return not self.draining and not any(m.engine.closed for m in self.models.values())
 
     @property
@@ -174,6 +179,6 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the application that a request came to."""
+    """Return the state of the application that a request came to."""
     state: ServerState = request.app.state.server
     return state

@@ -105,7 +105,7 @@ class Stream:
         self._wake.set()
 
     async def lines(self) -> AsyncIterator[str]:
-        """The data of the stream's events, to its end."""
+        """Yield the data of the stream's events, to its end."""
         decoding = asyncio.create_task(self._generation.run(self.take))
         decoding.add_done_callback(lambda _: self._wake.set())
         try:
@@ -165,7 +165,7 @@ class Stream:
 
 
 class ForwardEvents:
-    """What each forward did to a choice, as JSON, for a client that draws it."""
+    """Describes what each forward did to a choice, as JSON, for a client that draws it."""
 
     def __init__(self, generation: Generation):
         self._generation = generation

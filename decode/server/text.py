@@ -1,4 +1,4 @@
-"""What may be sent of a response while it is decoded: text that is never taken back.
+"""Settle the text of a response while it is decoded: what was sent is never taken back.
 
 Settled ids (`decode.step.Event`) only grow, but their text may not be sent as it stands.
 With the stop string "END"::
@@ -68,8 +68,8 @@ class SettledText:
         self._unsent = ""  # final too, but a stop string may begin in it
 
     def add(self, settled: Sequence[int]) -> str:
-        """New final text, perhaps none. settled: all ids so far, which begin with those of the
-        call before."""
+        """Return new final text, perhaps none. settled: all ids so far, which begin with those of
+        the call before."""
         if self._ended:
             return ""
         new = list(settled[self._taken :])
@@ -85,14 +85,14 @@ class SettledText:
         return text[:cut]
 
     def finish(self, result: Result) -> str:
-        """What `Result.text` has beyond the pieces so far; of a request that failed, nothing."""
+        """Return the rest of `Result.text`; nothing for a request that failed."""
         piece = (result.text or "")[self.sent :]
         self.sent += len(piece)
         return piece
 
 
 def _beginning(text: str, stop: str) -> int:
-    """Where `stop` begins in the text, or may at its end; the text's length where it does not."""
+    """Find where `stop` begins in the text, or may at its end; otherwise the text's length."""
     found = text.find(stop)
     if found >= 0:
         return found
@@ -109,7 +109,7 @@ class GrowingText:
     whole = False
 
     def add(self, new: list[int]) -> str:
-        """The text that became final with these ids."""
+        """Return the text that became final with these ids."""
         return ""
 
 
@@ -165,8 +165,8 @@ class _Whole(GrowingText):
         return piece
 
     def _may_go_on(self, token: int) -> bool:
-        """Whether the next token may be of the same run of bytes. A special token, which is left
-        out, does not end one."""
+        """Tell whether the next token may be of the same run of bytes. A special token, which is
+        left out, does not end one."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         return token in self._special or bool(_BYTE.fullmatch(str(name)))
 
@@ -174,7 +174,7 @@ class _Whole(GrowingText):
 def growing_text(
     tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False
 ) -> GrowingText:
-    """The text of a kind of tokenizer. special: write special tokens out."""
+    """Choose by the kind of tokenizer. special: write special tokens out."""
     own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
     decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
     if tokenizer is None or decoder is None:
@@ -188,7 +188,7 @@ def growing_text(
 
 
 def _is_local(part: dict[str, Any]) -> bool:
-    """Whether what a decoder makes of some tokens stays when more of them come."""
+    """Tell whether what a decoder makes of some tokens stays when more of them come."""
     # A longer pattern than one character may be completed, what is stripped at the end may not be
     # the end.
     pattern = part.get("pattern", {"String": " "}).get("String", "")
@@ -251,7 +251,8 @@ class ResponseLogprobs:
             self._whole.append(self._length if self._growing.whole else -1)
 
     def within(self, sent: int) -> list[TokenLogprob]:
-        """New tokens whose text lies in the first `sent` characters: no stop string hides them."""
+        """Return new tokens whose text lies in the first `sent` characters: no stop string hides
+        them."""
         end = self._sent
         for i in range(self._sent, len(self._found)):
             if 0 <= self._whole[i] <= sent:
@@ -259,7 +260,7 @@ class ResponseLogprobs:
         return self._until(end)
 
     def finish(self, result: Result) -> list[TokenLogprob]:
-        """The rest of them."""
+        """Return the rest."""
         return self._until(len(result.tokens))
 
     def _until(self, end: int) -> list[TokenLogprob]:
@@ -268,7 +269,7 @@ class ResponseLogprobs:
 
 
 def log(probability: float) -> float:
-    """The natural logarithm, `LEAST` for 0."""
+    """Return the natural logarithm, `LEAST` for 0."""
     return math.log(probability) if probability > 0 else LEAST
 
 
@@ -277,7 +278,7 @@ def prompt_logprobs(
     ids: Sequence[int],
     likelihoods: Iterable[TokenLikelihood],
 ) -> list[TokenLogprob]:
-    """The tokens of a prompt. Offsets are in its text with special tokens."""
+    """List the tokens of a prompt. Offsets are in its text with special tokens."""
     known = {one.position: one for one in likelihoods}
     growing, offset, found = growing_text(tokenizer, special=True), 0, []
     for position, token in enumerate(ids):
@@ -294,8 +295,8 @@ def prompt_logprobs(
 def completion_logprobs(
     found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, *, top: bool
 ) -> dict[str, Any]:
-    """The `logprobs` of a choice of /v1/completions. top: list the likeliest token, too; where it
-    is not known, the chosen one."""
+    """Write the `logprobs` of a choice of /v1/completions. top: list the likeliest token, too;
+    where it is not known, the chosen one."""
     names = [token_name(tokenizer, one.token) for one in found]
     tops: list[dict[str, float] | None] = []
     for one, name in zip(found, names, strict=True):
@@ -316,7 +317,7 @@ def completion_logprobs(
 def chat_logprobs(
     found: Sequence[TokenLogprob], tokenizer: PreTrainedTokenizerBase, *, top: bool
 ) -> list[dict[str, Any]]:
-    """The `logprobs.content` of a choice of /v1/chat/completions."""
+    """Write the `logprobs.content` of a choice of /v1/chat/completions."""
     content = []
     for one in found:
         name, raw = token_name(tokenizer, one.token), list(token_bytes(tokenizer, one.token))
@@ -326,7 +327,7 @@ def chat_logprobs(
 
 
 def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token's text; its bytes where it is only a part of a character, as OpenAI writes them:
+    """Return a token's text; its bytes where it is only a part of a character, as OpenAI does:
     ``bytes:\\xf0\\x9f``."""
     raw = token_bytes(tokenizer, token)
     try:
@@ -336,7 +337,7 @@ def token_name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
-    """The bytes that a token writes, those of special tokens too."""
+    """Return the bytes that a token writes, those of special tokens too."""
     text = str(tokenizer.decode([token], skip_special_tokens=False))
     if "\N{REPLACEMENT CHARACTER}" not in text:
         return text.encode()
