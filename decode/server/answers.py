@@ -25,8 +25,8 @@ Json = dict[str, Any]
 
 
 def usage(generation: Generation) -> Json:
-    """Count the tokens so far and, under `d2f`, their cost: sums over the choices, seconds since the
-    request came, and the seed that those of the choices are made from."""
+    """Count the tokens so far and, under `d2f`, their cost: sums over the choices, seconds since
+    the request came, and the seed that those of the choices are made from."""
     tokens, calls = generation.tokens, generation.calls
     results = [choice.result for choice in generation.choices if choice.result is not None]
     decoder = generation.decoder
