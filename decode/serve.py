@@ -5,14 +5,20 @@ docs/serving.md says what it takes and gives; the parts are in decode/server.
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import socket
 import sys
+import threading
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import command, followed, require_extra, require_ray
+from decode.cli import DecoderSettings, command, followed, require_extra, require_ray, say
 from decode.server.options import Options, parse
 
 NEEDS = ("fastapi", "uvicorn", "openai", "prometheus_client", "sse_starlette")
@@ -42,9 +48,7 @@ def serve(options: Options) -> None:
         check_models(options, decoding)
         address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
-            from decode.server.ray_app import serve_replicas
-
-            listener.close()
+            listener.close()  # Ray's proxy listens there
             serve_replicas(options, decoding, address, port)
             return
         from decode.server.app import create_app
@@ -68,6 +72,66 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
     return listener
+
+
+def serve_replicas(options: Options, decoding: DecoderSettings, address: str, port: int) -> None:
+    """Serve by replicas until a signal ends it; then nothing of it is left. Raises InputError."""
+    import torch
+
+    from decode.server.models import check_outlines
+    from decode.workers import ray_session
+
+    assert options.min_replicas is not None and options.max_replicas is not None
+    check_outlines(options, decoding)
+    gpus = options.replica_gpus
+    if gpus is None:
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpus = int(device == "cuda")
+    scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
+    if options.min_replicas < options.max_replicas:
+        scaling = {
+            "autoscaling_config": {
+                "min_replicas": options.min_replicas,
+                "max_replicas": options.max_replicas,
+                "target_ongoing_requests": options.target_requests or options.max_batch,
+            }
+        }
+    flag = "--max-replicas" if options.replicas is None else "--replicas"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # clients wait: by default Ray's is 15
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # a line a request, alike or not
+    session = ray_session(
+        options.ray_address, options.max_replicas, flag, gpus=gpus, log_to_driver=True
+    )
+    with session as cores:
+        from ray import serve
+        from ray.serve.schema import LoggingConfig
+
+        from decode.server.ray_app import bound
+
+        if not options.verbose:
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        say(f"starting {options.min_replicas} replicas, each with {cores} cores and {gpus} GPUs")
+        over = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own
+            signal.signal(number, lambda *_: over.set())
+        each = {"num_cpus": cores, "num_gpus": gpus}
+        replicas = bound(
+            options, address, ray_actor_options=each, max_constructor_retry_count=1, **scaling
+        )
+        name = f"d2f-{uuid.uuid4().hex[:8]}"  # others may use the cluster, too
+        try:
+            quiet_ray = LoggingConfig(log_level="WARNING", enable_access_log=False)
+            serve.start(http_options={"host": address, "port": port}, logging_config=quiet_ray)
+            serve.run(replicas, name=name)
+            host = f"[{address}]" if ":" in address else address
+            say(f"serving on http://{host}:{port}")
+            over.wait()
+            say(f"stopping: requests that run have {options.drain_seconds:g} s to finish")
+        except RuntimeError as error:
+            said = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
+            raise InputError(f"no replica could be started: {said[-1].strip()}") from error
+        finally:
+            serve.delete(name)
 
 
 if __name__ == "__main__":

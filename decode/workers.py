@@ -194,7 +194,9 @@ def _weights(options: Any, model: DiffusionModel, weights: str) -> str:
 
 
 @contextmanager
-def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0) -> Iterator[int]:
+def ray_session(
+    address: str | None, workers: int, option: str, *, gpus: int = 0, log_to_driver: bool = False
+) -> Iterator[int]:
     """Start or join Ray, and yield the cores that each worker may take; Ray gives a worker as many
     threads of torch (OMP_NUM_THREADS, unless that is set).
 
@@ -204,6 +206,7 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
         workers: how many.
         option: what asked for them, for errors.
         gpus: that each needs.
+        log_to_driver: show on standard error what the workers write.
 
     Raises InputError where Ray is not installed, for a cluster that is not there, and for more
     workers than there is room for.
@@ -224,7 +227,10 @@ def ray_session(address: str | None, workers: int, option: str, *, gpus: int = 0
     if ray.is_initialized():
         yield share(nodes(), workers, option, gpus)
         return
-    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    settings: dict[str, Any] = {
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.ERROR,
+    }
     if local:
         settings |= {"num_cpus": here[0]["CPU"], "include_dashboard": False}
     else:

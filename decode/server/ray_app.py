@@ -1,17 +1,12 @@
-"""Several replicas on Ray Serve, each the whole application in a process of its own, behind Ray's
-HTTP proxy: `decode.serve --replicas N`, and `application` for Ray's own commands::
+"""Serve by replicas on Ray Serve, each the whole application in a process of its own, behind Ray's
+HTTP proxy. `decode.serve --replicas N` starts them, or Ray's own commands from `application`::
 
     serve run configs/ray/serve-tiny.yaml
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 import sys
-import threading
-import uuid
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,14 +15,13 @@ from ray.serve import Application
 
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import DecoderSettings, read_settings, say
+from decode.cli import read_settings
 from decode.server.app import create_app
 from decode.server.middleware import set_up_logs
 from decode.server.models import check_models, check_outlines, load_models, settings_of
 from decode.server.options import Options, parse
 from decode.server.run import SWITCH_SECONDS
 from decode.server.state import ServerState
-from decode.workers import ray_session
 
 MOST = 1_000_000  # requests at a time: the engines' own queues say what is too many
 HEALTH_SECONDS = 2.0  # between looks at whether a replica lives
@@ -81,10 +75,10 @@ def application(args: dict[str, Any]) -> Application:
     decoding = read_settings(options)
     check_models(options, decoding)
     check_outlines(options, decoding)
-    return _bound(options, "0.0.0.0")
+    return bound(options, "0.0.0.0")
 
 
-def _bound(options: Options, address: str, **more: Any) -> Application:
+def bound(options: Options, address: str, **more: Any) -> Application:
     """Make the application. more: options of Ray's deployment."""
     replica: Any = Replica  # Ray's decorators are typed as if they changed nothing
     return replica.options(graceful_shutdown_timeout_s=options.drain_seconds, **more).bind(
@@ -99,54 +93,3 @@ def command_line(args: dict[str, Any]) -> list[str]:
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
     return words
-
-
-def serve_replicas(options: Options, decoding: DecoderSettings, address: str, port: int) -> None:
-    """Serve at an address until a signal ends it; then nothing of it is left. Raises InputError."""
-    import torch
-
-    assert options.min_replicas is not None and options.max_replicas is not None
-    check_outlines(options, decoding)
-    flag = "--max-replicas" if options.replicas is None else "--replicas"
-    gpus = options.replica_gpus
-    if gpus is None:
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        gpus = int(device == "cuda")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # clients wait: by default Ray's is 15
-    with ray_session(options.ray_address, options.max_replicas, flag, gpus=gpus) as cores:
-        if not options.verbose:
-            logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        say(f"starting {options.min_replicas} replicas, each with {cores} cores and {gpus} GPUs")
-        scaling: dict[str, Any] = {"num_replicas": options.max_replicas}
-        if options.min_replicas < options.max_replicas:
-            scaling = {
-                "autoscaling_config": {
-                    "min_replicas": options.min_replicas,
-                    "max_replicas": options.max_replicas,
-                    "target_ongoing_requests": options.target_requests or options.max_batch,
-                }
-            }
-        each = {"num_cpus": cores, "num_gpus": gpus}
-        over = threading.Event()
-        # After Ray has set its own; a second signal ends the process at once.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: over.set())
-        name = f"d2f-{uuid.uuid4().hex[:8]}"  # others may use the cluster, too
-        try:
-            serve.start(http_options={"host": address, "port": port})
-            serve.run(
-                _bound(
-                    options, address, ray_actor_options=each, max_constructor_retry_count=1,
-                    **scaling,
-                ),
-                name=name,
-            )  # fmt: skip
-            host = f"[{address}]" if ":" in address else address
-            say(f"serving on http://{host}:{port}")
-            over.wait()
-            say(f"stopping: requests that run have {options.drain_seconds:g} s to finish")
-        except RuntimeError as error:
-            said = [line for line in str(error).splitlines() if "Error: " in line] or [str(error)]
-            raise InputError(f"no replica could be started: {said[-1].strip()}") from error
-        finally:
-            serve.delete(name)
