@@ -41,15 +41,16 @@ def answers(model, *tasks, folder=TASKS):
     return {task: (found["results"][task], found["samples"][task]) for task in tasks}
 
 
-@pytest.mark.parametrize("kind", [LocalCompletionsAPI, LocalChatCompletion])
-@pytest.mark.parametrize("name", ["tiny-d2f", "tiny-ar"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(LocalCompletionsAPI, "tiny-d2f"), (LocalChatCompletion, "tiny-ar")]
+)
 def test_answers_and_scores_are_those_of_our_process(address, tiny_d2f, tiny_ar, kind, name):
     """Completions are asked with ids, which AutoTokenizer makes of a shipped folder."""
     if kind is LocalChatCompletion:
         client = kind(base_url=f"{address}/v1/chat/completions", model=name)
     else:
         client = completions(address, name, batch_size=3)
-    tasks = ("d2f_story", "d2f_countdown")
+    tasks = ("d2f_story",)
     ours = answers(D2FLM({"tiny-d2f": tiny_d2f, "tiny-ar": tiny_ar}[name]), *tasks)
     theirs = answers(client, *tasks)
     for task in tasks:
