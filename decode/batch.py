@@ -1,25 +1,30 @@
 """python -m decode.batch --model tiny-d2f --input prompts.jsonl --output answers
 
 Answers every row of a file or data set, with one model or many at a time. `--help` lists the
-options, docs/batch.md says what comes out; the parts are in decode/batching.
+options. The folder of --output has a ledger of the answers as they come, and at the end::
+
+    rows {"id": "a", "prompt": "2 + 3"}     ->  answers.jsonl  {"id": "a", "prompt": "2 + 3",
+         {"id": "b", "promt": "2 + 4"}              "row": 0, "text": "5", "tokens": [12], ...}
+                                                bad.jsonl      {"row": 1,
+                                                    "where": "sums.jsonl, line 2",
+                                                    "error": "expected ...", "input": {...}}
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import TypeAdapter
 from tyro.conf import arg
 
-from d2f.data import BadRecord, JsonLines, Source, Table, open_records
+from d2f.data import LINE, load_rows
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
 from d2f.quiet import quiet
@@ -36,15 +41,21 @@ from decode.cli import (
 )
 from decode.decoders import Decoder
 from decode.display import ShownProgress, standard_output
-from decode.engine.prompts import Prompt, checked
 from decode.ledger import Ledger, check_folder, json_line, refuse_early
 from decode.loop import EncodedPrompt, results
 from decode.step import Result
-from decode.workers import chunk_size
+from decode.workers import Crew, chunk_size, workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
-    from decode.workers import Crew
+    from decode.engine.prompts import Prompt
+
+COLUMNS = ("messages", "prompt", "question", "ids")
+FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
+INPUT = "input_"  # before a field of the input that has the name of one of ours
+LEDGER, BAD = "ledger.jsonl", "bad.jsonl"
+LOOKED_AT = 100  # rows, before any weights are read
+CHUNK = 1000  # rows of a parquet file that are written at a time
 
 
 @dataclass(kw_only=True)
@@ -97,47 +108,147 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return cli.parse(Options, arguments, usual="python -m decode.batch")
 
 
+class Rows:
+    """Open the rows of --input. Raises InputError.
+
+    digest: of their content. is_table: they are parquet or a data set, not JSONL.
+    """
+
+    def __init__(self, place: str, config: str | None, split: str | None, column: str | None):
+        is_file = Path(place).is_file() or place.endswith((".jsonl", ".json", ".parquet"))
+        if is_file and (config is not None or split is not None):
+            raise InputError("--split and --dataset-config are for data sets, not for a file")
+        self.rows = load_rows(place, is_file=is_file, config=config, split=split)
+        self.is_table = LINE not in self.rows.column_names
+        self.name = place if is_file else f"{place} ({split or 'train'})"
+        self.digest = str(self.rows._fingerprint)
+        if is_file:
+            with Path(place).open("rb") as file:
+                self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.columns = COLUMNS if column is None else (column,)
+        self.asking = self.rows
+        if self.is_table:
+            renamed(self.rows.column_names)
+            names = self.rows.column_names
+            self.columns = tuple(name for name in self.columns if name in names)
+            if not self.columns:
+                raise InputError(
+                    f"{self.name}: expected the column {column or ' or '.join(COLUMNS)}, it has "
+                    f"{', '.join(names)}; --column names another"
+                )
+            # Others (images, embeddings) are not decoded with each row.
+            self.asking = self.rows.select_columns(list(self.columns))
+            self.numbers = list(range(len(self.rows)))
+        else:
+            lines = self.rows[LINE]
+            self.numbers = [n for n, line in enumerate(lines) if line.strip()]
+        reason = ""
+        for number in range(min(len(self), LOOKED_AT)):
+            try:
+                self.prompt(number)
+                return
+            except InputError as error:
+                reason = reason or str(error)
+        raise InputError(f"{self.where(0)}: {reason}; so are all rows looked at")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def where(self, number: int) -> str:
+        """Say where a row is."""
+        if self.is_table:
+            return f"{self.name}, row {number}"
+        return f"{self.name}, line {self.numbers[number] + 1}"
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Read a row; of a table the columns that may ask. Raises InputError."""
+        try:
+            row = self.asking[self.numbers[number]]
+        except (OSError, ValueError) as error:  # Arrow's errors are
+            raise InputError(f"cannot be read: {error}") from error
+        if self.is_table:
+            return dict(row)
+        try:
+            # NaN and Infinity, which Python writes and JSON has not, are null.
+            values = json.loads(row[LINE], parse_constant=lambda name: None)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"not JSON ({error}): {row[LINE][:60]!r}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"expected an object of columns, got {row[LINE][:60]!r}")
+        return values
+
+    def prompt(self, number: int) -> Any:
+        """Return what a row asks. Raises InputError."""
+        row = self[number]
+        renamed(row)  # its answer must have a place, too
+        for name in self.columns:
+            if row.get(name) is not None:
+                return row[name]
+        keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
+        raise InputError(f"expected {' or '.join(self.columns)}, got the keys {keys}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row of the ledger. row: its number in the input, from 0. tokens: visible ids, cut before
+    the end token or stop string. error: why there is no answer."""
+
+    row: int
+    text: str | None = None
+    tokens: Sequence[int] = ()
+    forwards: int = 0
+    finish_reason: str = ""
+    seed: int = 0
+    error: str | None = None
+
+    @staticmethod
+    def of(row: int, result: Result) -> Answer:
+        if result.error is not None:
+            error = f"{type(result.error).__name__}: {result.error}"
+            return Answer(row, forwards=result.forwards, error=error)
+        return Answer(
+            row, result.text, result.tokens, result.forwards, result.finish_reason, result.seed
+        )
+
+
 def run(options: Options) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
     from decode.cli import check_options, outline, read_settings
     from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
-    from decode.workers import workers
 
     # From the cheapest check to the dearest: flags, rows, the model's shape, whose the folder is.
     settings = read_settings(options)
     settings.check([settings.given.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS])
     check_options(options)
-    source = open_rows(options.input, options.dataset_config, options.split)
-    check_names(source)
-    columns = asked_columns(source, options.column)
+    rows = Rows(options.input, options.dataset_config, options.split, options.column)
     shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
-    decoder = settings.decoder(
-        shape
-    )  # with no length where none was given: what the context leaves
+    # Without a length where none was given: what the context leaves.
+    decoder = settings.decoder(shape)
     decoder.check(shape.contract)
-    facts = {"input": source.digest, "rows": len(source)}
-    known = describe(options, shape, "", decoder, facts)
+    facts = {"input": rows.digest, "rows": len(rows)}
     with locked(check_folder(options.output)) as folder:
-        check_free(source, folder)
-        refuse_early(folder / LEDGER, known, key="row")
-        with (
-            workers(options) as crew,
-            BatchLedger(folder / LEDGER, crew.ask(describe, decoder, facts)) as ledger,
-        ):
-            _answer(options, crew, ledger, source, columns, decoder)
-        write_files(ledger, source, folder)
-        _say_what_is_there(ledger, source, folder)
+        for name in (_answers_name(rows), BAD):
+            if (folder / name).exists() and not (folder / LEDGER).exists():
+                raise InputError(
+                    f"{folder / name} exists and is not of this command; nothing was written, give "
+                    "another --output"
+                )
+        refuse_early(folder / LEDGER, describe(options, shape, "", decoder, facts), key="row")
+        with workers(options) as crew:
+            run = crew.ask(describe, decoder, facts)
+            # In memory are counts alone, not what the answers say.
+            kept = ("row", "forwards", "error")
+            with Ledger(folder / LEDGER, run, key="row", fields=kept) as ledger:
+                _answer(options, crew, ledger, rows, decoder)
+        write_files(ledger.path, rows, folder)
+        _say_what_is_there(ledger, rows, folder)
 
 
 def describe(
-    options: Options,
-    model: DiffusionModel,
-    weights: str,
-    decoder: Decoder,
-    facts: dict[str, Any],
+    options: Options, model: DiffusionModel, weights: str, decoder: Decoder, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """What decides a run's answers. facts: of the input."""
+    """Return what decides a run's answers. facts: of the input."""
     from decode.decoders import qualified_name
     from decode.jobs import model_header
 
@@ -151,262 +262,107 @@ def describe(
     }
 
 
-def _answer(
-    options: Options,
-    crew: Crew,
-    ledger: BatchLedger,
-    source: Source,
-    columns: tuple[str, ...],
-    decoder: Decoder,
-) -> None:
+def _answer(options: Options, crew: Crew, ledger: Ledger, rows: Rows, decoder: Decoder) -> None:
     """Answer the rows that the ledger does not have."""
-    from decode.workers import chunk_size
-
     if ledger.torn:
         say(f"notice: {ledger.path}: its last line was cut short and is decoded again")
     if ledger.rows:
-        say(f"notice: {len(ledger.rows)} of {len(source)} rows are already in {ledger.path}")
-    left = [number for number in range(len(source)) if number not in ledger.rows]
-    work = partial(answer_rows, decoder=decoder, raw=options.raw, batch_size=options.batch_size)
-    rows = ((number, asked(source, number, columns)) for number in left)
-    size = chunk_size(options.batch_size, len(left), crew.count)
+        say(f"notice: {len(ledger.rows)} of {len(rows)} rows are already in {ledger.path}")
+    left = [number for number in range(len(rows)) if number not in ledger.rows]
     ledger.start()
     with ShownProgress(standard_output(), "rows") as shown:
         shown.begin(len(left))
-        for count, (_, answer) in enumerate(crew.spread(work, rows, size), 1):
+        count = 0
+
+        def keep(answer: Answer) -> None:
+            nonlocal count
             ledger.add(asdict(answer))
+            count += 1
             shown.advance()
             if not shown.is_live and count * 10 // len(left) > (count - 1) * 10 // len(left):
                 shown.say(f"{count} of {len(left)} rows")
 
+        def prompts() -> Iterator[tuple[int, Prompt]]:
+            for number in left:
+                try:
+                    yield number, rows.prompt(number)
+                except InputError as error:
+                    keep(Answer(number, error=one_line(str(error))[:400]))
 
-def _say_what_is_there(ledger: BatchLedger, source: Source, folder: Path) -> None:
-
-    bad = [answer for answer in ledger.done.values() if answer.error is not None]
-    good = len(ledger.done) - len(bad)
-    forwards = sum(answer.forwards for answer in ledger.done.values())
-    print(f"{folder / answers_name(source)}: {good} rows answered in {forwards} forwards")
-    if bad:
-        first = min(bad, key=lambda answer: answer.row)
-        say(
-            f"notice: {len(bad)} rows could not be answered, {folder / BAD} says why; of the first:"
-        )
-        say(f"notice: {source.where(first.row)}: {one_line(first.error or '')}")
-    if not good:
-        raise InputError(f"none of the {len(bad)} rows could be answered")
-
-
-@command(interrupted="interrupted; what is answered stays, the same command goes on")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; the exit status."""
-    options = parse(arguments)
-    with quiet(options.verbose):
-        if not followed(options):
-            run(options)
-
-
-# The rows of a batch job: what each asks, and what a model answers.
-
-COLUMNS = ("messages", "prompt", "question", "ids")
-FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
-OF_INPUT = "input_"  # before a field of the input that has the name of one of ours
-_FILES = (".jsonl", ".json", ".parquet")
-_LOOKED_AT = 100  # rows, before any weights are read
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A row's line. row: its number in the input, from 0. tokens: visible ids, cut before the end
-    token or stop string. error: why there is no answer, None where there is one."""
-
-    row: int
-    text: str | None = None
-    tokens: tuple[int, ...] = ()
-    forwards: int = 0
-    finish_reason: str = ""
-    seed: int = 0
-    error: str | None = None
-
-    @staticmethod
-    def of(row: int, result: Result) -> Answer:
-        if result.error is not None:
-            error = f"{type(result.error).__name__}: {result.error}"
-            return Answer(row, forwards=result.forwards, error=error)
-        tokens = tuple(result.tokens)
-        return Answer(
-            row, result.text, tokens, result.forwards, result.finish_reason, result.seed
-        )  # fmt: skip
-
-
-def open_rows(place: str, config: str | None, split: str | None) -> Source:
-    """The rows of --input. Raises InputError."""
-    is_file = Path(place).is_file() or place.endswith(_FILES)
-    if is_file and (config is not None or split is not None):
-        raise InputError("--split and --dataset-config are for data sets, not for a file")
-    return open_records(place, is_file=is_file, config=config, split=split)
-
-
-def asked_columns(source: Source, column: str | None) -> tuple[str, ...]:
-    """Where a row may say what it asks. Raises InputError where a table has none of them, or none
-    of the first rows says it."""
-    columns: tuple[str, ...] = COLUMNS if column is None else (column,)
-    if isinstance(source, Table):
-        columns = tuple(name for name in columns if name in source.columns)
-        if not columns:
-            raise InputError(
-                f"{source.name}: expected the column {column or ' or '.join(COLUMNS)}, it has "
-                f"{', '.join(source.columns)}; --column names another"
-            )
-        source.select(columns)
-    looked_at = [asked(source, number, columns) for number in range(min(len(source), _LOOKED_AT))]
-    if all(isinstance(prompt, BadRecord) for prompt in looked_at):
-        raise InputError(f"{source.where(0)}: {looked_at[0]}; so are all rows looked at")
-    return columns
-
-
-def asked(source: Source, number: int, columns: tuple[str, ...]) -> Any:
-    """What a row asks, a BadRecord where it cannot be read."""
-    row = source.attempt(number)
-    if isinstance(row, BadRecord):
-        return row
-    if not isinstance(row, Mapping):
-        return BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
-    try:
-        renamed(list(row))
-    except BadRecord as error:  # nor could its answer be written
-        return error
-    found = [row[name] for name in columns if row.get(name) is not None]
-    if found:
-        return found[0]
-    keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
-    return BadRecord(f"expected {' or '.join(columns)}, got the keys {keys}")
-
-
-def renamed(names: Sequence[str]) -> list[str]:
-    """The names of the input's fields beside ours. Raises BadRecord."""
-    found = [OF_INPUT + name if name in FIELDS else name for name in names]
-    if len(set(found)) < len(found):
-        twice = next(name for name in names if name in FIELDS and OF_INPUT + name in names)
-        raise BadRecord(f"cannot have both {twice} and {OF_INPUT}{twice}")
-    return found
+        work = partial(answer_rows, decoder=decoder, raw=options.raw, batch_size=options.batch_size)
+        size = chunk_size(options.batch_size, len(left), crew.count)
+        for _, answer in crew.spread(work, prompts(), size):
+            keep(answer)
 
 
 def answer_rows(
     model: DiffusionModel,
-    rows: Iterable[tuple[int, Prompt | BadRecord]],
+    rows: Iterable[tuple[int, Prompt]],
     *,
     decoder: Decoder,
     raw: bool,
     batch_size: int,
 ) -> Iterator[tuple[int, Answer]]:
-    """The answer to each row, as they finish, bad ones too. At a temperature a row has a seed of
-    its own, made of the decoder's and the row's number."""
+    """Yield each row's answer as it is finished. At a temperature a row has a seed of its own, made
+    of the decoder's and the row's number."""
+    from decode.engine.prompts import checked
+
     rest = iter(rows)
     while some := list(islice(rest, chunk_size(batch_size))):
         ready: dict[int, EncodedPrompt] = {}
         for number, prompt in some:
             try:
-                if isinstance(prompt, BadRecord):
-                    raise prompt
                 ids, own = checked(model, prompt, decoder, f"row {number}", raw=raw)
                 ready[number] = ids, own.sampled(number, 0)
-            except (InputError, BadRecord) as error:
+            except InputError as error:
                 yield number, Answer(number, error=str(error))
         for number, result in results(model, ready.items(), batch_size=batch_size):
             yield number, Answer.of(number, result)
 
 
-# The ledger of a batch job: its run, then a line a row as it is answered.
-#
-# {"run": {"model": "tiny-d2f", "input": "5d41...", "rows": 3}}
-# {"row": 1, "text": "7", "tokens": [23, 8], "forwards": 2, ...}
-# {"row": 0, "error": "expected prompt, got the keys promt"}
-
-_ANSWER = TypeAdapter(Answer)
-
-
-class BatchLedger(Ledger):
-    """The rows that are answered. In memory are their counts alone, not what they say."""
-
-    def __init__(self, path: Path, run: dict[str, Any]):
-        super().__init__(path, run, key="row", fields=("row", "forwards", "error"))
-
-    @property
-    def done(self) -> dict[int, Answer]:
-        return {key: Answer(**row) for key, row in self.rows.items()}
-
-    def answers(self) -> Iterator[Answer]:
-        """Every answer, whole, in the order of the rows."""
-        lines = JsonLines(Path(self.path))
-        # The first line is the run's.
-        places = {lines.record(place)["row"]: place for place in range(1, len(lines))}
-        for row in sorted(places):
-            yield _ANSWER.validate_json(json.dumps(lines.record(places[row])))
+def renamed(names: Iterable[str]) -> list[str]:
+    """Name the input's fields beside ours. Raises InputError."""
+    names = list(names)
+    found = [INPUT + name if name in FIELDS else name for name in names]
+    for name in FIELDS:
+        if name in names and INPUT + name in names:
+            raise InputError(f"cannot have both {name} and {INPUT}{name}")
+    return found
 
 
-# The files that a batch job leaves, written when every row has been looked at:
-#
-# rows {"id": "a", "prompt": "2 + 3"}     ->  answers.jsonl  {"id": "a", "prompt": "2 + 3",
-#      {"id": "b", "promt": "2 + 4"}              "row": 0, "text": "5", "tokens": [12], ...}
-#                                             bad.jsonl      {"row": 1, "where": "sums.jsonl, line
-# 2",
-#                                                             "error": "expected ...", "input":
-# {...}}
-
-LEDGER, BAD = "ledger.jsonl", "bad.jsonl"
-_CHUNK = 1000  # rows
-
-
-def answers_name(source: Source) -> str:
-    """Of the kind that the rows came in; a data set's are parquet, which is one to those who load
-    it."""
-    return "answers.parquet" if isinstance(source, Table) else "answers.jsonl"
-
-
-def check_names(source: Source) -> None:
-    """Raise InputError where a table's columns cannot stand beside ours."""
-    if isinstance(source, Table):
-        try:
-            renamed(source.columns)
-        except BadRecord as error:
-            raise InputError(f"{source.name}: {error}") from error
-
-
-def check_free(source: Source, folder: Path) -> None:
-    """Raise InputError where a file of another command, perhaps the input itself, is in the place
-    of one of ours, which are there with their ledger alone."""
-    for name in (answers_name(source), BAD):
-        if (folder / name).exists() and not (folder / LEDGER).exists():
-            raise InputError(
-                f"{folder / name} exists and is not of this command; nothing was written, give "
-                "another --output"
-            )
-
-
-def write_files(ledger: BatchLedger, source: Source, folder: Path) -> None:
+def write_files(ledger: Path, rows: Rows, folder: Path) -> None:
     """Write the answers in the order of the rows, and the bad rows. Raises OutputError."""
-    good = (answer for answer in ledger.answers() if answer.error is None)
-    if isinstance(source, Table):
-        _write_parquet(good, source, folder / answers_name(source))
-    else:
-        _write_lines((_line(answer, source) for answer in good), folder / answers_name(source))
-    bad = (answer for answer in ledger.answers() if answer.error is not None)
-    _write_lines((_bad_line(answer, source) for answer in bad), folder / BAD)
+    good = (answer for answer in _in_order(ledger) if answer.error is None)
+    with writing(folder / _answers_name(rows)) as file:
+        if rows.is_table:
+            _write_parquet(good, rows, file)
+        else:
+            for answer in good:
+                row = rows[answer.row]
+                own = dict(zip(renamed(row), row.values(), strict=True))
+                file.write(json_line(own | _fields(answer)).encode())
+    with writing(folder / BAD) as file:
+        for answer in _in_order(ledger):
+            if answer.error is not None:
+                where = {"row": answer.row, "where": rows.where(answer.row), "error": answer.error}
+                line = json.dumps(where | _input(rows, answer.row), default=str)
+                file.write(line.encode() + b"\n")
 
 
-def _line(answer: Answer, source: Source) -> str:
-    row = source.record(answer.row)
-    own = dict(zip(renamed(list(row)), row.values(), strict=True))
-    return json_line(_of_json(own) | _fields(answer))
+def _answers_name(rows: Rows) -> str:
+    return "answers.parquet" if rows.is_table else "answers.jsonl"
 
 
-def _of_json(value: Any) -> Any:
-    """The same, with None for the numbers that JSON has not: NaN, and what is read as infinite."""
-    if isinstance(value, dict):
-        return {key: _of_json(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_of_json(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _in_order(ledger: Path) -> Iterator[Answer]:
+    """Yield the answers in the order of the rows; in memory is only where their lines begin."""
+    with ledger.open("rb") as file:
+        file.readline()  # the run's
+        places = {}
+        while line := file.readline():
+            places[json.loads(line)["row"]] = file.tell() - len(line)
+        for row in sorted(places):
+            file.seek(places[row])
+            yield Answer(**json.loads(file.readline()))
 
 
 def _fields(answer: Answer) -> dict[str, Any]:
@@ -414,53 +370,62 @@ def _fields(answer: Answer) -> dict[str, Any]:
     return {name: values[name] for name in FIELDS}
 
 
-def _bad_line(answer: Answer, source: Source) -> str:
-    row = source.attempt(answer.row)
-    values = {"row": answer.row, "where": source.where(answer.row), "error": answer.error}
-    return (
-        json.dumps(
-            values | ({} if isinstance(row, BadRecord) else {"input": _of_json(row)}), default=str
-        )
-        + "\n"
-    )
+def _input(rows: Rows, number: int) -> dict[str, Any]:
+    try:
+        return {"input": rows[number]}
+    except InputError:
+        return {}
 
 
-def _write_lines(lines: Iterable[str], path: Path) -> None:
-    with writing(path) as file:
-        for line in lines:
-            file.write(line.encode())
-
-
-def _write_parquet(answers: Iterator[Answer], source: Table, path: Path) -> None:
+def _write_parquet(answers: Iterator[Answer], rows: Rows, file: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    ours = pa.schema(
-        [
-            ("row", pa.int64()),
-            ("text", pa.string()),
-            ("tokens", pa.list_(pa.int32())),
-            ("forwards", pa.int32()),
-            ("finish_reason", pa.string()),
-            ("seed", pa.uint64()),
-        ]
+    kinds = (
+        pa.int64(),
+        pa.string(),
+        pa.list_(pa.int32()),
+        pa.int32(),
+        pa.string(),
+        pa.uint64(),
     )
-
-    def joined(some: Sequence[Answer]) -> Any:
-        table = source.arrow([answer.row for answer in some])
+    ours = pa.schema(list(zip(FIELDS, kinds, strict=True)))
+    stored = rows.rows.with_format("arrow")
+    writer = None
+    while (some := list(islice(answers, CHUNK))) or writer is None:
+        # Without the metadata that say what `datasets` makes of the columns.
+        table = stored[[answer.row for answer in some]].replace_schema_metadata(None)
         table = table.rename_columns(renamed(table.column_names))
-        for name, column in zip(
-            FIELDS, pa.Table.from_pylist([_fields(a) for a in some], ours).columns, strict=True
-        ):
-            table = table.append_column(ours.field(name), column)
-        return table
+        columns = pa.Table.from_pylist([_fields(answer) for answer in some], ours)
+        for name in FIELDS:
+            table = table.append_column(ours.field(name), columns[name])
+        writer = writer or pq.ParquetWriter(file, table.schema)
+        writer.write_table(table)
+    writer.close()
 
-    with writing(path) as file:
-        first = joined(list(islice(answers, _CHUNK)))
-        with pq.ParquetWriter(file, first.schema) as writer:
-            writer.write_table(first)
-            while some := list(islice(answers, _CHUNK)):
-                writer.write_table(joined(some))
+
+def _say_what_is_there(ledger: Ledger, rows: Rows, folder: Path) -> None:
+    bad = [row for row in ledger.rows.values() if row["error"] is not None]
+    good = len(ledger.rows) - len(bad)
+    forwards = sum(row["forwards"] for row in ledger.rows.values())
+    print(f"{folder / _answers_name(rows)}: {good} rows answered in {forwards} forwards")
+    if bad:
+        first = min(bad, key=lambda row: int(row["row"]))
+        say(
+            f"notice: {len(bad)} rows could not be answered, {folder / BAD} says why; of the first:"
+        )
+        say(f"notice: {rows.where(first['row'])}: {one_line(first['error'])}")
+    if not good:
+        raise InputError(f"none of the {len(bad)} rows could be answered")
+
+
+@command(interrupted="interrupted; what is answered stays, the same command goes on")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    options = parse(arguments)
+    with quiet(options.verbose):
+        if not followed(options):
+            run(options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 
 One worker needs no Ray and imports none. With several, this process reads no weights: it hands out
 chunks of items and takes back their results, so that it alone writes. Ray restarts a worker that
-dies and gives it the chunk once more.
+dies and gives it the chunk again.
 
 Plain actors and not Ray Data: `map_batches` starts its actors anew for each job, and tuning, which
 asks pass after pass, would load the model for each of them.
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
 CONNECT_SECONDS = 5.0
-RETRIES = 1  # of a chunk whose worker died
-RESTARTS = 3  # of a worker in all
+RESTARTS = 3  # of each worker
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -107,7 +106,7 @@ class RayWorkers:
         self.count = count
         actor: Any = ray.remote(_Worker)
         actor = actor.options(
-            num_cpus=cores, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=RETRIES
+            num_cpus=cores, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=-1
         )
         self._actors: list[Any] = [actor.remote(options) for _ in range(count)]
         hashes = {self._get(one.ask.remote(_weights)) for one in self._actors}
@@ -159,9 +158,9 @@ class RayWorkers:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             raise InputError(
-                "a worker and the one in its place died, perhaps for want of memory or without "
-                "this toolkit on their machine: expected fewer --workers or a smaller --batch-size;"
-                f" the same command goes on: {brief(' '.join(str(error).split()))}"
+                f"a worker died and was restarted {RESTARTS} times, perhaps for want of memory or "
+                "without this toolkit on its machine: expected fewer --workers or a smaller "
+                f"--batch-size; the same command goes on: {brief(' '.join(str(error).split()))}"
             ) from error
 
 

@@ -16,7 +16,7 @@ from tiny import POISON, poisoned_model
 
 from decode import batch
 from decode import loop as timed_loop
-from decode.batch import COLUMNS, FIELDS, asked
+from decode.batch import FIELDS
 
 
 def lines_of(data: bytes) -> list:
@@ -120,20 +120,13 @@ def test_a_row_whose_answer_has_no_place_beside_its_fields_is_a_bad_row(saved, t
 
 
 def test_what_is_written_is_json_where_a_row_is_not_quite(saved, tmp_path):
-    """Python reads NaN and 1e999, and would write NaN and Infinity."""
+    """Python reads NaN, and would write it."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "2 + 3", "x": NaN, "y": [1e999, 2]}\n{"n": {"z": -1e999}}\n')
+    rows.write_text('{"prompt": "2 + 3", "x": NaN}\n{"n": {"z": -Infinity}, "prompt": null}\n')
     found = answered(saved, rows, tmp_path / "out")
     (answer,), (bad,) = lines_of(found["answers.jsonl"]), lines_of(found["bad.jsonl"])
-    assert (answer["x"], answer["y"], bad["input"]) == (None, [None, 2], {"n": {"z": None}})
-
-
-def test_a_row_that_asks_nothing_says_so_of_a_null():
-    class Rows:
-        def attempt(self, number):
-            return {"id": 1, "prompt": None}
-
-    assert str(asked(Rows(), 0, COLUMNS)).endswith("got the keys id, prompt (null)")
+    assert answer["x"] is None and bad["input"] == {"n": {"z": None}, "prompt": None}
+    assert bad["error"].endswith("got the keys n, prompt (null)")
 
 
 @pytest.mark.parametrize("name", ["answers.jsonl", "bad.jsonl"])
