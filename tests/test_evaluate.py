@@ -1,59 +1,231 @@
-"""`python -m decode.evaluate`: what it prints and keeps, and what it refuses before any work."""
+"""`python -m decode.evaluate`: what it counts and keeps, how it goes on, and what it refuses."""
 
+from __future__ import annotations
+
+import importlib
 import json
+import sys
+from itertools import combinations
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import decode.cli
-from decode.evaluate import main
+from d2f.tasks import find_task, make_problems
+from decode.evaluate import line, main, majority, pass_at_k, score
+from decode.jobs import Record
+from decode.report import wilson
 
-SMALL = ["--problems", "2", "--tasks", "sudoku"]
-
-
-def test_the_numbers_are_kept(tmp_path, capsys):
-    path = tmp_path / "numbers.json"
-    assert main([*SMALL, "--json", str(path)]) == 0
-    assert "sudoku" in capsys.readouterr().out
-    (row,) = json.loads(path.read_text())["rows"]
-    assert (row["task"], row["problems"], row["max_new_tokens"]) == ("sudoku", 2, 32)
-    assert [p.name for p in tmp_path.iterdir()] == ["numbers.json"]
+COUNT = 12
+STORY = find_task("story")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--problems", "0"], "--problems must be at least 1, got 0"),
-        (["--problems", "2147483648"], "--problems 2147483648: count must be at most 100000"),
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
-        (["--tasks", "chess"], "--tasks: expected a task among story, countdown, sudoku"),
-        (["--tasks", "sudoku,sudoku"], "each once, got 'sudoku,sudoku'"),
-        (["--json", "no/such/folder/x.json"], "folder"),
-        (["--json", "."], "is not a file"),
-        (["--device", "abacus"], "--device abacus: no such device here"),
-        (["--device", "cuda:99"], "--device cuda:99: no such device here"),
-        (["--device", "meta"], "--device meta: it holds shapes and no weights"),
-        (["--dtype", "int4"], "--dtype: expected one of"),
-        (["--model", "./no/such"], "--model ./no/such: expected a folder"),
-        (["--tau1", "0.5"], "name a decoder that has them, wino"),
-        (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau"),
-        (["--tau-add", "2"], "tau_add must lie in [0, 1], got 2.0"),
-        (["--model", "tiny-ar", "--decoder", "d2f"], "the decoder d2f needs a model with a mask"),
-        (["--nothing"], "unknown option '--nothing'"),
-    ],
-)
-def test_bad_arguments(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(decode.cli, "load", lambda options: pytest.fail("loaded"))
-    assert main([*SMALL, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and message in captured.err
-    assert captured.err.count("\n") == 1 and not captured.out
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> Path:
+    """Story problems as a user's file, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"question": p.question, "answer": p.answer} for p in make_problems("story", "train", COUNT)
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path / "mine.jsonl"
+
+
+def mine(*more: str) -> list[str]:
+    return ["--data", "mine.jsonl", "--judge", "numeric", "--split", "all", *more]
+
+
+def report(folder: str = "out") -> dict:
+    return json.loads((Path(folder) / "report.json").read_text())
+
+
+def answers(folder: str = "out") -> list[dict]:
+    return [json.loads(line) for line in (Path(folder) / "answers.jsonl").open()][1:]
+
+
+def test_a_stopped_run_goes_on_to_the_report_of_a_whole_one(data, capsys):
+    assert main(mine("--output", "whole", "--json", "numbers.json")) == 0
+    (row,), kept = report("whole")["rows"], answers("whole")
+    assert (row["task"], row["problems"], row["split"]) == ("mine", COUNT, "all")
+    assert row["right"] == sum(answer["right"] for answer in kept) > COUNT // 2
+    assert row["forwards"] == sum(answer["forwards"] for answer in kept)
+    assert json.loads(Path("numbers.json").read_text()) == report("whole")
+    assert f"{row['right']} of {COUNT} right" in capsys.readouterr().out
+    lines = (Path("whole") / "answers.jsonl").read_text().splitlines(keepends=True)
+    Path("out").mkdir()
+    (Path("out") / "answers.jsonl").write_text("".join(lines[:5]) + lines[5][:9])
+    assert main(mine("--output", "out")) == 0
+    said = capsys.readouterr().err
+    assert "last line was cut short" in said and f"4 of {COUNT} answers are already in" in said
+    (resumed,) = report()["rows"]
+    assert resumed["decoded"] == COUNT - 4
+    timed = {"seconds": 0, "decoded": 0}
+    assert resumed | timed == row | timed
+    # A third time nothing is decoded, and nothing is timed.
+    assert main(mine("--output", "out")) == 0
+    assert (report()["rows"][0]["decoded"], report()["rows"][0]["seconds"]) == (0, None)
+
+
+def test_answers_of_other_settings_data_or_judges_are_refused_and_kept(data, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(data.parent)
+    judged = ["--data", "mine.jsonl", "--judge", "edited_judge:says", "--split", "all"]
+
+    def verdict(value: bool) -> None:
+        Path("edited_judge.py").write_text(f"def says(problem, text):\n    return {value}\n")
+        monkeypatch.delitem(sys.modules, "edited_judge", raising=False)
+        importlib.invalidate_caches()
+
+    verdict(True)
+    small = ["--output", "out", "--problems", "2"]
+    assert main([*judged, *small]) == main([*judged, *small]) == 0
+    before = Path("out/answers.jsonl").read_bytes()
+    for change, message in (
+        (["--judge", "exact"], "tasks was"),
+        (["--tau-conf", "0.5"], "options was"),
+        (["--samples", "2", "--temperature", "1"], "samples was 1, now 2"),
+    ):
+        assert main([*judged, *small, *change]) == 2
+        said = capsys.readouterr().err
+        assert "is the output of another run" in said and message in said
+    verdict(False)  # else its verdicts would stand beside those of the judge that it was
+    assert main([*judged, *small]) == 2 and "tasks was" in capsys.readouterr().err
+    verdict(True)
+    data.write_text(data.read_text().replace("#### ", "#### 1"))  # the same questions
+    assert main([*judged, *small]) == 2 and "tasks was" in capsys.readouterr().err
+    assert Path("out/answers.jsonl").read_bytes() == before
+
+
+def test_samples_have_pass_at_k_and_a_majority(data, capsys):
+    more = ["--samples", "3", "--temperature", "0.7", "--pass-at", "1,3", "--problems", "4"]
+    assert main(mine("--output", "out", *more)) == 0
+    (row,), kept = report()["rows"], answers()
+    names = [[f"mine-{n}#{s}" for s in (1, 2, 3)] for n in range(1, 5)]
+    assert {answer["id"] for answer in kept} == {name for its in names for name in its}
+    right = [sum(a["right"] for a in kept if a["id"] in its) for its in names]
+    assert row["pass_at"]["1"]["accuracy"] == pytest.approx(row["accuracy"])
+    assert row["pass_at"]["3"]["accuracy"] == sum(count > 0 for count in right) / 4
+    assert 0 <= row["majority"]["accuracy"] <= 1
+    assert "pass@3" in capsys.readouterr().out
+
+
+def test_a_file_of_options_and_a_length_are_taken_as_by_the_pipeline(data):
+    more = ["--config", "tiny-d2f-story", "--max-new-tokens", "8", "--family", "dream"]
+    assert main(mine("--output", "out", "--problems", "2", "--stop", "=", *more)) == 0
+    assert report()["rows"][0]["max_new_tokens"] == 8
+    header = json.loads(Path("out/answers.jsonl").read_text().splitlines()[0])["run"]
+    assert header["options"]["stop"] == ["="] and header["options"]["max_new_tokens"] == 8
+    assert all("=" not in answer["text"] for answer in answers())
+
+
+def test_what_a_user_should_know_is_said_before(data, capsys):
+    assert main(["--data", "mine.jsonl", "--judge", "numeric"]) == 0
+    said = capsys.readouterr()
+    kept = int(said.out.split(" of ")[1].split()[0])
+    assert f"the heldout split has {kept} of its {COUNT} problems" in said.err
+    data.write_text(json.dumps({"prompt": "Write f.", "test": "assert f() == 1"}))
+    task = "{data: mine.jsonl, splits: {heldout: 1.0}, judge: {name: python, tests: '{{ test }}'}}"
+    Path("code.yaml").write_text(task)
+    assert main(["--tasks", "code.yaml", "--allow-code-execution", "--max-new-tokens", "16"]) == 0
+    said = capsys.readouterr()
+    assert "code: the code that the model writes is run here, in a process of its own" in said.err
+    assert "0 of 1 right" in said.out
 
 
 def test_a_link_given_for_the_report_is_followed(tmp_path, monkeypatch):
-    """As by --output of decode.pipeline: known before the work, not refused after it."""
     monkeypatch.setattr("decode.evaluate.run", lambda _: {"rows": []})
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "report.json")
     assert main(["--json", str(link)]) == 0
     assert json.loads((tmp_path / "report.json").read_text()) == {"rows": []}
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--problems", "0"], "--problems must be at least 1, got 0"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--judge-jobs", "0"], "--judge-jobs must be at least 1, got 0"),
+        (["--tasks", "chess"], "--tasks: there is no task or task file 'chess'"),
+        (["--json", "no/such/folder/x.json"], "folder"),
+        (["--json", "."], "is not a file"),
+        (["--device", "abacus"], "--device abacus: no such device here"),
+        (["--dtype", "int4"], "--dtype: expected one of"),
+        (["--model", "./no/such"], "--model ./no/such: expected a folder"),
+        (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau"),
+        (["--tau-add", "2"], "tau_add must lie in [0, 1], got 2.0"),
+        (["--model", "tiny-ar", "--decoder", "d2f"], "the decoder d2f needs a model with a mask"),
+        (["--nothing"], "unknown option '--nothing'"),
+        (["--data", "mine.jsonl"], "--data and --judge go together"),
+        (["--data", "mine.jsonl", "--judge", "no"], "--judge: expected a judge, exact, numeric"),
+        (["--data", "none.jsonl", "--judge", "exact"], "none.jsonl: there is no such file"),
+        (mine("--tasks", "story"), "--data is a task of its own"),
+        (mine("--problems", "13"), "--problems 13: count must be at most 12"),
+        (["--split", "all"], "story has no split all, it has train, tuning, heldout"),
+        (["--samples", "2"], "--samples 2: greedy answers of one problem are all the same"),
+        (mine("--pass-at", "2"), "--pass-at must be whole numbers from 1 to --samples 1"),
+        (mine("--output", "mine.jsonl"), "no folder can be there: it is a file"),
+        (["--tasks", "humaneval"], "--allow-code-execution"),
+        (mine("--max-new-tokens", "500"), "the model's context is"),
+    ],
+)
+def test_bad_input_is_a_line_before_any_work(data, monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr("decode.workers.load", lambda _: pytest.fail("loaded"))
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and message in said.err.splitlines()[0]
+    assert not said.out and [p.name for p in data.parent.iterdir()] == ["mine.jsonl"]
+
+
+def record(name: str, text: str, right: bool) -> Record:
+    return Record(
+        id=name, task="story", question="?", text=text, right=right, finish_reason="end",
+        prompt_tokens=3, max_new_tokens=8, forwards=2, rows=7, counts={"revoked": 1}, seconds=0.5,
+        tokens=[1, 2, 3], raw_tokens=[1, 2, 3, 0],
+    )  # fmt: skip
+
+
+@given(verdicts=st.lists(st.booleans(), min_size=1, max_size=7), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(verdicts, data):
+    k = data.draw(st.integers(1, len(verdicts)))
+    subsets = list(combinations(verdicts, k))
+    share = sum(any(subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(len(verdicts), sum(verdicts), k) == pytest.approx(share)
+
+
+def test_one_response_a_problem_is_counted_as_a_share():
+    found = score(STORY, [record(str(i), "#### 7", i < 3) for i in range(4)])
+    assert (found["right"], found["problems"], found["accuracy"]) == (3, 4, 0.75)
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(3, 4)
+    assert (found["visible_tokens"], found["forwards"]) == (12, 8)
+    assert (found["tokens_per_forward"], found["rows_per_forward"]) == (1.5, 3.5)
+    assert found["counts"] == {"revoked": 4} and "majority" not in found
+
+
+def test_samples_of_one_problem_are_one_problem_in_the_interval():
+    """Four samples of one problem say no more of other problems than one does."""
+    records = [record(str(i), "#### 7", True) for i in range(8)]
+    found = score(STORY, records, samples=4, pass_at=[1, 4])
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(2, 2)
+    assert found["pass_at"]["4"] == {k: found[k] for k in found["pass_at"]["4"]}
+    said = line(found | {"seconds": None})
+    assert "8 of 8 right" in said and "pass@4 100.0%" in said and "majority of 4" in said
+    # Answers of countdown cannot be counted: any expression may be right.
+    assert "majority" not in score(find_task("countdown"), records, samples=2)
+
+
+@pytest.mark.parametrize(
+    ("texts", "right"),
+    [
+        (["#### 7", "#### 8", "so\n#### 7"], True),
+        (["#### 8", "#### 8", "#### 7"], False),
+        (["#### 7", "#### 8"], True),  # equally many: the first
+        (["#### 8", "#### 7"], False),
+        (["nothing", "none", "#### 7"], True),  # who says nothing has no vote
+        (["nothing", "none"], None),
+    ],
+)
+def test_the_majority_is_of_answers_and_not_of_texts(texts, right):
+    group = [record(str(i), text, text.endswith("#### 7")) for i, text in enumerate(texts)]
+    assert majority(STORY, group) is right

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from importlib.resources import files
 from pathlib import Path
@@ -23,17 +20,10 @@ from d2f.tasks.task import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
 from decode.evaluate import evaluate
-from decode.lm_eval import D2FLM
+from decode.harness.model import D2FLM
 
 ROOT = Path(__file__).parent.parent
-ARITHMETIC = {
-    "task": "sums",
-    "dataset_path": "json",
-    "test_split": "test",
-    "fewshot_split": "test",
-    "doc_to_text": "What is {{a}}+{{b}}?",
-    "doc_to_target": "{{answer}}",
-}
+PAGE = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -41,17 +31,26 @@ def model():
     return D2FLM("tiny-d2f", device="cpu")
 
 
-@pytest.fixture
-def sums(tmp_path):
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
     """A folder with a local task of questions to answer, and one of answers to choose."""
+    folder = tmp_path_factory.mktemp("sums")
     rows = [
         {"a": a, "b": 4, "answer": str(a + 4), "place": place}
         for place, a in enumerate((3, 5, 6, 8, 9))
     ]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "sums.jsonl")}}}
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "sums.jsonl")}},
+        "test_split": "test",
+        "fewshot_split": "test",
+        "doc_to_text": "What is {{a}}+{{b}}?",
+    }
     generate = {
+        "task": "sums",
         "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 16},
         "metric_list": [{"metric": "exact_match"}],
     }
@@ -62,9 +61,9 @@ def sums(tmp_path):
         "doc_to_choice": ["7", "9", "10", "12", "13"],
         "metric_list": [{"metric": "acc"}],
     }
-    for name, more in (("sums", generate), ("sums_choice", choose)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(ARITHMETIC | data | more))
-    return tmp_path
+    for more in (generate, choose):
+        (folder / f"{more['task']}.yaml").write_text(yaml.safe_dump(common | more))
+    return folder
 
 
 def tasks_of(*folders):
@@ -78,10 +77,9 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
         model, tasks=[f"d2f_{task}"], limit=12, apply_chat_template=True,
         task_manager=tasks_of(ours.TASKS), bootstrap_iters=0,
     )  # fmt: skip
-    decoder = D2F.with_model_defaults(
-        {"max_new_tokens": RESPONSE_LENGTH[task]}, model.model.contract
-    )
-    expected = evaluate(model.model, D2F(**decoder), task, 12)
+    length = {"max_new_tokens": RESPONSE_LENGTH[task]}
+    decoder = D2F(**D2F.with_model_defaults(length, model.model.contract))
+    expected = evaluate(model.model, decoder, task, 12)
     assert expected["right"] > 0
     assert found["results"][f"d2f_{task}"]["solved,none"] == expected["right"] / 12
     figures = found["config"]["d2f"]["tasks"][f"d2f_{task}"]["generation"]
@@ -178,25 +176,18 @@ def test_two_processes_find_what_one_does(sums):
     assert [found[n]["d2f"]["processes"] for n in (1, 2)] == [1, 2]
 
 
-@pytest.mark.slow
-def test_the_command_scores_a_local_task_and_ours(sums):
+def test_the_command_scores_a_local_task_and_ours(sums, monkeypatch, capsys):
+    monkeypatch.chdir(sums)
+    monkeypatch.setattr("sys.argv", ["lm_eval"])
     command = [
-        sys.executable, "-m", "decode.lm_eval", "--model", "d2f", "--model_args",
-        "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.9", "--tasks", "sums,d2f_sudoku",
-        "--include_path", str(sums), "--limit", "3", "--apply_chat_template",
-        "--output_path", str(sums / "out"), "--log_samples", "--device", "cpu",
-        "--use_cache", str(sums / "cache"),
+        "--model", "d2f", "--model_args", "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.9",
+        "--tasks", "sums,d2f_sudoku", "--include_path", str(sums), "--limit", "3",
+        "--apply_chat_template", "--output_path", str(sums / "out"), "--log_samples",
+        "--device", "cpu", "--use_cache", str(sums / "cache"),
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
-    def run(*more):
-        return subprocess.run(
-            [*command, *more], cwd=sums, env=environment, capture_output=True, text=True
-        )
-
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "d2f_sudoku" in done.stdout and "solved" in done.stdout
+    assert ours.main(command) == 0
+    said = capsys.readouterr().out
+    assert "d2f_sudoku" in said and "solved" in said
     (path,) = (sums / "out").rglob("results_*.json")
     config = json.loads(path.read_text())["config"]
     assert config["batch_size"] == 16
@@ -204,25 +195,14 @@ def test_the_command_scores_a_local_task_and_ours(sums):
     for task in ("sums", "d2f_sudoku"):
         figures = config["d2f"]["tasks"][task]["generation"]
         assert figures["requests"] == 3 and figures["tokens_per_second"] > 0
-    other = run("--model_args", "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.8")
-    assert other.returncode == 2
-    assert other.stderr.splitlines()[-1].startswith("error: ")
-    assert "has answers of other settings" in other.stderr
+    command[3] = "pretrained=tiny-d2f,decoder=d2f,tau_conf=0.8"
+    assert ours.main(command) == 2
+    (line,) = [li for li in capsys.readouterr().err.splitlines() if li.startswith("error")]
+    assert "has answers of other settings" in line
 
 
-@pytest.mark.slow
-def test_the_python_of_the_documentation_runs():
-    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
-    block = page.partition("```python\n")[2].partition("```")[0]
-    assert block.count("limit=100") == 1
-    names: dict = {}
-    exec(block.replace("limit=100", "limit=2"), names)
-    assert names["found"]["config"]["d2f"]["tasks"]["d2f_story"]["generation"]["requests"] == 2
-
-
-def test_every_argument_of_the_documentation_is_taken():
-    page = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
-    table = page.partition("## `--model_args`")[2].partition("\n\nWhat a task")[0]
+def test_the_documentation_is_of_this_model():
+    table = PAGE.partition("## `--model_args`")[2].partition("\n\nWhat a task")[0]
     names = {
         name
         for row in table.splitlines()
@@ -231,13 +211,18 @@ def test_every_argument_of_the_documentation_is_taken():
     taken = set(inspect.signature(D2FLM.__init__).parameters)
     outside = {"self", "options", "device", "batch_size", "max_batch_size", "trust_remote_code"}
     assert names == taken - outside
+    block = PAGE.partition("```python\n")[2].partition("```")[0]
+    assert block.count("limit=100") == 1
+    found: dict = {}
+    exec(block.replace("limit=100", "limit=2"), found)
+    tasks = found["found"]["config"]["d2f"]["tasks"]
+    assert tasks["d2f_story"]["generation"]["requests"] == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--tasks", "nope"], "error: Tasks not found: nope; `ls tasks` has the tasks"),
-        (["--model", "nope", "--tasks", "d2f_story"], "error: Attempted to load model 'nope'"),
         (["--tasks", "d2f_story", "--limit", "-1"], "error: --limit must be 0 or more, got -1"),
     ],
 )

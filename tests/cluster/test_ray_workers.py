@@ -72,7 +72,7 @@ def test_a_worker_that_dies_is_replaced_and_nothing_is_lost_or_given_twice(crew,
 
 
 def test_a_worker_that_dies_as_it_loads_is_an_error_in_one_line(cluster, options):
-    with pytest.raises(InputError, match="^a worker died and was restarted") as error:
+    with pytest.raises(InputError, match=r"^a worker died and was restarted") as error:
         RayWorkers(Namespace(**vars(options), deadly=items.Deadly()), 1, 0, 0)
     assert "\n" not in str(error.value)
 
@@ -84,7 +84,7 @@ def test_an_error_of_a_worker_is_raised_as_it_was(crew):
 
 def test_items_that_kill_every_worker_end_the_command(crew, tmp_path):
     work = partial(items.doubled, deaths=tmp_path, kills={5: 9})
-    with pytest.raises(InputError, match="^a worker died and was restarted 3 times"):
+    with pytest.raises(InputError, match=r"^a worker died and was restarted 3 times"):
         list(crew.spread(work, ((n, n) for n in range(8)), 4))
 
 
