@@ -125,7 +125,7 @@ class Rows:
         if is_file:
             with Path(place).open("rb") as file:
                 self.digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.columns = COLUMNS if column is None else (column,)
+        self.columns: tuple[str, ...] = COLUMNS if column is None else (column,)
         self.asking = self.rows
         if self.is_table:
             renamed(self.rows.column_names)

@@ -18,40 +18,13 @@ from d2f import command as command_line
 from d2f.errors import InputError
 from d2f.files import locked_file, make_folder
 from d2f.quiet import quiet
-from decode.cli import (
-    OneProcessModel,
-    TaskOptions,
-    check_least,
-    command,
-    decoder_flags,
-)
+from decode.cli import OneProcessModel, TaskOptions, check_least, command, decoder_flags
 from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f import D2F
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.api import Prompt
-    from decode.step import BlockView
-
-
-def record(
-    model: DiffusionModel, prompts: Sequence[Prompt], decoder: D2F, *, batch_size: int
-) -> list[tuple[float, ...]]:
-    """The state that each forward of each prompt feeds."""
-    from decode import stream
-
-    states: list[tuple[float, ...]] = []
-    for event in stream(model, prompts, decoder, batch_size=batch_size):
-        if event.forward == 1:
-            states.append((1.0,))  # the first block, just appended
-        # An event shows the blocks of the forward to come; after the last one there is none.
-        if event.result is None:
-            states.append(tuple(_ratio(block) for block in event.blocks))
-    return states
-
-
-def _ratio(block: BlockView) -> float:
-    return block.tokens.count(None) / len(block.tokens)
 
 
 @dataclass(kw_only=True)
@@ -74,7 +47,7 @@ class RecordOptions:
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of --block-sizes."""
+        """Read --block-sizes."""
         text = self.block_sizes
         try:
             sizes = [int(part) for part in text.split(",")] if text else []
@@ -104,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def run(options: Options) -> None:
-    """Record what the command line asks for."""
+    """Record the states and write them. Raises InputError before weights are read."""
     from d2f.noise import PipelineStates
     from decode.cli import check_options, load, outline
     from decode.jobs import draw_problems, encode_problems
@@ -117,7 +90,6 @@ def run(options: Options) -> None:
     for size in sizes:
         for task in options.chosen:
             decoder = D2F(block_size=size, max_new_tokens=task.response_length, **given)
-            # All sizes and tasks are checked before the weights are read.
             decoder.check(shape.contract)
             problems = draw_problems(task, options.split, options.problems, options.seed)
             work.append((size, encode_problems(shape, problems, decoder), decoder))
@@ -134,6 +106,23 @@ def run(options: Options) -> None:
         **given,
     }
     PipelineStates(found).save(options.output, **about)
+
+
+def record(
+    model: DiffusionModel, prompts: Sequence[Prompt], decoder: D2F, *, batch_size: int
+) -> list[tuple[float, ...]]:
+    """Return the state that each forward of each prompt feeds: the mask ratio of each block."""
+    from decode import stream
+
+    states: list[tuple[float, ...]] = []
+    for event in stream(model, prompts, decoder, batch_size=batch_size):
+        if event.forward == 1:
+            states.append((1.0,))  # the first block, just appended
+        # An event shows the blocks of the forward to come; after the last one there is none.
+        if event.result is None:
+            ratios = (block.tokens.count(None) / len(block.tokens) for block in event.blocks)
+            states.append(tuple(ratios))
+    return states
 
 
 @command(interrupted="interrupted; nothing was written")
