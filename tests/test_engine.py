@@ -1,4 +1,5 @@
-"""How the engine lays the steps of several requests into one flat batch."""
+"""The engine: each request gives what it gives alone, whatever runs, comes, fails or leaves beside
+it, and however its rows are fed."""
 
 from __future__ import annotations
 
@@ -7,23 +8,148 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from every_decoder import KINDS, Visit, alone, decoders, exact_model, kinds, play, tokens, visits
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny import fresh_model, random_model, tokenizer
+from tiny import POISON, fresh_model, poisoned_model, random_model
 
 import decode
+import decode.engine.engine
 import triton_kernels.span_attention
 from d2f.attention import Segment
+from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.engine import cuda_graphs
 from decode.engine.batch import FlatRows, join
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, Wanted, split, table_of, wanted_of
-from decode.step import Sampling, Step
-from tests.references.predictions import predict
+from decode.step import Step
 from triton_kernels.span_attention import span_mask
 
 CPU = torch.device("cpu")
+COMMON = list(range(40, 60))
+PIPELINE = decode.D2F(4, tau_conf=0.3, max_new_tokens=9)
+alike = st.builds(  # prompts that begin alike
+    lambda n, rest: COMMON[:n] + rest, st.integers(0, 20), st.lists(tokens, max_size=5)
+).filter(bool)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 4),
+        "static": st.booleans(),
+        "prefill_rows": st.none() | st.integers(1, 14),
+        "reuse_prefixes": st.booleans(),
+        "max_rows": st.none() | st.integers(1, 30),
+    }
+)
+PLAIN = {"batch_size": 2, "static": True, "prefill_rows": None, "reuse_prefixes": False}
+POISONED = [Visit([9, 10], PIPELINE, way="poison", when=1), Visit([11, 12, 13], PIPELINE)]
+
+
+def check(kind: str, planned: list[Visit], requests: list[Request]) -> None:
+    for visit, request in zip(planned, requests, strict=True):
+        result = request.result
+        if result is None:
+            assert visit.leaves is not None
+            continue
+        if result.error is not None:
+            errors = {"poison": NonFiniteLogitsError, "too large": InputError}
+            assert type(result.error) is errors.get(visit.way, RequestError)
+            assert visit.way and result.finish_reason == "error" and result.tokens == []
+            continue
+        want = alone(kind, tuple(visit.prompt), visit.decoder)
+        assert not visit.way or want.forwards <= visit.when + 1
+        assert result.raw_tokens == want.raw_tokens
+        if "accepted" not in want.counts:  # how far those speculate is the engine's choice
+            assert result.counts == want.counts
+            fed = sum(rows for rows, _ in result.calls) + result.reused_rows
+            assert fed == sum(rows for rows, _ in want.calls)
+
+
+@settings(max_examples=150)
+@example("llada", POISONED, PLAIN, 200, True)
+@example("llada", POISONED, PLAIN | {"batch_size": 1}, 200, False)  # in the same slots
+@given(kinds, st.data(), OPTIONS, st.integers(60, 200), st.booleans())
+def test_each_request_gives_what_it_gives_alone(kind, data, options, slots, early):
+    """Whole caches are read where rows are padded, so values that are not finite reach all rows;
+    few slots push out rows that are kept for others."""
+    planned = data if isinstance(data, list) else data.draw(visits(kind, alike))
+    model, bases, real = exact_model(kind), [], decode.engine.engine.join
+
+    def keep(fed):
+        bases.append([request.base for request, _ in fed])
+        return real(fed)
+
+    engine = Engine(model, slots=slots, **options)
+    engine.early = early
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "SIZES", (5, 8, 16, 24))  # some forwards fit none
+        patch.setattr(decode.engine.engine, "join", keep)
+        requests = play(engine, model, planned)
+    large = [v.decoder.begin(v.prompt, model.contract).slots > slots for v in planned]
+    check(
+        kind,
+        [v for v, bad in zip(planned, large, strict=True) if not bad],
+        [r for r, bad in zip(requests, large, strict=True) if not bad],
+    )
+    assert all(own == sorted(own) for own in bases), "rows lie in the order of their slots"
+    while engine.prefixes is not None and (base := engine.prefixes.evict()) is not None:
+        engine.pool.free(base)
+    assert not engine.pool._used, "no slot is lost"
+
+
+LOSSLESS = {
+    "llada": (
+        decode.D2F(3, tau_conf=0.3, max_new_tokens=12, lossless=4),
+        decode.FreeDave(4, 12, drafts=6),
+    ),
+    "dream student": (
+        decode.D2F(tau_conf=0.2, max_new_tokens=12, lossless=8),
+        decode.FreeDave(4, 12, drafts=4, eager=True),
+    ),
+    "wedlm": (
+        decode.WeDLM(16, 2.0, verify="ar", max_new_tokens=20),
+        decode.WeDLM(4, 9.0, verify="ar", refill="repository", max_new_tokens=20),
+    ),
+}
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(sorted(LOSSLESS)), st.data(), st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    st.integers(1, 4), st.integers(1, 40),
+)  # fmt: skip
+def test_tokens_do_not_depend_on_max_rows(kind, data, comes, batch_size, max_rows):
+    """Whatever arrives when: widths rise and fall in the middle of a response."""
+    prompts = st.lists(tokens, min_size=1, max_size=9)
+    planned = [
+        Visit(data.draw(prompts), data.draw(st.sampled_from(LOSSLESS[kind])), at) for at in comes
+    ]
+    model = exact_model(kind)
+    engine = Engine(model, batch_size=batch_size, slots=1000, max_rows=max_rows)
+    requests = play(engine, model, planned)
+    for visit, request in zip(planned, requests, strict=True):
+        want = alone(kind, tuple(visit.prompt), visit.decoder)
+        assert request.result.raw_tokens == want.raw_tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder"),
+    [
+        ("wedlm", decode.WeDLM(16, 9.0, verify="ar", max_new_tokens=20)),
+        ("llada", decode.FreeDave(8, 8, drafts=4)),
+        ("llada", decode.D2F(8, max_new_tokens=8, lossless=4)),
+    ],
+)
+def test_a_lossless_request_speculates_within_its_share_of_the_rows(kind, decoder):
+    model, rows = exact_model(kind), {}
+    for max_rows in (1, 8, 64):
+        engine = Engine(model, batch_size=4, slots=1000, max_rows=max_rows)
+        requests = play(engine, model, [Visit([9 + i, 10], decoder) for i in range(2)])
+        rows[max_rows] = [sum(fed for fed, _ in r.result.calls) for r in requests]
+    lone = decode.Autoregressive(20) if kind == "wedlm" else decode.Static(8, 8)
+    if decoder.name != "d2f":
+        base = [sum(f for f, _ in alone(kind, (9 + i, 10), lone).calls) for i in range(2)]
+        assert rows[1] == base, "one row, or state, of each: no speculation at all"
+    assert sum(rows[1]) < sum(rows[8]) and (kind != "wedlm" or sum(rows[8]) < sum(rows[64]))
 
 
 def step(tokens: list[int], spans: list[list[tuple[int, int]]], read: list[int]) -> Step:
@@ -31,14 +157,10 @@ def step(tokens: list[int], spans: list[list[tuple[int, int]]], read: list[int])
     return Step(np.array(tokens), places + 3, places, np.array(spans), np.array(read), cached=0)
 
 
-def request(base: int) -> SimpleNamespace:
-    return SimpleNamespace(base=base)
-
-
 def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
     first = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
     second = step([9, 10, 11], [[(0, 3)]] * 3, [0, 2])
-    rows = join([(request(5), first), (request(20), second)]).on(CPU)
+    rows = join([(SimpleNamespace(base=5), first), (SimpleNamespace(base=20), second)]).on(CPU)
     assert rows.tokens.tolist() == [7, 8, 9, 10, 11]
     assert rows.positions.tolist() == [3, 4, 3, 4, 5]
     assert rows.slots.tolist() == [5, 6, 20, 21, 22]
@@ -52,50 +174,29 @@ def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
     ]
 
 
-def test_ranges_that_others_need_hide_nothing():
-    """Whose rows see all of its slots needs no mask, beside one of more ranges neither."""
-    two = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
-    one = step([9, 10], [[(0, 2)]] * 2, [0])
-    segments = join([(request(5), two), (request(20), one)]).segments
-    assert [segment.whole for segment in segments] == [False, True]
-
-
-@pytest.mark.parametrize(
-    "spans", [[[(0, 3)], [(0, 2)]], [[(1, 3)], [(1, 3)]], [[(0, 1), (1, 3)], [(0, 0), (0, 3)]]]
-)
-def test_rows_that_may_see_different_slots_keep_their_mask(spans):
-    plan = join([(request(4), step([7, 8], spans, [0]))]).on(CPU).plan
-    assert not plan.segments[0].whole
-
-
 @settings(max_examples=15)
 @given(
-    st.sampled_from(["llada", "dream"]),
-    st.lists(st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=9), min_size=1,
-             max_size=3),
+    st.sampled_from(["llada", "dream student"]),
+    st.lists(st.lists(tokens, min_size=1, max_size=9), min_size=1, max_size=3),
     st.sampled_from([0.1, 0.3, 0.9]),
-)  # fmt: skip
-def test_a_segment_is_called_whole_exactly_where_its_mask_would_hide_nothing(
-    family, prompts, tau_conf
-):
-    model = random_model(family)
-    plans = []
+)
+def test_a_segment_is_whole_exactly_where_its_mask_would_hide_nothing(kind, prompts, tau_conf):
+    plans, real = [], FlatRows.on
 
     def keep(*arguments):
         rows = real(*arguments)
         plans.append(rows.plan)
         return rows
 
-    real = FlatRows.on
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FlatRows, "on", keep)
-        decode.generate(model, prompts, decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12))
-    segments = [(plan, part) for plan in plans for part in plan.segments]
-    for plan, part in segments:
-        first, stop = part.slots.start, part.slots.stop
-        mask = span_mask(plan.spans[:, part.rows], stop - first, first)
-        assert part.whole == bool(mask.all())
-    assert {part.whole for _, part in segments} >= {False}
+        decoder = decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12)
+        decode.generate(exact_model(kind), prompts, decoder)
+    for plan in plans:
+        for part in plan.segments:
+            first, stop = part.slots.start, part.slots.stop
+            mask = span_mask(plan.spans[:, part.rows], stop - first, first)
+            assert part.whole == bool(mask.all())
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -121,82 +222,168 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     assert {len(shape) for shape in used} == {2, 4}, "logits and queries"
 
 
+def test_what_an_early_forward_raises_does_not_take_the_events_with_it(monkeypatch):
+    """It comes with the next call, and the one after that does the forward again."""
+    model = fresh_model("llada")
+    prompts, real, forwards = [[9, 10], [11, 12, 13]], model.decode_rows, []
+
+    def decode_rows(*arguments):
+        forwards.append(None)
+        if len(forwards) == 2:
+            raise MemoryError("too large")
+        return real(*arguments)
+
+    want = [decode.generate(model, [p], PIPELINE)[0] for p in prompts]
+    engine = Engine(model, batch_size=2, slots=70)
+    engine.early = True
+    requests = [Request(i, p, PIPELINE, model.contract, None) for i, p in enumerate(prompts)]
+    for request in requests:
+        engine.submit(request)
+    monkeypatch.setattr(model, "decode_rows", decode_rows)
+    assert [(event.request, event.forward) for event in engine.advance()] == [(0, 1), (1, 1)]
+    with pytest.raises(MemoryError, match="too large"):
+        engine.advance()
+    list(engine.run())
+    assert [request.result.raw_tokens for request in requests] == [r.raw_tokens for r in want]
+    assert [request.result.calls for request in requests] == [r.calls for r in want]
+
+
 @settings(max_examples=15)
-@given(
-    st.sampled_from(["llada", "dream"]),
-    st.lists(st.lists(st.integers(2, 200), min_size=1, max_size=30), min_size=1, max_size=4),
-    st.integers(1, 3),
-    st.sampled_from([0.15, 0.9]),
-)
-def test_padding_rows_to_a_few_sizes_changes_no_token(family, prompts, batch_size, tau_conf):
-    """What a GPU replays as CUDA graphs; prompts beyond the largest size are fed as they are."""
-    model = fresh_model(family)  # it keeps the sizes that engines used
-    decoder = decode.D2F(4, tau_conf=tau_conf, max_new_tokens=12)
-    plain = decode.generate(model, prompts, decoder, batch_size=batch_size)
-    requests = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
-    engine = Engine(model, batch_size=batch_size, slots=150, static=True)
+@given(kinds, st.data(), st.lists(st.booleans(), min_size=60, max_size=60))
+def test_what_a_forward_spoilt_is_done_again_alone_with_the_same_draws(kind, data, spoilt):
+    """As where a kernel's tile holds the rows of two requests: both look as if they had failed."""
+    model, real, left = exact_model(kind), decode.engine.engine.split, iter(spoilt)
+
+    def split(table, groups):
+        found = real(table, groups)
+        return [None] * len(found) if len(groups) > 1 and next(left, False) else found
+
+    made = data.draw(st.lists(st.tuples(alike, decoders(kind)), min_size=2, max_size=4))
+    planned = [Visit(*one) for one in made]
+    engine = Engine(model, batch_size=4, slots=1000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "SIZES", (5, 8, 16, 24))
-        for request in requests:
-            engine.submit(request)
-        list(engine.run())
-    for request, want in zip(requests, plain, strict=True):
+        patch.setattr(decode.engine.engine, "split", split)
+        requests = play(engine, model, planned)
+    for visit, request in zip(planned, requests, strict=True):
+        assert request.result.error is None
+        want = alone(kind, tuple(visit.prompt), visit.decoder)
         assert request.result.raw_tokens == want.raw_tokens
-        assert request.result.calls == want.calls
-    assert {kind.size for kind in engine.static._forwards} <= {5, 8, 16, 24}
 
 
-def test_static_forwards_give_queried_probabilities_and_scores():
-    model = random_model("llada")
-    tokens, ids = np.array([5, 6, 7]), np.array([9, 4])
-    asked = Step(
-        tokens, np.arange(3), np.arange(3), np.array([[[0, 3]]] * 3), np.array([2, 0]), cached=0,
-        queried_tokens=ids, uncertainty=True,
-    )  # fmt: skip
-    rows = join([(request(0), asked)])
-    sampler = Sampler(Sampling(), model.mask_id)
-    groups = [PredictionRequest(sampler, 2, ids, True)]
-    cache = model.new_cache(9)
-    cache.slots = rows.on(CPU).slots
-    on = rows.on(CPU)
-    with torch.inference_mode():
-        logits = model.decode_rows(on.tokens, on.positions, on.plan, cache, on.read)
-        want = predict(logits, groups, 1)[0]
-    table = cuda_graphs.GraphForwards(model, model.new_cache(9)).start(rows, Wanted(ids))()
-    got = split(table, groups)[0]
-    assert got.token.tolist() == want.token.tolist()
-    for name in (
-        "confidence",
-        "queried_probability",
-        "queried_log_probability",
-        "entropy",
-        "margin",
-    ):
-        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-6)
+def test_an_error_says_what_failed_and_at_which_forward():
+    model, decoder = exact_model("llada"), decode.D2F(4, max_new_tokens=9, seed=7)
+    engine = Engine(model, batch_size=3, slots=70)
+    ways = ("step", "poison", "too large")
+    requests = play(engine, model, [Visit([9, 10], decoder, way=way, when=1) for way in ways])
+    results = [request.result for request in requests]
+    broken, nan, large = (result.error for result in results)
+    assert str(broken) == "failed at forward 1: KeyError: 'boom'"
+    assert isinstance(broken.__cause__, KeyError)
+    assert str(nan) == "the model gave NaN or infinite logits at forward 2"
+    assert str(large) == "needs 1000000 slots of the cache, which has 70"
+    assert [(result.forwards, len(result.calls)) for result in results] == [(1, 1), (2, 2), (0, 0)]
+    assert [result.seconds > 0 for result in results] == [True, True, False]
+    assert {(result.prompt_tokens, result.seed) for result in results} == {(2, 7)}
 
 
-def test_scores_that_no_request_asked_for_are_not_computed():
-    plain = PredictionRequest(Sampler(Sampling(), mask_id=None), 2)
-    drawn = PredictionRequest(Sampler(Sampling(temperature=1.0), mask_id=None), 1)
-    scored = PredictionRequest(plain.sampler, 2, uncertainty=True)
-    for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (6, 3))):
-        assert table_of(torch.eye(3)[: shape[1]], wanted_of(groups)).shape == shape
+def test_a_decoder_without_a_first_step_is_an_error():
+    """It would run for ever without a forward."""
+
+    class Idle(decode.Static):
+        def begin(self, prompt, contract):
+            session = super().begin(prompt, contract)
+            session.step = lambda: None
+            return session
+
+    with pytest.raises(RequestError, match="the decoder static has no first step"):
+        decode.generate(random_model("llada"), [[9]], Idle(block_size=4, max_new_tokens=8))
 
 
-def test_where_the_next_forward_is_started_early_the_tokens_are_the_same(monkeypatch):
-    """As on a GPU: requests that come while it runs enter one forward later, none is lost."""
-    model, prompts = random_model("dream"), [[5, 6, 7], [8], [9, 10], [11]]
-    decoder = decode.D2F(4, tau_conf=0.3, max_new_tokens=9)
-    plain = decode.generate(model, prompts, decoder)
-    engine = Engine(model, batch_size=2, slots=40)
-    monkeypatch.setattr(engine, "early", True)
-    results = {}
-    waiting = [Request(i, ids, decoder, model.contract, None) for i, ids in enumerate(prompts)]
-    engine.submit(waiting.pop(0))
-    while engine.waiting or engine.running:
-        for event in engine.advance():
-            if event.result is not None:
-                results[event.request] = event.result.raw_tokens
-            if waiting:
-                engine.submit(waiting.pop(0))
-    assert [results[i] for i in range(4)] == [r.raw_tokens for r in plain]
+@pytest.mark.parametrize("kind", ["causal", "wedlm", "sdar"])
+def test_no_forward_has_more_rows_of_prompts_than_asked(kind):
+    """Beside them there is a step of each of the others, and no forward goes by without one that
+    runs."""
+    model = exact_model(kind)
+    decoder = decode.Block(max_new_tokens=40) if kind == "sdar" else decode.Autoregressive(40)
+    most = 8 if kind == "sdar" else 1  # rows of a later step: the finished block and the next
+    engine, rows = Engine(model, batch_size=4, slots=300, prefill_rows=8), []
+    lengths = (3, 60, 41, 7)
+    requests = [Request(i, [9] * n, decoder, model.contract, None) for i, n in enumerate(lengths)]
+    for request in requests:
+        engine.submit(request)
+    while len(requests[3].calls) < 2:
+        before = [len(request.calls) for request in requests]
+        engine.advance()
+        grown = [r.calls[-1][0] for r, n in zip(requests, before, strict=True) if len(r.calls) > n]
+        rows.append(sum(grown))
+        assert len(requests[0].calls) == engine.forwards
+    assert max(rows) <= 8 + 3 * most
+    assert len(rows) >= sum(lengths) // 8
+    assert sum(rows[:-1]) > sum(lengths)
+
+
+def test_prompts_that_are_too_many_for_a_forward_enter_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(decode.engine.engine, "WHOLE_ROWS", 10)
+    model, decoder = exact_model("causal"), decode.Autoregressive(3)
+    engine = Engine(model, batch_size=4, slots=300)
+    for i, length in enumerate((7, 6, 3, 25)):
+        engine.submit(Request(i, [9] * length, decoder, model.contract, None))
+    first = [[event.request for event in engine.advance()] for _ in range(4)]
+    assert first == [[0], [0, 1, 2], [0, 1, 2, 3], [1, 2, 3]], "25 fit nowhere: by themselves"
+
+
+def test_the_rows_of_a_prompt_fed_in_pieces_are_counted():
+    model = exact_model("causal")
+    engine = Engine(model, batch_size=1, slots=40, prefill_rows=4)
+    request = Request(0, list(range(9, 19)), decode.Autoregressive(3), model.contract, None)
+    engine.submit(request)
+    events = list(engine.run())
+    assert request.result.calls == [(4, 0), (4, 4), (2, 8), (1, 10), (1, 11)]
+    assert [len(event.revealed) for event in events] == [0, 0, 1, 1, 1]
+    assert engine.forwards == request.result.forwards == 5
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(alike, st.booleans(), st.booleans()), min_size=2, max_size=4),
+    st.integers(1, 9), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_a_prompt_that_is_not_finite_fails_alone_in_pieces_too(prompts, rows, static, early):
+    """Its rows meet those of the others before anybody reads them: what another's piece has lost to
+    them is fed again."""
+    model = poisoned_model()
+    made = (PIPELINE, decode.Block(4, max_new_tokens=8, tau=0.3, align="absolute"))
+    engine = Engine(model, batch_size=4, slots=300, static=static, prefill_rows=rows)
+    engine.early = early
+    requests = []
+    for i, (prompt, bad, which) in enumerate(prompts):
+        ids = [POISON, *prompt] if bad else prompt
+        requests.append(Request(i, ids, made[which], model.contract, None))
+        engine.submit(requests[-1])
+    list(engine.run())
+    for request, (prompt, bad, which) in zip(requests, prompts, strict=True):
+        if bad:
+            assert isinstance(request.result.error, NonFiniteLogitsError)
+        else:
+            want = decode.generate(model, [prompt], made[which])[0]
+            assert request.result.raw_tokens == want.raw_tokens
+    assert not engine.pool._used
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_rows": 0}, "prefill_rows must be a whole number of at least 1, got 0"),
+        ({"max_rows": 2.5}, "max_rows must be a whole number of at least 1, got 2.5"),
+        ({"request_slots": True}, "request_slots must be a whole number"),
+        ({"reuse_prefixes": "yes"}, "reuse_prefixes must be true or false, got 'yes'"),
+    ],
+)
+def test_an_option_out_of_range_is_named(options, message):
+    with pytest.raises(InputError, match=message):
+        Engine(random_model("llada"), batch_size=1, slots=9, **options)
+
+
+def test_every_decoder_is_among_those_of_these_tests():
+    named = {decoder.name for _, made in KINDS.values() for decoder in made}
+    assert named == set(decode.decoders.DECODERS)
