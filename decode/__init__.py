@@ -18,7 +18,7 @@ except ImportError as error:  # of a d2f.py of the user's
 
 siblings.require("d2f")
 
-if TYPE_CHECKING:  # what a type checker and an editor see; at run time `__getattr__` finds them
+if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds them
     from d2f.errors import QueueFullError
     from decode.api import generate, stream
     from decode.decoders import Decoder
@@ -65,6 +65,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    from d2f.errors import did_you_mean
+
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if not name.startswith("_"):  # no decoder: let importlib look for a module of that name
@@ -74,4 +76,8 @@ def __getattr__(name: str) -> Any:
         for kind in kinds:
             if kind.__name__ == name:
                 return kind
-    raise AttributeError(f"module 'decode' has no attribute {name!r}")
+    raise AttributeError(f"module 'decode' has no attribute {name!r}{did_you_mean(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,111 +1,30 @@
-"""Block diffusion with an exact cache: as its plain reference, as D2F without its pipeline, and,
-with blocks of one token, from left to right."""
+"""Block diffusion with an exact cache: what its rows see, what a block costs, which tokens a step
+reveals; with blocks of one token, from left to right (against its reference:
+test_decode_reference.py)."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from block_tiny import sdar, student, wedlm
+from block_tiny import sdar
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_model, tokenizer
+from test_decode_reference import block_models, blocks, prompts, seeds
 
 import d2f
 import decode
 from d2f.contract import Contract
-from d2f.errors import CheckpointError, InputError
+from d2f.errors import CheckpointError
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import Sampler
 from decode.step import Predictions, Step
-from tests.references.block import decode_block
 from tests.references.d2f import predict_positions
 from triton_kernels.span_attention import span_mask
-
-sizes = st.sampled_from([1, 3, 4, 7])
-seeds = st.integers(0, 2)
-students = st.builds(student, st.sampled_from(["llada", "dream"]), sizes, seeds)
-models = st.one_of(st.builds(sdar, sizes, seeds), students)
-prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=12)
-sampling = st.sampled_from([{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 5}])
-options = {
-    "tau": st.sampled_from([0.0, 0.1, 0.3, 0.85, 1.0]),
-    "max_new_tokens": st.integers(1, 20),
-    "early_exit": st.booleans(),
-    "seed": st.integers(0, 9),
-}
-
-
-@st.composite
-def decoders(draw) -> decode.Block:
-    size = draw(st.one_of(st.sampled_from([None, 1, 2, 5]), st.integers(1, 64)))
-    return decode.Block(
-        block_size=size,
-        denoising_steps=draw(st.sampled_from([None, *range(1, 1 + min(size or 1, 3))])),
-        reveal=draw(st.sampled_from(["static", "dynamic", "sequential"])),
-        align=draw(st.sampled_from([None, "absolute", "prompt"])),
-        **draw(sampling),
-        **{name: draw(values) for name, values in options.items()},
-    )
-
-
-def visible(model, raw: list[int | None]) -> list[int | None]:
-    ends = [i for i, token in enumerate(raw) if token is None or token in model.end_ids]
-    return raw[: ends[0]] if ends else raw
-
-
-@settings(max_examples=40)
-@given(models, st.lists(st.tuples(prompts, decoders()), min_size=1, max_size=4), st.integers(1, 4))
-def test_the_engine_equals_the_reference(model, requests, batch_size):
-    """Cached as recomputed, batched as one by one; with no forward for storing alone."""
-    results = decode.generate(
-        model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
-    )
-    for (prompt, decoder), result in zip(requests, results, strict=True):
-        raw, forwards = decode_block(model, prompt, decoder)
-        assert result.raw_tokens == [token for token in raw if token is not None]
-        assert result.tokens == visible(model, raw)
-        assert result.forwards == forwards
-
-
-@settings(max_examples=25)
-@given(students, prompts, sampling, st.builds(dict, **options), st.sampled_from([0.0, 0.5, 1.0]))
-def test_it_is_the_pipeline_that_appends_a_block_when_the_last_is_decoded(
-    model, prompt, chosen, values, tau_act
-):
-    values["early_exit"] = True  # without it D2F appends nothing after an end id, Block goes on
-    tau = values.pop("tau")
-    pipeline = decode.D2F(tau_add=1.0, tau_act=tau_act, tau_conf=tau, **values, **chosen)
-    block = decode.Block(reveal="dynamic", tau=tau, **values, **chosen)
-    ours, theirs = (decode.generate(model, [prompt], d)[0] for d in (block, pipeline))
-    assert ours.raw_tokens == theirs.raw_tokens
-    assert ours.calls == theirs.calls
-
-
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_it_is_the_official_pipeline_where_that_is_serial(family):
-    """Recorded runs whose tau_add lets no block be appended before the last is decoded; the
-    contract of official weights does not name the blocks."""
-    folder = Path(__file__).parent / "golden" / f"{family}-tiny"
-    model = d2f.load(folder, device="cpu")
-    cases = json.loads((folder / "d2f.json").read_text())["cases"]
-    serial = [case for case in cases if case["tau_add"] > 1 - 1 / case["block_size"]]
-    assert len(serial) >= 3
-    for case in serial:
-        decoder = decode.Block(
-            block_size=case["block_size"],
-            tau=case["tau_conf"],
-            align="prompt",
-            max_new_tokens=case["max_new_tokens"],
-        )
-        result = decode.generate(model, [case["prompt"]], decoder)[0]
-        output = case["output"]
-        assert result.tokens == (output[: output.index(2)] if 2 in output else output)
 
 
 @settings(max_examples=15)
@@ -124,23 +43,24 @@ def test_blocks_of_one_token_are_decoded_from_left_to_right(seed, prompt, reveal
 
 
 @settings(max_examples=25)
-@given(models, prompts, decoders())
+@given(block_models, prompts, blocks)
 def test_rows_see_their_block_and_all_before_it_and_no_mask_is_cached(model, prompt, decoder):
-    session = Request(0, prompt, decoder, model.contract, None).session
+    session = decoder.begin(prompt, model.contract)
     size, absolute = decoder.size(model.contract), decoder.is_absolute(model.contract)
     origin = 0 if absolute else len(prompt)
     block_of = np.array([max((p - origin) // size, -1) for p in range(len(session.x))])
     request = Request(0, prompt, decoder, model.contract, None)
     engine = Engine(model, batch_size=1, slots=request.session.slots)
+    step = request.begin(session.width)
     engine.submit(request)
     while not request.done:
-        step = request.next_step
         assert not request.session.masked[: step.cached].any()
         assert step.slots.tolist() == step.positions.tolist()
         spans = torch.from_numpy(step.spans).to(torch.int32)[None]
         seen = span_mask(spans, len(block_of))[0].numpy()  # [T, slots]
         assert (seen == (block_of[step.positions][:, None] >= block_of[None, :])).all()
         engine.advance()
+        step = request.step
 
 
 def test_a_block_costs_its_steps_and_nothing_for_storing_it():
@@ -212,38 +132,3 @@ def test_the_block_size_of_an_sdar_folder_is_in_its_contract(tmp_path, size, exp
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"block_size must be a whole number .* got 'big'"):
         d2f.load(tmp_path, device="cpu")
-
-
-BAD = [
-    ({"block_size": 0}, "block_size must be a whole number"),
-    ({"denoising_steps": 0}, "denoising_steps must be a whole number"),
-    ({"block_size": 4, "denoising_steps": 5}, "at most the block size 4, got 5"),
-    ({"reveal": "all"}, "reveal must be one of static, dynamic, sequential, got 'all'"),
-    ({"tau": 1.5}, "tau must lie in"),
-    ({"align": "left"}, "align must be one of absolute, prompt, got 'left'"),
-    ({"early_exit": 1}, "early_exit must be true or false, got 1"),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), BAD)
-def test_a_bad_option_is_named_with_what_came(values, message):
-    with pytest.raises(InputError, match=message):
-        decode.Block(**values)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (random_model("llada"), "llada is bidirectional: take static"),
-        (wedlm(False, 0), "wedlm is causal: take wedlm"),
-        (random_model("causal"), "block needs a model with a mask id"),
-    ],
-)
-def test_a_model_without_blocks_is_refused_with_the_alternative(model, message):
-    with pytest.raises(InputError, match=message):
-        decode.generate(model, [[5]], decode.Block())
-
-
-def test_more_steps_than_the_models_blocks_have_tokens_are_refused():
-    with pytest.raises(InputError, match="at most the block size 4, got 5"):
-        decode.generate(sdar(4, 0), [[5]], decode.Block(denoising_steps=5))

@@ -1,14 +1,20 @@
-"""The engine equals the plain reference decoders token by token: cached as uncached, batched as
-one by one, whatever the models, options, prompts, batches and arrival orders."""
+"""Each decoder equals its plain reference token by token (dense masks, no cache), whatever the
+model, options, prompt and batch; lossless forms equal what they speed up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
+import pytest
+from block_tiny import sdar, student, wedlm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pipelines import pipelines as drawn_pipelines
+from pipelines import pipelines
+from shadows import models as masked_models
 from tiny import random_model, tokenizer
 
 import decode
@@ -17,47 +23,143 @@ from decode.decoders import Decoder
 from decode.decoders.d2f_session import D2FSession
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from tests.references import d2f as reference
+from tests.references.block import decode_block
+from tests.references.blockwise import decode_blockwise
+from tests.references.d2f import decode_autoregressive, decode_d2f
+from tests.references.d2f_revoke import decode_d2f_revoking
+from tests.references.freedave import decode_freedave
+from tests.references.wedlm import decode_wedlm
+from tests.references.wino import decode_wino
 
-REFERENCES = {
-    "d2f": reference.decode_d2f,
-    "static": reference.decode_static,
-    "autoregressive": reference.decode_autoregressive,
-}
-models = st.builds(random_model, st.sampled_from(["llada", "dream"]), st.integers(0, 3))
-prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=20)
+prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=15)
 sampling = st.sampled_from(
-    [
-        {},
-        {"temperature": 0.7},
-        {"temperature": 1.0, "top_p": 0.8},
-        {"temperature": 2.0, "top_k": 5},
-    ]
+    [{}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}, {"temperature": 2.0, "top_k": 5}]
 )
-pipelines = drawn_pipelines(
-    sampling=sampling,
-    tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]),
-    early_exit=st.booleans(),
-    seed=st.integers(0, 9),
-)
-statics = st.builds(
-    lambda chosen, **options: decode.Static(**options, **chosen),
-    sampling,
-    block_size=st.one_of(st.none(), st.integers(1, 64)),
-    max_new_tokens=st.integers(1, 20),
-    early_exit=st.booleans(),
-    seed=st.integers(0, 9),
-)
-causals = st.builds(
-    lambda chosen, **options: decode.Autoregressive(**options, **chosen),
-    sampling,
-    max_new_tokens=st.integers(1, 15),
-    seed=st.integers(0, 9),
-)
+seeds = st.integers(0, 3)
+families = st.sampled_from(["llada", "dream"])
+sizes = st.sampled_from([1, 3, 4, 7])
+block_size = st.one_of(st.sampled_from([None, 1, 3, 4, 8]), st.integers(1, 64))
+plain_models = st.builds(random_model, families, seeds)
+students = st.builds(student, families, sizes, seeds)
+block_models = st.one_of(st.builds(sdar, sizes, seeds), students)
+wedlms = st.builds(wedlm, st.booleans(), st.integers(0, 2))
 
 
-def expected(model: DiffusionModel, prompt: list[int], decoder: Decoder) -> list[int | None]:
-    return REFERENCES[decoder.name](model, prompt, decoder)
+def options(kind: type[Decoder], **drawn: st.SearchStrategy) -> st.SearchStrategy[Decoder]:
+    """A decoder with what is drawn; `sampling` is a mapping of options."""
+    return st.fixed_dictionaries(drawn).map(lambda d: kind(**(d.pop("sampling", {}) | d)))
+
+
+def with_steps(
+    kind: type[decode.Static], each: int | None, values: dict[str, Any]
+) -> decode.Static:
+    """each: steps a block, so that one reveals several tokens; None for one."""
+    decoder = kind(**values)
+    return decoder if each is None else replace(decoder, steps=each * decoder.block_count)
+
+
+length = {"max_new_tokens": st.integers(1, 20), "early_exit": st.booleans()}
+drawn = {"sampling": sampling, "seed": st.integers(0, 9)}
+d2fs = pipelines(
+    tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]), early_exit=st.booleans(), **drawn
+)
+revoking = pipelines(
+    tau_conf=st.sampled_from([0.05, 0.1, 0.2, 0.9]),
+    early_exit=st.booleans(),
+    revoke=st.sampled_from(["always", "commit"]),
+    tau_revoke=st.sampled_from([0.05, 0.2, 0.5, 0.9, 1.0]),
+    **drawn,
+)
+frame = {"block_size": block_size, "cache": st.sampled_from(["none", "prefix", "dual"])} | length
+each = st.one_of(st.none(), st.integers(1, 4))
+statics = st.builds(with_steps, st.just(decode.Static), each, st.fixed_dictionaries(frame))
+blockwise = st.one_of(
+    statics,
+    options(decode.Static, **frame, **drawn),
+    options(decode.Threshold, tau=st.sampled_from([0.1, 0.3, 0.6, 2.0]), **frame, **drawn),
+    options(decode.Factor, factor=st.sampled_from([0.0, 0.7, 1.5, 3.0]), **frame, **drawn),
+    options(
+        decode.EntropyBounded,
+        gamma=st.sampled_from([0.0, 0.5, 3.0, 9.0]),
+        proxy=st.sampled_from(["entropy", "confidence", "margin"]),
+        **frame,
+        **drawn,
+    ),
+)
+winos = st.builds(
+    lambda taus, other: replace(other, tau1=taus[0], tau2=taus[1]),
+    st.sampled_from([(0.05, 0.3), (0.1, 0.9), (0.1, 0.3), (0.0, 1.0), (0.2, 0.0)]),
+    options(decode.Wino, block_size=block_size, caps=st.booleans(), **length, **drawn),
+)
+drafts = {"drafts": st.sampled_from([1, 2, 4, 8]), "drafting": st.sampled_from(["tree", "batch"])}
+exact = {"block_size": block_size} | length
+freedaves = st.builds(
+    with_steps, st.just(decode.FreeDave), each, st.fixed_dictionaries(frame | drafts)
+)
+eager = st.builds(
+    with_steps,
+    st.just(decode.FreeDave),
+    each,
+    st.fixed_dictionaries(exact | drafts | {"eager": st.just(True)}),
+)
+taus = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.4, 1.0])
+plus = options(decode.FreeDave, tau=taus, **exact, **drafts)
+blocks = st.one_of(
+    options(
+        decode.Block,
+        block_size=block_size,
+        reveal=st.sampled_from(["static", "dynamic", "sequential"]),
+        align=st.sampled_from([None, "absolute", "prompt"]),
+        tau=st.sampled_from([0.0, 0.1, 0.3, 0.85, 1.0]),
+        **length,
+        **drawn,
+    ),
+    options(
+        decode.Block, block_size=st.integers(3, 9), denoising_steps=st.integers(1, 3), **length
+    ),
+)
+windows = {
+    "window": st.sampled_from([1, 2, 4, 9]),
+    "entropy_threshold": st.sampled_from([None, 0.0, 0.5, 1.5, 3.0]),
+    "distance_penalty": st.sampled_from([0.0, 0.02, 0.5]),
+    "refill": st.sampled_from(["paper", "repository"]),
+    "max_new_tokens": st.integers(1, 24),
+}
+streaming = st.one_of(
+    options(decode.WeDLM, **windows, **drawn),
+    options(
+        decode.WeDLM,
+        **windows | {"refill": st.just("block")},
+        window_attention=st.sampled_from(["causal", "bidirectional"]),
+        **drawn,
+    ),
+)
+verified = options(decode.WeDLM, **windows, verify=st.just("ar"))
+causals = options(decode.Autoregressive, max_new_tokens=st.integers(1, 15), **drawn)
+
+
+class Case(NamedTuple):
+    """reference: gives all that is generated, None where undecoded, alone or with the forwards."""
+
+    models: st.SearchStrategy[DiffusionModel]
+    decoders: st.SearchStrategy[Decoder]
+    reference: Callable[..., Any]
+
+
+CASES = {
+    "d2f": Case(plain_models, d2fs, decode_d2f),
+    "revoking": Case(masked_models, revoking, decode_d2f_revoking),
+    "wino": Case(masked_models, winos, decode_wino),
+    "block": Case(block_models, blocks, decode_block),
+    "freedave": Case(plain_models, options(decode.FreeDave, **exact, **drafts), decode_freedave),
+    "freedave eager": Case(students, eager, decode_freedave),
+    "freedave++": Case(st.one_of(plain_models, students), plus, decode_freedave),
+    "wedlm": Case(wedlms, streaming, decode_wedlm),
+    "verified": Case(wedlms, verified, decode_autoregressive),
+    "autoregressive": Case(st.builds(random_model, st.just("causal"), seeds), causals,
+                           decode_autoregressive),
+    "autoregressive on wedlm": Case(wedlms, causals, decode_autoregressive),
+}  # fmt: skip
 
 
 def visible(model: DiffusionModel, raw: list[int | None]) -> list[int]:
@@ -69,126 +171,155 @@ def visible(model: DiffusionModel, raw: list[int | None]) -> list[int]:
     return kept
 
 
-@settings(max_examples=40)
-@example(
-    random_model("llada"),
-    [([5, 6, 7], decode.D2F(10, 0.1, 0.1, max_new_tokens=30, early_exit=False))],
-    1,
-)
-@example(  # at a temperature too, blocks that could reveal nothing are not read
-    random_model("dream"),
-    [([5, 6, 7], decode.D2F(4, 0.1, 0.9, tau_conf=1.0, max_new_tokens=24, temperature=0.7))],
-    1,
-)
-@example(  # an end id at a temperature: fewer rows are read after it
-    random_model("dream"),
-    [([256, 280, 92, 292, 101, 131, 28],
-      decode.D2F(16, 0.0, 0.0, tau_conf=0.3, max_new_tokens=29, temperature=0.7, seed=2))],
-    1,
-)  # fmt: skip
-@given(
-    models,
-    st.lists(st.tuples(prompts, st.one_of(pipelines, statics)), min_size=1, max_size=5),
-    st.integers(1, 5),
-)
-def test_the_engine_equals_the_reference(model, requests, batch_size):
-    results = decode.generate(
-        model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
-    )
-    for (prompt, decoder), result in zip(requests, results, strict=True):
-        raw = expected(model, prompt, decoder)
-        assert result.tokens == visible(model, raw)
+def run(model, requests, batch_size=16):
+    asked = [prompt for prompt, _ in requests], [decoder for _, decoder in requests]
+    return decode.generate(model, *asked, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=30)
+@given(st.data(), st.integers(1, 4))
+def test_the_engine_equals_the_reference(name, data, batch_size):
+    case = CASES[name]
+    model = data.draw(case.models)
+    requests = data.draw(st.lists(st.tuples(prompts, case.decoders), min_size=1, max_size=4))
+    for (prompt, decoder), result in zip(requests, run(model, requests, batch_size), strict=True):
+        if name == "verified":
+            truth = case.reference(model, prompt, decode.Autoregressive(decoder.max_new_tokens))
+            assert len(truth) <= result.forwards + result.counts["accepted"]
+        else:
+            truth = case.reference(model, prompt, decoder)
+        raw, forwards = truth if isinstance(truth, tuple) else (truth, None)
         assert result.raw_tokens == [token for token in raw if token is not None]
+        assert result.tokens == visible(model, raw)
+        assert forwards in (None, result.forwards)
+        if "revoked" in result.counts:
+            assert result.counts["drafted"] - result.counts["revoked"] == len(result.raw_tokens)
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize(
+    ("model", "decoder"),
+    [
+        (random_model("llada"), decode.D2F(10, 0.1, 0.1, max_new_tokens=30, early_exit=False)),
+        # At a temperature too, blocks that could reveal nothing are not read.
+        (random_model("dream"), decode.D2F(4, tau_conf=1.0, max_new_tokens=24, temperature=0.7)),
+        # An end id at a temperature: fewer rows are read after it.
+        (random_model("dream"), decode.D2F(16, 0.0, 0.0, 0.3, 29, temperature=0.7, seed=2)),
+    ],
+)
+def test_cases_that_once_failed(model, decoder):
+    for prompt in ([5, 6, 7], [256, 280, 92, 292, 101, 131, 28]):
+        raw = decode_d2f(model, prompt, decoder)
+        found = decode.generate(model, [prompt], decoder)[0].raw_tokens
+        assert found == [token for token in raw if token is not None]
+
+
+@settings(max_examples=50)
 @given(
-    st.builds(random_model, st.just("causal"), st.integers(0, 3)),
-    st.lists(st.tuples(prompts, causals), min_size=1, max_size=4),
+    st.one_of(plain_models, students, st.builds(sdar, st.sampled_from([3, 8]), seeds)),
+    st.lists(st.tuples(prompts, blockwise), min_size=1, max_size=4),
     st.integers(1, 4),
 )
-def test_autoregressive_equals_the_reference(model, requests, batch_size):
-    results = decode.generate(
-        model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
+def test_blockwise_decoders_equal_the_reference_forward_by_forward(model, requests, batch_size):
+    """All rules, masks and cache policies, block sizes that fit the model's and ones that do not:
+    the same positions and tokens in each forward, confidences to rounding."""
+    found: list[list] = [[] for _ in requests]
+    asked = [prompt for prompt, _ in requests], [decoder for _, decoder in requests]
+    for event in decode.stream(model, *asked, batch_size=batch_size):
+        found[event.request].append(event.revealed)
+    for (prompt, decoder), ours in zip(requests, found, strict=True):
+        for mine, other in zip(ours, decode_blockwise(model, prompt, decoder), strict=True):
+            mine, other = (sorted(part, key=lambda r: r.position) for part in (mine, other))
+            assert [(r.position, r.token) for r in mine] == [(r.position, r.token) for r in other]
+            for a, b in zip(mine, other, strict=True):
+                assert abs(a.confidence - b.confidence) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["d2f", "revoking", "wino", "block", "blockwise"])
+@settings(max_examples=15)
+@given(st.data(), prompts)
+def test_early_exit_never_changes_the_visible_tokens(name, data, prompt):
+    """And the response without an end is exactly max_new_tokens, the last block short. Drawn tokens
+    too, where no forward is left out before the end is settled."""
+    case = Case(plain_models, blockwise, None) if name == "blockwise" else CASES[name]
+    model, decoder = data.draw(case.models), data.draw(case.decoders)
+    if name != "revoking":
+        decoder = replace(decoder, temperature=0.0)
+    early, late = (
+        decode.generate(model, [prompt], replace(decoder, early_exit=exit_))[0]
+        for exit_ in (True, False)
     )
-    for (prompt, decoder), result in zip(requests, results, strict=True):
-        raw = expected(model, prompt, decoder)
-        assert result.raw_tokens == raw
-        assert result.tokens == visible(model, raw)
+    assert (early.tokens, early.finish_reason) == (late.tokens, late.finish_reason)
+    assert early.forwards <= late.forwards
+    if not set(late.raw_tokens) & set(model.end_ids):
+        assert len(late.raw_tokens) == decoder.max_new_tokens
+
+
+LOSSLESS = {
+    "d2f": (plain_models, pipelines(
+        tau_conf=st.sampled_from([0.05, 0.15, 0.3, 0.9, 1.0]), early_exit=st.booleans(),
+        lossless=st.sampled_from([1, 2, 4, 8]),
+    )),
+    "freedave": (st.one_of(plain_models, block_models), freedaves),
+    "freedave eager": (block_models, eager),
+    "freedave above 1": (plain_models, options(
+        decode.FreeDave, tau=st.just(1.1), **exact | drafts
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@settings(max_examples=25)
+@given(st.data(), st.integers(1, 4))
+def test_what_is_lossless_saves_a_forward_for_each_accepted_draft(name, data, batch_size):
+    models, decoders = LOSSLESS[name]
+    model = data.draw(models)
+    requests = data.draw(st.lists(st.tuples(prompts, decoders), min_size=1, max_size=3))
+    kept = ("block_size", "max_new_tokens", "cache", "early_exit", "steps")
+
+    def slow(decoder: Any) -> Decoder:
+        if decoder.name == "d2f":
+            return replace(decoder, lossless=None)
+        return decode.Static(**{option: getattr(decoder, option) for option in kept})
+
+    plain = run(model, [(prompt, slow(decoder)) for prompt, decoder in requests])
+    drafted = run(model, requests, batch_size)
+    for expected, result, (_, decoder) in zip(plain, drafted, requests, strict=True):
+        assert result.raw_tokens == expected.raw_tokens
+        assert result.finish_reason == expected.finish_reason
+        accepted = result.counts["accepted"]
+        assert result.forwards == expected.forwards - accepted
+        assert 0 <= accepted <= result.counts["drafted"]
+        if 1 in (getattr(decoder, "lossless", 0), getattr(decoder, "drafts", 0)):
+            assert result.calls == expected.calls
 
 
 @settings(max_examples=15)
-@given(
-    models,
-    st.lists(st.tuples(prompts, pipelines), min_size=2, max_size=5),
-    st.lists(st.integers(0, 3), min_size=5, max_size=5),
-    st.data(),
-)
-def test_arrival_order_changes_nothing(model, requests, pauses, data):
-    """Requests that enter while others are being decoded give what they give alone."""
-    order = data.draw(st.permutations(range(len(requests))))
-    slots = sum(len(p) + d.max_new_tokens for p, d in requests)
-    engine = Engine(model, batch_size=3, slots=slots)
-    found = {}
-
-    def advance(times: int) -> None:
-        for _ in range(times):
-            for event in engine.advance():
-                if event.result is not None:
-                    found[event.request] = event.result.raw_tokens
-
-    for i, pause in zip(order, pauses, strict=False):
-        engine.submit(Request(i, *requests[i], model.contract, None))
-        advance(pause)
-    for event in engine.run():
-        if event.result is not None:
-            found[event.request] = event.result.raw_tokens
-    for i, (prompt, decoder) in enumerate(requests):
-        raw = expected(model, prompt, decoder)
-        assert found[i] == [token for token in raw if token is not None]
+@given(st.one_of(plain_models, students), prompts, plus, frame["cache"])
+def test_freedave_plus_without_drafts_is_threshold_decoding(model, prompt, decoder, cache):
+    size = decoder.block_size or decoder.length
+    plain = decode.Threshold(size, decoder.length, cache, decoder.early_exit, tau=decoder.tau)
+    one = replace(decoder, drafts=1, cache=cache)
+    alone, expected = (decode.generate(model, [prompt], d)[0] for d in (one, plain))
+    assert (alone.raw_tokens, alone.forwards) == (expected.raw_tokens, expected.forwards)
 
 
 @settings(max_examples=20)
-@given(models, prompts, pipelines)
-def test_a_cached_span_holds_no_mask_and_counts_add_up(model, prompt, decoder):
-    """Only decoded blocks are ever left out of a forward."""
-    request = Request(0, prompt, decoder, model.contract, None)
-    engine = Engine(model, batch_size=1, slots=request.session.slots)
-    engine.submit(request)
-    while not request.done:
-        step = request.next_step
-        assert step is not None
-        assert not request.session.masked[: step.cached].any()
-        assert step.cached + len(step.tokens) >= step.positions.max() + 1
-        engine.advance()
-    result = request.result
-    assert result.forwards == len(result.calls) == engine.forwards
-    assert len(result.raw_tokens) <= decoder.max_new_tokens
-
-
-@settings(max_examples=20)
-@given(models, prompts, pipelines)
-def test_early_exit_never_changes_the_visible_tokens(model, prompt, decoder):
-    early, late = (
-        decode.generate(model, [prompt], replace(decoder, early_exit=exit_, temperature=0.0))[0]
-        for exit_ in (True, False)
-    )
-    assert early.tokens == late.tokens
-    assert early.forwards <= late.forwards
-
-
-@settings(max_examples=20)
-@given(models, prompts, pipelines)
-def test_the_response_is_exactly_max_new_tokens_without_an_end(model, prompt, decoder):
-    """A short last block, never a response cut to a multiple of the block size."""
-    result = decode.generate(model, [prompt], replace(decoder, early_exit=False))[0]
-    if not set(result.raw_tokens) & set(model.end_ids):
-        assert len(result.raw_tokens) == decoder.max_new_tokens
-        assert result.finish_reason == "length"
+@given(students, prompts, sampling, st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.integers(1, 20),
+       st.sampled_from([0.0, 0.5, 1.0]))  # fmt: skip
+def test_block_is_the_pipeline_that_appends_a_block_when_the_last_is_decoded(
+    model, prompt, chosen, tau, new, tau_act
+):
+    pipeline = decode.D2F(None, 1.0, tau_act, tau, new, **chosen)
+    block = decode.Block(reveal="dynamic", tau=tau, max_new_tokens=new, **chosen)
+    ours, theirs = (decode.generate(model, [prompt], d)[0] for d in (block, pipeline))
+    assert ours.raw_tokens == theirs.raw_tokens
+    assert ours.calls == theirs.calls
 
 
 @settings(max_examples=30)
-@given(models, prompts, pipelines)
+@given(plain_models, prompts, d2fs)
+@example(random_model("llada", 0), [5, 6, 7], decode.D2F(4, 0.0, 1.0, 1.0, 16))
 def test_d2f_feeds_only_blocks_that_may_reveal_or_are_cached(model, prompt, decoder):
     """And would decode the same if it fed all open ones."""
     result = decode.generate(model, [prompt], decoder)[0]
@@ -198,13 +329,53 @@ def test_d2f_feeds_only_blocks_that_may_reveal_or_are_cached(model, prompt, deco
     assert result.forwards == whole.forwards
     fed, all_fed = ([rows for rows, _ in one.calls] for one in (result, whole))
     assert all(few <= many for few, many in zip(fed, all_fed, strict=True))
+    if decoder == decode.D2F(4, 0.0, 1.0, 1.0, 16):
+        # One block that is cached, one that reveals.
+        assert max(fed[1:]) == 8 < max(all_fed[1:])
 
 
-def test_d2f_feeds_no_block_that_could_not_reveal_anything():
-    decoder = decode.D2F(4, tau_add=0.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=16)
-    result = decode.generate(random_model("llada", 0), [[5, 6, 7]], decoder)[0]
-    with patch.object(D2FSession, "needed_end", lambda self: self.pipeline[-1].end):
-        whole = decode.generate(random_model("llada", 0), [[5, 6, 7]], decoder)[0]
-    assert result.raw_tokens == whole.raw_tokens
-    assert max(rows for rows, _ in result.calls[1:]) == 8  # one that is cached, one that reveals
-    assert max(rows for rows, _ in whole.calls[1:]) > 8
+STEPPED = {
+    "d2f": (masked_models, d2fs),
+    "d2f lossless": LOSSLESS["d2f"],
+    "revoking": (masked_models, revoking),
+    "blockwise": (masked_models, blockwise),
+    "block": (block_models, blocks),
+    "freedave": (masked_models, freedaves),
+    "freedave eager": (block_models, eager),
+}
+
+
+@pytest.mark.parametrize("name", STEPPED)
+@settings(max_examples=20)
+@given(st.data(), prompts)
+def test_what_is_cached_is_final_and_each_row_sees_one_state(name, data, prompt):
+    """Leading slots that a step calls cached hold no mask and were last written from the tokens
+    that stand there; a row of the sequence writes its own slot, a branch or shadow only scratch
+    slots of the request, and each row sees a position once, in a slot that holds it."""
+    models, decoders = STEPPED[name]
+    model, decoder = data.draw(models), data.draw(decoders)
+    request = Request(0, prompt, decoder, model.contract, None)
+    session, own = request.session, len(request.session.x)
+    engine = Engine(model, batch_size=1, slots=session.slots)
+    step = request.begin(session.width)
+    engine.submit(request)
+    position_in: dict[int, int] = {}
+    token_in: dict[int, int] = {}
+    while not request.done:
+        assert step.slots.max() < session.slots
+        used = step.slots[step.slots != own]  # the spare slot, for rows fed only to be read
+        assert len(used) == len(set(used.tolist()))
+        assert not session.masked[: step.cached].any()
+        exact = getattr(decoder, "cache", "none") == "none"
+        assert not exact or all(token_in[slot] == session.x[slot] for slot in range(step.cached))
+        for slot, position, token in zip(step.slots, step.positions, step.tokens, strict=True):
+            assert slot >= own or slot == position
+            position_in[slot], token_in[slot] = position, token
+        for ranges in step.spans:
+            seen = np.concatenate([np.arange(*pair) for pair in ranges])
+            held = sorted(position_in[slot] for slot in seen.tolist())
+            assert len(set(seen.tolist())) == len(seen)
+            if name != "revoking":  # a shadow leaves positions out
+                assert held == list(range(len(held)))
+        engine.advance()
+        step = request.step

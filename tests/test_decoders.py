@@ -1,4 +1,5 @@
-"""Decoders as state machines, with made-up predictions and no model; and their options."""
+"""Options of decoders: what they may be, which decoder fits which model, how each is found; and the
+rules that say which tokens a step reveals, on made-up predictions without a model."""
 
 from __future__ import annotations
 
@@ -7,135 +8,215 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from block_tiny import sdar, student, wedlm
 from hypothesis import given
 from hypothesis import strategies as st
+from shadows import CONTRACT, END
+from tiny import random_model
 
 import decode
-from d2f.contract import OBJECTIVES, PROMPT_RULES, Contract
+from d2f.contract import OBJECTIVES, PROMPT_RULES
 from d2f.errors import InputError
-from decode.decoders import DECODERS, as_decoder, default_decoder
-from decode.decoders.base import MOST
-from decode.decoders.unmask import reveal_count
+from decode.decoders import DECODERS, as_decoder, default_decoder, find_decoder, qualified_name
+from decode.decoders.base import MOST, Decoder, default_grid, option, options_of
+from decode.decoders.unmask import bounded, reveal_count, sure, sure_together
 from decode.step import Predictions, Step
+from tests.references.blockwise import Guess, _entropy
 
-MASK, END = 1, 0
-CONTRACT = Contract(
-    family="llada",
-    mask_id=MASK,
-    end_ids=(END,),
-    logit_shift=0,
-    rope_fp32=True,
-    prompt_rule="bidirectional",
+NUMBER = "must be 0 or more, got"
+WHOLE = "must be a whole number of at least 1, got"
+BAD = [
+    ("d2f", {"tau_add": 1.5}, r"tau_add must lie in \[0, 1\], got 1.5"),
+    ("d2f", {"tau_act": -0.1}, "tau_act"),
+    ("d2f", {"tau_conf": float("nan")}, r"tau_conf must lie in \[0, 1\], got nan"),
+    ("d2f", {"tau_conf": "0.9"}, r"tau_conf must lie in \[0, 1\], got '0.9': expected a number"),
+    ("d2f", {"block_size": 0}, f"block_size {WHOLE} 0"),
+    ("d2f", {"block_size": 2.0}, f"block_size {WHOLE} 2.0"),
+    ("d2f", {"max_new_tokens": 0}, f"max_new_tokens {WHOLE} 0"),
+    ("d2f", {"early_exit": "no"}, "early_exit must be true or false, got 'no'"),
+    ("d2f", {"forced_pick": "neg_entropy"}, "forced_pick must be one of .*; did you mean entropy"),
+    ("d2f", {"lossless": 0}, f"lossless {WHOLE} 0"),
+    ("d2f", {"lossless": True}, "lossless"),
+    ("d2f", {"lossless": "auto"}, "lossless auto is gone: .* the engine's max_rows narrows it"),
+    ("d2f", {"lossless": 4, "temperature": 1.0}, r"lossless needs temperature 0.*got 1\.0"),
+    ("d2f", {"lossless": 4, "revoke": "commit"}, "got lossless 4 and revoke 'commit'"),
+    ("d2f", {"revoke": "never"}, "revoke must be one of always, commit, got 'never'"),
+    ("d2f", {"revoke": "always", "tau_revoke": 1.5}, r"tau_revoke must lie in \[0, 1\], got 1.5"),
+    ("static", {"block_size": 8, "max_new_tokens": 24, "steps": 8}, "multiple of the 3 blocks"),
+    ("static", {"cache": "both"}, "cache must be one of none, prefix, dual, got 'both'"),
+    ("static", {"cache": None}, "cache must be one of none, prefix, dual, got None"),
+    ("threshold", {"tau": -0.1}, f"tau {NUMBER} -0.1"),
+    ("threshold", {"tau": float("inf")}, f"tau {NUMBER} inf"),
+    ("factor", {"factor": True}, f"factor {NUMBER} True: expected a number"),
+    ("entropy", {"gamma": None}, f"gamma {NUMBER} None"),
+    ("entropy", {"proxy": "neg_entropy"}, "proxy must be one of entropy, confidence, margin, got"),
+    ("freedave", {"drafts": 2.0}, f"drafts {WHOLE} 2.0"),
+    ("freedave", {"drafts": "auto"}, "drafts auto is gone"),
+    ("freedave", {"drafting": "trees"}, "drafting must be one of tree, batch, got 'trees'"),
+    ("freedave", {"tau": 0.9, "steps": 4}, "expected one of them, got steps 4 and tau 0.9"),
+    ("freedave", {"eager": True, "cache": "dual"}, "eager needs cache none"),
+    ("freedave", {"temperature": 0.5}, "freedave needs temperature 0.*got 0.5"),
+    ("wino", {"tau1": 0.9, "tau2": 0.9}, "tau1 must be below tau2 .* got tau1 0.9 and tau2 0.9"),
+    ("wino", {"tau2": 1.1}, "tau2"),
+    ("wino", {"caps": 1}, "caps must be true or false, got 1"),
+    ("block", {"block_size": 4, "denoising_steps": 5}, "at most the block size 4, got 5"),
+    ("block", {"reveal": "all"}, "reveal must be one of static, dynamic, sequential, got 'all'"),
+    ("block", {"align": "left"}, "align must be one of absolute, prompt, got 'left'"),
+    ("wedlm", {"window": 0}, f"window {WHOLE} 0"),
+    ("wedlm", {"window": "auto", "verify": "ar"}, "window auto is gone: expected a whole number"),
+    ("wedlm", {"entropy_threshold": float("nan")}, f"entropy_threshold {NUMBER} nan"),
+    ("wedlm", {"distance_penalty": "far"}, f"distance_penalty {NUMBER} 'far'"),
+    ("wedlm", {"refill": "block", "verify": "ar"}, "expected another refill, got block"),
+    ("wedlm", {"window_attention": "bidirectional"}, "needs refill block.*got refill paper"),
+    ("wedlm", {"verify": True}, "verify must be one of ar, got True"),
+    ("wedlm", {"verify": "ar", "temperature": 0.2}, "verify needs temperature 0.* got 0.2"),
+    ("autoregressive", {"temperature": -1.0}, f"temperature {NUMBER} -1.0"),
+    ("autoregressive", {"temperature": 10**400}, f"temperature {NUMBER} 1000"),
+    ("autoregressive", {"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+    ("autoregressive", {"top_k": 0}, f"top_k {WHOLE} 0"),
+    ("autoregressive", {"seed": 1.5}, "seed must be a whole number"),
+    ("autoregressive", {"seed": 2**64}, "seed must be at most 18446744073709551615, got 1844674"),
+    ("autoregressive", {"seed": -(2**63) - 1}, "seed must be a whole number of at least -922337"),
+    ("autoregressive", {"stop": ("",)}, "stop must be non-empty strings"),
+    ("autoregressive", {"stop": 5}, "stop must be non-empty strings"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
+def test_a_bad_option_is_named_with_what_came(name, options, message):
+    with pytest.raises(InputError, match=message):
+        DECODERS[name](**options)
+
+
+def test_an_unknown_option_is_told_the_nearest():
+    with pytest.raises(TypeError, match="D2F has no option 'tau_cnf'; did you mean tau_conf"):
+        decode.D2F(tau_cnf=1)
+
+
+def test_options_come_in_the_published_order_with_the_published_values():
+    decoder = decode.D2F(32, 0.1, 0.95, 0.9, 256)
+    assert decoder == decode.D2F(32)
+    assert decode.Autoregressive(7).max_new_tokens == 7
+    for kind in (decode.Threshold, decode.Factor, decode.EntropyBounded):
+        assert kind().block_size == 32
+        assert kind(block_size=None, max_new_tokens=70).size == 70
+    assert (decode.Threshold().tau, decode.Factor().factor) == (0.9, 1.0)
+    assert (decode.EntropyBounded().gamma, decode.EntropyBounded().proxy) == (0.1, "entropy")
+
+
+def test_an_option_says_what_flags_and_grids_need():
+    found = {one.name: one for one in options_of(decode.WeDLM)}
+    window, verify = found["window"], found["verify"]
+    assert (window.kind, window.default, window.unit, window.search) == (int, 16, "N", (8, 16))
+    assert window.shown == "as trained here, else 16" and window.is_number
+    assert (verify.kind, verify.may_be_none, verify.shown) == (("ar",), True, "off")
+    assert found["top_p"].above and not verify.is_number
+    assert default_grid(decode.D2F)["tau_add"] == (0.1, 0.5)
+
+    class Odd(Decoder):
+        name = "odd"
+        size: str = option("a", "no number, no words")
+
+    Odd.__dataclass_fields__ = Odd.__dataclass_fields__ | {"size": Odd.size}
+    Odd.size.name, Odd.size.type = "size", "str"
+    with pytest.raises(InputError, match="option size of a decoder must be annotated as int"):
+        options_of.__wrapped__(Odd)
+
+
+def test_a_type_checker_sees_every_decoder():
+    """`decode.NAME` is found at run time; the imports for type checkers are written by hand."""
+    source = Path(decode.__file__).read_text(encoding="utf-8")
+    for kind in DECODERS.values():
+        names = [line for line in source.splitlines() if f"from {kind.__module__} import" in line]
+        assert len(names) == 1 and kind.__name__ in names[0]
+        assert kind.__name__ in decode.__all__ and getattr(decode, kind.__name__) is kind
+
+
+def test_a_decoder_of_ones_own_is_found_by_module_and_class():
+    kind = find_decoder("random_k:RandomK")
+    assert qualified_name(kind) == "random_k:RandomK"
+    assert qualified_name(decode.Static) == "static"
+    found = decode.generate(random_model("llada"), [[9, 10]], kind(4, 8, k=3))[0]
+    assert len(found.raw_tokens) == 8 and found.forwards == 4
+    for name, said in (
+        ("beam", "must be one of autoregressive, .*, got 'beam'"),
+        ("random_k:Nothing", "cannot be imported: AttributeError"),
+        ("random_k:RandomKSession", "expected a subclass of decode.Decoder"),
+        ("no_module:X", "cannot be imported: ModuleNotFoundError"),
+        (7, "got 7"),
+    ):
+        with pytest.raises(InputError, match=said):
+            find_decoder(name)
+
+
+@given(
+    st.sampled_from([None, 5]),
+    st.sampled_from([None, *OBJECTIVES]),
+    st.sampled_from(PROMPT_RULES),
+    st.sampled_from([None, 8]),
 )
+def test_every_model_has_one_default_decoder(mask_id, objective, prompt_rule, block_size):
+    facts = {"objective": objective, "prompt_rule": prompt_rule, "block_size": block_size}
+    contract = replace(CONTRACT, mask_id=mask_id, **facts)
+    claiming = [kind for kind in DECODERS.values() if kind.is_default_for(contract)]
+    assert [default_decoder(contract)] == claiming
 
 
-def predictions(step: Step, confidence: float | list[float], token: int = 9) -> Predictions:
-    count = len(step.read)
-    values = np.full(count, confidence) if isinstance(confidence, float) else np.array(confidence)
-    return Predictions(np.full(count, token), values.astype(np.float32))
+@pytest.mark.parametrize(
+    ("name", "objective", "expected"),
+    [
+        ("wedlm", "wedlm", decode.WeDLM(window=6)),
+        ("wedlm", None, decode.WeDLM()),
+        ("threshold", "wino_plus", decode.Threshold(6)),
+        ("threshold", "d2f", decode.Threshold()),
+        ("d2f", "d2f", decode.D2F(6)),
+    ],
+)
+def test_a_decoder_by_name_has_what_follows_from_the_model(name, objective, expected):
+    assert as_decoder(name, replace(CONTRACT, objective=objective, block_size=6)) == expected
 
 
-def begin(decoder: decode.Decoder, prompt: list[int] | None = None, **contract):
-    return decoder.begin(prompt or [5, 6, 7], replace(CONTRACT, **contract))
+LLADA, STUDENT, SDAR = random_model("llada"), student("dream", 4, 0), sdar(4, 0)
+REFUSED = [
+    (decode.D2F(), random_model("causal"), "d2f needs a model with a mask id, .* autoregressive"),
+    (decode.Autoregressive(), LLADA, "autoregressive needs a causal model"),
+    (decode.Static(), wedlm(False, 0), "static needs .* wedlm is causal: take wedlm"),
+    (decode.Wino(), wedlm(False, 0), "wino needs a bidirectional or block-causal model"),
+    (decode.Threshold(), random_model("causal"), "causal has none: take autoregressive"),
+    (decode.FreeDave(eager=True), LLADA, "eager drafts need a block-causal model"),
+    (decode.Block(), LLADA, "llada is bidirectional: take static"),
+    (decode.Block(), wedlm(False, 0), "wedlm is causal: take wedlm"),
+    (decode.Block(), random_model("causal"), "block needs a model with a mask id"),
+    (decode.Block(denoising_steps=5), SDAR, "at most the block size 4, got 5"),
+    (decode.WeDLM(), LLADA, "llada is bidirectional: take static or d2f"),
+    (decode.WeDLM(), STUDENT, "dream is block-causal: take block"),
+    (decode.WeDLM(), SDAR, "sdar is absolute block-causal: take block"),
+    (decode.WeDLM(), random_model("causal"), "wedlm needs a model with a mask id"),
+]
 
 
-def states(session) -> list[str]:
-    return [block.state for block in session.blocks()]
+@pytest.mark.parametrize(("decoder", "model", "message"), REFUSED)
+def test_a_model_that_cannot_be_decoded_is_refused_with_the_decoder_to_take(
+    decoder, model, message
+):
+    with pytest.raises(InputError, match=message):
+        decode.generate(model, [[5]], decoder)
 
 
-def test_the_pipeline_opens_one_block_a_forward_and_only_the_first_is_forced():
-    """Block 1 starts fully active because the prompt counts as decoded; a semi-active block reveals
-    nothing below tau_conf, a fully active one exactly its best."""
-    session = begin(decode.D2F(4, tau_add=0.0, tau_act=1.0, tau_conf=0.9, max_new_tokens=12))
-    step = session.step()
-    assert states(session) == ["fully active"]
-    assert (len(step.tokens), step.cached) == (7, 0)
-    session.accept(predictions(step, [0.1, 0.5, 0.3, 0.5]))
-    assert session.blocks()[0].tokens == (None, 9, None, None)  # ties go to the first
-    step = session.step()
-    assert states(session) == ["fully active", "semi-active"]
-    assert (len(step.tokens), step.cached) == (8, 3)
-    session.accept(predictions(step, 0.5))
-    assert session.blocks()[0].tokens == (9, 9, None, None)
-    assert session.blocks()[1].tokens == (None,) * 4
+def test_the_positions_after_a_response_are_within_the_context():
+    """A window of the official refill reaches past max_new_tokens."""
+    model = wedlm(False, 0)
+    decoder = decode.WeDLM(window=MOST, refill="repository", max_new_tokens=9)
+    with pytest.raises(InputError, match="max_new_tokens=9 and 1048575 positions after them"):
+        decode.generate(model, [[5]], decoder)
+    with pytest.raises(InputError, match="no room for a response"):
+        decode.generate(model, [[5]], replace(decoder, max_new_tokens=None))
 
 
-@pytest.mark.parametrize(("pick", "first"), [("confidence", 1), ("entropy", 2), ("margin", 0)])
-def test_a_forced_pick_goes_by_its_own_score_and_the_others_by_confidence(pick, first):
-    """As the official code: tau_conf is of the confidence whatever the pick goes by."""
-    session = begin(decode.D2F(3, tau_conf=0.8, forced_pick=pick, max_new_tokens=3))
-    step = session.step()
-    assert step.uncertainty == (pick != "confidence")
-    values = np.array([[0.4, 0.5, 0.3], [0.9, 0.8, 0.2], [0.3, 0.1, 0.2]], np.float32)
-    session.accept(Predictions(np.full(3, 9), values[0], entropy=values[1], margin=values[2]))
-    assert [r.position for r in session.revealed] == [first]
-    session.step()
-    values = np.array([[0.85, 0.1], [0.9, 0.1], [0.1, 0.9]], np.float32)
-    session.accept(Predictions(np.full(2, 9), values[0], entropy=values[1], margin=values[2]))
-    assert len(session.revealed) == 1 and session.revealed[0].confidence == np.float32(0.85)
-
-
-def test_a_threshold_is_strict_for_confidence_and_inclusive_for_adding_and_activating():
-    session = begin(decode.D2F(2, tau_add=0.5, tau_act=0.5, tau_conf=0.5, max_new_tokens=6))
-    session.accept(predictions(session.step(), [0.5, 0.25]))  # not above 0.5: only the forced one
-    assert session.blocks()[0].tokens == (9, None)
-    session.step()
-    assert states(session) == ["fully active", "fully active"]  # at 0.5 both happen
-
-
-def test_a_finished_block_is_fed_once_more_and_then_cached():
-    session = begin(decode.D2F(2, tau_add=1.0, tau_act=1.0, tau_conf=0.5, max_new_tokens=4))
-    session.accept(predictions(session.step(), 0.9))
-    assert states(session) == ["to cache"]
-    step = session.step()
-    assert (len(step.tokens), step.cached) == (4, 3)  # its two clean tokens, two new masks
-    assert states(session) == ["cached", "fully active"]
-    session.accept(predictions(step, 0.9))
-    assert session.step() is None  # the last block is never cached
-
-
-def test_an_end_stops_appending_and_early_exit_waits_for_what_is_before_it():
-    session = begin(decode.D2F(4, tau_add=0.0, tau_act=0.0, tau_conf=0.5, max_new_tokens=40))
-    step = session.step()
-    found = Predictions(np.array([9, 9, END, 9]), np.array([0.9, 0.1, 0.9, 0.1], np.float32))
-    session.accept(found)
-    assert session.blocks()[0].tokens == (9, None, END, None)
-    step = session.step()
-    assert step is not None and len(session.blocks()) == 1
-    session.accept(predictions(step, [0.4, 0.1]))
-    assert session.step() is None
-    assert session.settled == [9, 9, END]
-
-
-def test_a_shifted_family_feeds_the_row_before_the_block_again():
-    session = begin(decode.D2F(2, tau_add=1.0, max_new_tokens=4), logit_shift=1)
-    step = session.step()
-    assert step.read.tolist() == [2, 3]
-    session.accept(predictions(step, 0.99))
-    session.accept(predictions(session.step(), 0.99))
-    session = begin(decode.D2F(2, tau_add=0.0, tau_conf=0.9, max_new_tokens=2), logit_shift=1)
-    session.accept(predictions(session.step(), [0.1, 0.2]))
-    step = session.step()  # position 3 is still masked; its row 2 is cached
-    assert step.positions.tolist() == [2, 3, 4]
-    assert step.cached == 3
-    assert step.tokens[0] == 7
-    assert step.spans[0].tolist() == [[0, 3]]
-
-
-def test_the_last_block_is_short():
-    session = begin(decode.D2F(4, tau_add=0.0, max_new_tokens=6))
-    session.accept(predictions(session.step(), 0.1))
-    session.step()
-    assert [(b.start, b.end) for b in session.blocks()] == [(0, 4), (4, 6)]
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_static_counts_are_even_and_complete(masked, steps):
-    counts = [reveal_count(masked, steps, done) for done in range(min(masked, steps))]
-    assert sum(counts) == masked
-    assert max(counts) - min(counts) <= 1 and min(counts) > 0
-    assert counts == sorted(counts, reverse=True)
-    assert reveal_count(masked, steps, steps) == masked // steps
+def made_up(step: Step, confidence: np.ndarray) -> Predictions:
+    ones = None if step.queried_tokens is None else np.ones(len(step.read), np.float32)
+    return Predictions(np.full(len(step.read), 9), confidence.astype(np.float32), ones)
 
 
 @pytest.mark.parametrize(
@@ -155,149 +236,131 @@ def test_static_counts_are_even_and_complete(masked, steps):
 )
 def test_no_option_is_counted_up_to(huge, plain):
     """The largest option there is, is that of the response, at once and in as many slots."""
+    late = {} if plain.name == "autoregressive" else {"early_exit": False}
     sessions = [
-        begin(replace(d, max_new_tokens=9, early_exit=False) if d.name != "autoregressive"
-              else replace(d, max_new_tokens=9)) for d in (huge, plain)
-    ]  # fmt: skip
+        replace(one, max_new_tokens=9, **late).begin([5, 6, 7], CONTRACT) for one in (huge, plain)
+    ]
     assert sessions[0].slots == sessions[1].slots
     for _ in range(9):
         steps = [session.step() for session in sessions]
         if steps[1] is None:
             break
         for session, step in zip(sessions, steps, strict=True):
-            confidence = np.linspace(0.1, 0.95, len(step.read)).tolist()
-            made = predictions(step, confidence)
-            asked = step.queried_tokens is not None
-            ones = np.ones(len(step.read), np.float32) if asked else None
-            session.accept(replace(made, queried_probability=ones))
+            session.accept(made_up(step, np.linspace(0.1, 0.95, len(step.read))))
         assert sessions[0].tokens == sessions[1].tokens
     assert len(sessions[0].tokens) == 9
 
 
-def test_the_positions_after_a_response_are_within_the_context():
-    """A window of the official refill reaches past max_new_tokens."""
-    from block_tiny import wedlm
-
-    model = wedlm(False, 0)
-    decoder = decode.WeDLM(window=MOST, refill="repository", max_new_tokens=9)
-    with pytest.raises(InputError, match="max_new_tokens=9 and 1048575 positions after them"):
-        decode.generate(model, [[5]], decoder)
-    with pytest.raises(InputError, match="no room for a response"):
-        decode.generate(model, [[5]], replace(decoder, max_new_tokens=None))
-    decoder = decode.WeDLM(window=MOST, max_new_tokens=9)  # the paper's refill stays within
-    assert decode.generate(model, [[5]], decoder)[0].tokens == (
-        decode.generate(model, [[5]], replace(decoder, window=9))[0].tokens
-    )
+# Sixty-fourths, with many ties: every sum below is exact.
+parts = st.integers(0, 64).map(lambda n: n / 64)
+confidences = st.lists(parts, min_size=1, max_size=12).map(lambda v: np.array(v, np.float32))
+entropies = st.lists(st.integers(0, 256).map(lambda n: n / 64), min_size=1, max_size=12)
+bounds = st.integers(0, 512).map(lambda n: n / 64)
 
 
-def test_static_reveals_the_most_confident_of_the_current_block_only():
-    session = begin(decode.Static(block_size=3, steps=4, max_new_tokens=6))
-    step = session.step()
-    assert len(step.tokens) == 9 and step.read.tolist() == [3, 4, 5]
-    session.accept(predictions(step, [0.2, 0.9, 0.2]))
-    assert [block.tokens for block in session.blocks()] == [(9, 9, None), (None,) * 3]
+def first_best(values: np.ndarray) -> int:
+    return max(range(len(values)), key=lambda i: (values[i], -i))
 
 
-def test_autoregressive_stops_at_an_end():
-    session = begin(decode.Autoregressive(max_new_tokens=5), mask_id=None, prompt_rule="causal")
-    session.accept(predictions(session.step(), 0.5))
-    step = session.step()
-    assert (step.tokens.tolist(), step.positions.tolist(), step.cached) == ([9], [3], 3)
-    session.accept(predictions(step, 0.5, token=END))
-    assert session.step() is None
-    assert session.tokens == [9, END]
+@given(confidences, parts | st.just(1.5))
+def test_the_threshold_takes_the_surest_and_all_that_reach_tau(confidence, tau):
+    expected = {i for i, c in enumerate(confidence) if c >= tau} | {first_best(confidence)}
+    assert set(sure(confidence, tau)) == expected
 
 
-BAD = [
-    ("d2f", {"tau_add": 1.5}, "tau_add"),
-    ("d2f", {"tau_act": -0.1}, "tau_act"),
-    ("d2f", {"tau_conf": float("nan")}, "tau_conf"),
-    ("d2f", {"tau_conf": "high"}, "tau_conf"),
-    ("d2f", {"block_size": 0}, "block_size"),
-    ("d2f", {"block_size": 2.0}, "block_size"),
-    ("d2f", {"max_new_tokens": 0}, "max_new_tokens"),
-    ("static", {"block_size": 8, "max_new_tokens": 24, "steps": 8}, "multiple of the 3 blocks"),
-    ("static", {"steps": 0}, "steps"),
-    ("autoregressive", {"max_new_tokens": 0}, "max_new_tokens"),
-    ("autoregressive", {"temperature": -1.0}, "temperature"),
-    ("autoregressive", {"temperature": float("inf")}, "temperature"),
-    ("autoregressive", {"top_p": 0.0}, "top_p"),
-    ("autoregressive", {"top_k": 0}, "top_k"),
-    ("autoregressive", {"seed": 1.5}, "seed"),
-    (
-        "autoregressive",
-        {"seed": 2**64},
-        "seed must be a whole number in .*, got 18446744073709551616",
-    ),
-    ("autoregressive", {"seed": -(2**63) - 1}, "seed must be a whole number in"),
-    ("autoregressive", {"stop": ("",)}, "stop"),
-    ("autoregressive", {"stop": 5}, "stop"),
-    ("d2f", {"early_exit": "no"}, "early_exit"),
-]
+@given(confidences, bounds)
+def test_the_factor_takes_the_longest_prefix_of_the_ranking_that_passes(confidence, factor):
+    ranked = sorted(range(len(confidence)), key=lambda i: -confidence[i])
+    count = 1
+    while count < len(ranked) and confidence[ranked[count]] >= 1 - factor / (count + 2):
+        count += 1
+    assert sure_together(confidence, factor).tolist() == ranked[:count]
 
 
-@pytest.mark.parametrize(("name", "options", "message"), BAD)
-def test_a_bad_option_is_named_with_what_came(name, options, message):
-    with pytest.raises(InputError, match=message):
-        DECODERS[name](**options)
+@given(entropies, bounds, st.data())
+def test_the_bound_takes_the_longest_prefix_of_any_order(entropy, gamma, data):
+    """Brute force over all prefixes; the longest is found by counting since the bounded sum never
+    falls."""
+    h = np.array(entropy, np.float32)
+    order = data.draw(st.permutations(range(len(h))))
+    error = np.empty(len(h), np.float32)
+    error[order] = np.arange(len(h))
+    sums = [sum(h[order[:n]]) - max(h[order[:n]]) for n in range(1, len(h) + 1)]
+    assert sums == sorted(sums)
+    count = max(n for n, value in enumerate(sums, 1) if value <= gamma)
+    assert bounded(h, error, gamma).tolist() == order[:count]
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(TypeError, match="tau_adn"):
-        decode.D2F(tau_adn=0.1)
+@given(st.lists(st.floats(0, 3, width=32), min_size=1, max_size=9), st.integers(0, 8))
+def test_the_entropy_bound_is_summed_as_in_the_reference(entropy, rank):
+    """One after the other in fp64, whatever Python's own `sum` does."""
+    h = np.array(entropy, np.float32)
+    ordered = np.sort(h).astype(np.float64)
+    gamma = float((np.cumsum(ordered) - np.maximum.accumulate(ordered))[rank % len(h)])
+    guesses = [Guess(p, 9, 0.5, float(value), 0.5) for p, value in enumerate(h)]
+    expected = _entropy(guesses, decode.EntropyBounded(gamma=gamma), 0, len(h))
+    assert bounded(h, h, gamma).tolist() == [guess.position for guess in expected]
 
 
-def test_a_decoder_refuses_a_model_it_cannot_decode():
-    causal = replace(CONTRACT, family="causal", mask_id=None, prompt_rule="causal")
-    with pytest.raises(InputError, match="d2f needs a model with a mask id"):
-        decode.D2F().check(causal)
-    with pytest.raises(InputError, match="autoregressive needs a causal model"):
-        decode.Autoregressive().check(CONTRACT)
-
-
-def test_options_come_in_the_published_order():
-    decoder = decode.D2F(32, 0.1, 0.95, 0.9, 256)
-    assert (decoder.block_size, decoder.tau_add, decoder.max_new_tokens) == (32, 0.1, 256)
-    static = decode.Static(block_size=8, max_new_tokens=64, steps=64)
-    assert (static.block_size, static.steps, static.max_new_tokens) == (8, 64, 64)
-    assert decode.Autoregressive(7).max_new_tokens == 7
-
-
-def test_a_type_checker_sees_every_decoder():
-    """`decode.NAME` is found at run time; the imports for type checkers are written by hand."""
-    source = Path(decode.__file__).read_text(encoding="utf-8")
-    for kind in DECODERS.values():
-        assert f"from {kind.__module__} import {kind.__name__}\n" in source
-        assert kind.__name__ in decode.__all__ and getattr(decode, kind.__name__) is kind
-
-
-@given(
-    st.sampled_from([None, 5]),
-    st.sampled_from([None, *OBJECTIVES]),
-    st.sampled_from(PROMPT_RULES),
-    st.sampled_from([None, 8]),
-)
-def test_every_model_has_one_default_decoder(mask_id, objective, prompt_rule, block_size):
-    contract = replace(
-        CONTRACT,
-        mask_id=mask_id,
-        objective=objective,
-        prompt_rule=prompt_rule,
-        block_size=block_size,
-    )
-    claiming = [kind for kind in DECODERS.values() if kind.is_default_for(contract)]
-    assert [default_decoder(contract)] == claiming
+def test_an_entropy_just_below_0_is_0():
+    """Rounding in fp32 must not make room for another token."""
+    h = np.array([-1e-6, -1e-6, 0.25, 0.25], np.float32)
+    assert bounded(h, h, 0.0).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("name", "objective", "expected"),
+    ("proxy", "first"), [("entropy", [0]), ("confidence", [1]), ("margin", [2])]
+)
+def test_the_proxy_says_what_the_entropy_bound_sorts_by(proxy, first):
+    session = decode.EntropyBounded(gamma=0.0, proxy=proxy, max_new_tokens=3).begin([5], CONTRACT)
+    assert session.step().uncertainty
+    values = ([0.1, 0.9, 0.2], [1.0, 2.0, 3.0], [0.1, 0.2, 0.9])
+    confidence, entropy, margin = (np.array(v, np.float32) for v in values)
+    session.accept(Predictions(np.array([7, 8, 9]), confidence, entropy=entropy, margin=margin))
+    assert [revealed.position for revealed in session.revealed] == first
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_static_counts_are_even_and_complete(masked, steps):
+    counts = [reveal_count(masked, steps, done) for done in range(min(masked, steps))]
+    assert sum(counts) == masked
+    assert max(counts) - min(counts) <= 1 and min(counts) > 0
+    assert counts == sorted(counts, reverse=True)
+    assert reveal_count(masked, steps, steps) == masked // steps
+
+
+def just_below(confidence: float) -> float:
+    """A threshold that only fp32 cannot tell from a confidence."""
+    return float(np.nextafter(confidence, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "above"),
     [
-        ("wedlm", "wedlm", decode.WeDLM(window=6)),
-        ("wedlm", None, decode.WeDLM()),
-        ("threshold", "wino_plus", decode.Threshold(6)),
-        ("threshold", "d2f", decode.Threshold()),
-        ("d2f", "d2f", decode.D2F(6)),
+        (lambda tau: decode.D2F(2, tau_conf=tau, max_new_tokens=2), 1),
+        (lambda tau: decode.Block(2, tau=tau, max_new_tokens=2, align="prompt"), 1),
+        (lambda tau: decode.Wino(2, 2, tau1=tau, caps=False), 2),
+        (lambda tau: decode.Threshold(2, 2, tau=tau), 2),
     ],
 )
-def test_a_decoder_by_name_has_what_follows_from_the_model(name, objective, expected):
-    assert as_decoder(name, replace(CONTRACT, objective=objective, block_size=6)) == expected
+def test_a_threshold_is_rounded_as_the_official_codes_round_it(make, above):
+    """D2F and SDAR compare fp32 tensors with it, WINO and Fast-dLLM fp64 ones."""
+    confidence = torch.tensor([0.3, 0.9])
+    tau = just_below(float(confidence[0]))
+    official = confidence if above == 1 else confidence.double()
+    assert int((official > tau).sum()) == above
+    session = make(tau).begin([5], CONTRACT)
+    session.step()
+    session.accept(Predictions(np.array([9, 9]), confidence.numpy()))
+    assert len(session.revealed) == above
+
+
+def test_autoregressive_stops_at_an_end():
+    causal = replace(CONTRACT, mask_id=None, prompt_rule="causal")
+    session = decode.Autoregressive(max_new_tokens=5).begin([5, 6, 7], causal)
+    session.accept(made_up(session.step(), np.array([0.5])))
+    step = session.step()
+    assert (step.tokens.tolist(), step.positions.tolist(), step.cached) == ([9], [3], 3)
+    session.accept(Predictions(np.array([END]), np.array([0.5], np.float32)))
+    assert session.step() is None
+    assert session.tokens == [9, END]

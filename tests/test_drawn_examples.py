@@ -344,7 +344,7 @@ def test_wino_module():
         if not np.isscalar(confidence):
             confidence = confidence + [0.0] * (n - len(confidence))
         answer(session, step, tokens, confidence, queried=shadow)
-        blocks.append(session.view(2, 6))
+        blocks.append(session.view(2, 6, "decoded").tokens)
     assert verified == [[], [3, 5], [2, 3]]
     assert blocks == [(None, B, None, D), (A, B, None, None), (A, B, C, 35)]
     assert session.step() is None

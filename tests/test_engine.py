@@ -114,9 +114,12 @@ LOSSLESS = {
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from(sorted(LOSSLESS)), st.data(), st.lists(st.integers(0, 9), min_size=4, max_size=4),
-    st.integers(1, 4), st.integers(1, 40),
-)  # fmt: skip
+    st.sampled_from(sorted(LOSSLESS)),
+    st.data(),
+    st.lists(st.integers(0, 9), min_size=4, max_size=4),
+    st.integers(1, 4),
+    st.integers(1, 40),
+)
 def test_tokens_do_not_depend_on_max_rows(kind, data, comes, batch_size, max_rows):
     """Whatever arrives when: widths rise and fall in the middle of a response."""
     prompts = st.lists(tokens, min_size=1, max_size=9)

@@ -9,18 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tiny import fresh_model, random_model, tokenizer
+from tiny import POISON, fresh_model, poisoned_model, random_model, tokenizer
 
 import d2f
 import decode
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
-from decode.engine.sampling import PredictionRequest, Sampler, draws_of
-from decode.step import Sampling
-from tests.references.predictions import predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -68,13 +63,32 @@ def test_a_decoder_may_be_named(model):
     assert len(decode.generate(model, ["Use 3", "Use 4"], ["d2f", decode.Static()])) == 2
 
 
-@pytest.mark.parametrize("decoder", ["d3f", decode.D2F, None, 5, ["d2f", 7]])
-def test_what_is_no_decoder_is_named_with_what_is_expected(model, decoder):
-    message = (
-        r"decoder must be a Decoder, such as decode.D2F\(\), or one of the names .*d2f, .* got "
-    )
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ("treshold", "decoder must be one of autoregressive, .* did you mean threshold"),
+        ("Threshold", "did you mean threshold"),
+        (decode.D2F, r"decoder must be a Decoder, such as decode.D2F\(\), .* got "),
+        (None, "decoder must be a Decoder"),
+        (["d2f", 7], "expected one decoder or 1, got 2"),
+        ([7], "decoder must be a Decoder, .* got 7"),
+    ],
+)
+def test_what_is_no_decoder_is_named_with_what_is_expected(model, decoder, message):
     with pytest.raises(InputError, match=message):
         decode.generate(model, ["Use 3"], decoder)
+
+
+def test_what_is_no_model_is_named_with_what_is_expected():
+    with pytest.raises(InputError, match=r"expected a model, as d2f.load\(...\) gives it, got 'ti"):
+        decode.generate("tiny-d2f", "Use 3", PIPELINE)
+
+
+def test_names_of_the_package():
+    """`dir` shows what there is, a typing error is told the nearest name."""
+    assert set(decode.__all__) <= set(dir(decode))
+    with pytest.raises(AttributeError, match="no attribute 'Treshold'; did you mean Threshold"):
+        decode.Treshold  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["d2f", "static", "freedave", "wino"])
@@ -111,20 +125,59 @@ def test_text_is_the_visible_tokens(model):
     assert result.tokens_per_forward == len(result.tokens) / result.forwards
 
 
-def test_a_stop_string_hides_itself_and_what_follows(model):
-    """Tokens that it hides are not counted, whatever the decoder."""
-    for decoder in (
-        PIPELINE,
-        decode.Static(block_size=4, max_new_tokens=12),
-    ):
-        free = decode.generate(model, "Use 3", decoder)[0]
-        middle = tokenizer().decode(free.tokens[2:3])
-        stopped = decode.generate(model, "Use 3", replace(decoder, stop=(middle,)))[0]
-        assert stopped.finish_reason == "stop"
-        assert stopped.text == free.text[: free.text.index(middle)]
-        assert stopped.tokens == free.tokens[: len(stopped.tokens)]
-        assert len(stopped.tokens) < len(free.tokens)
-        assert stopped.forwards <= free.forwards
+def texts(tokens: list[int]) -> list[str]:
+    """The text of the first 0, 1, 2, ... tokens."""
+    return [
+        tokenizer().decode(tokens[:n], skip_special_tokens=True) for n in range(len(tokens) + 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decode.D2F(4, tau_conf=0.2, max_new_tokens=16),
+        decode.Static(4, 16),
+        decode.Static(4, 16, steps=4),
+    ],
+)
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_a_stop_string_over_two_tokens_cuts_inside_the_first(family, decoder):
+    """The text ends where the string begins, in the middle of a token; that token, which is partly
+    hidden, is not counted."""
+    model, cases = random_model(family), 0
+    for prompt in ([token, 5, 6] for token in range(7, 40, 2)):
+        free = decode.generate(model, [prompt], decoder)[0]
+        upto = texts(free.tokens)
+        for n in range(1, len(free.tokens)):
+            first, second = upto[n][len(upto[n - 1]) :], upto[n + 1][len(upto[n]) :]
+            if len(first) < 2 or not second or "\ufffd" in first + second:
+                continue
+            stop = first[1:] + second[0]
+            place = upto[-1].find(stop)
+            if place != len(upto[n - 1]) + 1:
+                continue  # it stands earlier, too
+            cases += 1
+            result = decode.generate(model, [prompt], replace(decoder, stop=(stop,)))[0]
+            assert result.finish_reason == "stop"
+            assert result.text == upto[-1][:place]
+            assert result.tokens == free.tokens[: n - 1]
+    assert cases, "no token of two characters was followed by another: nothing was tested"
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"), [(("8", "18+"), "1"), (("+", "8+7="), "18"), (("7=", "+7=2"), "18+")]
+)
+def test_a_stop_string_within_another_cuts_the_same_at_any_width(stop, text):
+    """The inner one ends first: a forward that settles one token ends there, and one that settles
+    the outer one's end with it must not prefer the outer one, which begins first."""
+    model = d2f.load("tiny-wedlm", device="cpu")
+    question = "Raj has 18 stamps. He buys 7 more. How many stamps does Raj have now?"
+    plain = decode.Autoregressive(64, stop=stop)
+    wide = decode.WeDLM(window=16, verify="ar", max_new_tokens=64, stop=stop)
+    one, many = (decode.generate(model, question, way)[0] for way in (plain, wide))
+    assert len(many.raw_tokens) > len(one.raw_tokens)  # it settled what follows, too
+    assert one.text == many.text == text
+    assert one.tokens == many.tokens
 
 
 def test_the_stream_reports_every_reveal_once(model):
@@ -199,110 +252,6 @@ def test_greedy_samples_are_equal_and_n_is_checked(model):
     assert [result.error is None for result in found] == [True, True, False, False]
 
 
-@settings(max_examples=30)
-@given(st.integers(0, 99), st.sampled_from([None, 1, 3]), st.sampled_from([1.0, 0.6, 0.01]))
-def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, top_k, top_p):
-    torch.manual_seed(seed)
-    logits = torch.randn(40, 12) * 2
-    logits[:, 5] = 50.0  # the mask would be certain
-    sampler = Sampler(Sampling(1.0, top_p, top_k, seed), mask_id=5)
-    found = predict(logits, [PredictionRequest(sampler, 40)], 1)[0]
-    assert 5 not in found.token
-    allowed = logits.clone()
-    allowed[:, 5] = -torch.inf
-    draws = draws_of(torch.from_numpy(sampler.lines(40)), filtered=True)
-    kept = allowed.masked_fill(allowed < draws.floor(allowed)[:, None], -torch.inf)
-    assert torch.isfinite(kept.gather(1, torch.from_numpy(found.token)[:, None])).all()
-    probability = allowed.softmax(-1)
-    for row, keep in zip(probability, torch.isfinite(kept), strict=True):
-        chosen = row[keep]
-        if top_k is not None:
-            assert len(chosen) <= top_k
-        if len(chosen) > 1:  # without its least likely token it would not reach top_p
-            assert chosen.sum() - chosen.min() < top_p + 1e-6
-        assert keep[row.argmax()]
-
-
-def test_confidence_is_the_probability_under_the_full_softmax():
-    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
-    greedy = Sampler(Sampling(), mask_id=3)
-    found = predict(logits, [PredictionRequest(greedy, 1)], 1)[0]
-    assert found.token.tolist() == [0]
-    assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
-
-
-def test_each_request_gets_the_scores_that_its_step_asked_for():
-    logits = torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 5.0, 1.0]])
-    sampler = Sampler(Sampling(), mask_id=3)
-    p = logits.double().softmax(-1)
-    plain, queried, scored = predict(
-        logits,
-        [
-            PredictionRequest(sampler, 1),
-            PredictionRequest(sampler, 1, queried_tokens=np.array([2])),
-            PredictionRequest(sampler, 1, uncertainty=True),
-        ],
-        1,
-    )
-    assert plain.queried_probability is plain.entropy is plain.margin is None
-    assert queried.entropy is scored.queried_probability is None
-    assert queried.queried_probability == pytest.approx([p[1, 2].item()])
-    assert scored.entropy == pytest.approx([-(p[2] * p[2].log()).sum().item()])
-    assert scored.margin == pytest.approx([(p[2, 2] - p[2, 0]).item()])
-    assert [x.token.tolist() for x in (plain, queried, scored)] == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
-    logits = torch.zeros(3, 5)
-    logits[:, 0], logits[1, 4] = 9.0, bad
-    with pytest.raises(NonFiniteLogitsError, match="forward 7"):
-        predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=4), 3)], 7)
-    logits[1, 4] = -torch.inf  # a token that the model rules out is no fault
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=3), 3)], 7)[0]
-    assert found.token.tolist() == [0] * 3
-
-
-@pytest.mark.parametrize("temperature", [1e-9, 1e-12, 1e-38, 1e-45, 5e-324])
-def test_a_temperature_near_0_is_greedy(model, temperature):
-    """Also where fp32 cannot hold it, or a logit divided by it."""
-    logits = torch.tensor([[3.0, -1e4, 9.0, 8.99999], [1e4, 2e4, 0.0, -5.0]])
-    sampler = Sampler(Sampling(temperature, 0.9, 3), mask_id=None)
-    assert predict(logits, [PredictionRequest(sampler, 2)], 1)[0].token.tolist() == [2, 1]
-    cold = replace(PIPELINE, temperature=temperature)
-    results = [decode.generate(model, "Use 3", d)[0].tokens for d in (cold, PIPELINE)]
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("top_p", [1e-30, 1e-45, 1e-46, 5e-324])
-def test_the_smallest_top_p_keeps_the_likeliest_token_alone(top_p):
-    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]]).expand(50, 4)
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0, top_p), None), 50)], 1)[0]
-    assert set(found.token.tolist()) == {2}
-
-
-@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
-def test_any_seed_that_torch_takes_is_taken(model, seed):
-    hot = replace(PIPELINE, temperature=1.0, seed=seed)
-    results = decode.generate(model, ["Use 3"] * 2, hot, n=2)
-    assert len({result.seed for result in results}) == 4
-
-
-def test_a_temperature_may_be_a_whole_number_of_any_size(model):
-    """Beyond int64, too; what is drawn is then any token alike."""
-    hot = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2**64)
-    same = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2.0**64)
-    first, second = (decode.generate(model, "Use 3", d)[0].raw_tokens for d in (hot, same))
-    assert first == second and len(first) == 4
-
-
-def test_sampled_frequencies_follow_the_probabilities():
-    logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0), None), 20000)], 1)[0]
-    shares = np.bincount(found.token, minlength=3) / 20000
-    assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -313,8 +262,6 @@ def test_sampled_frequencies_follow_the_probabilities():
         ([4, 10**6], "ids must lie in"),
         ([4, -1], "ids must lie in"),
         (5, "expected text, chat messages or ids, one or a list of them, got 5"),
-        ("\ud800", "prompt 0 is not Unicode text"),
-        ({"role": "user", "content": "\ud800"}, "prompt 0 is not Unicode text"),
         ({"role": "wizard", "content": "x"}, "chat template"),
         ([4.5], "expected text, chat messages or ids"),
         ([[4.5]], "whole token ids"),
@@ -331,11 +278,6 @@ def test_a_bad_prompt_is_refused_before_any_forward(model, prompt, message):
         decode.generate(model, prompt, PIPELINE)
 
 
-def test_a_mixed_prompt_may_hold_what_cannot_be_printed(model):
-    with pytest.raises(InputError, match="expected chat messages alone, got int"):
-        decode.generate(model, [[{"role": "user", "content": "x"}, 10**5000]], PIPELINE)
-
-
 def test_text_needs_a_tokenizer(llada):
     with pytest.raises(InputError, match="needs a tokenizer"):
         decode.generate(llada, "hello", PIPELINE)
@@ -346,8 +288,60 @@ def test_text_needs_a_tokenizer(llada):
 def test_batch_size_and_decoder_count_are_checked(model):
     with pytest.raises(InputError, match="batch_size"):
         decode.generate(model, "Use 3", PIPELINE, batch_size=0)
+    with pytest.raises(InputError, match="max_rows must be a whole number of at least 1, got 0"):
+        decode.generate(model, "Use 3", PIPELINE, max_rows=0)
+    with pytest.raises(InputError, match="on_error must be one of raise, return, got 'ignore'"):
+        decode.generate(model, "Use 3", PIPELINE, on_error="ignore")
     with pytest.raises(InputError, match="expected one decoder or 2, got 1"):
         decode.generate(model, ["Use 3", "Use 4"], [PIPELINE])
+
+
+def test_an_iterator_of_prompts_is_drawn_from_as_requests_enter(model):
+    """With a decoder for each, or one for all."""
+    prompts = [[9 + i, 10, 11] for i in range(7)]
+    decoders = [PIPELINE, decode.Static(4, 8), HOT] * 3
+    drawn = []
+
+    def draw():
+        for prompt in prompts:
+            drawn.append(prompt)
+            yield prompt
+
+    events = decode.stream(model, draw(), iter(decoders), batch_size=2)
+    next(events)
+    assert len(drawn) == 2, "no more than may enter"
+    rest = [event.result for event in events if event.result is not None]
+    want = decode.generate(model, prompts, decoders[:7], batch_size=3)
+    assert sorted(r.raw_tokens for r in rest) == sorted(r.raw_tokens for r in want)
+    assert events.forwards > 0
+    shared = decode.generate(model, iter(prompts), HOT, batch_size=3)
+    want = decode.generate(model, prompts, HOT)
+    assert [r.raw_tokens for r in shared] == [r.raw_tokens for r in want]
+    with pytest.raises(InputError, match="prompt 1 is empty"):
+        list(decode.stream(model, iter([[9], []]), PIPELINE))
+
+
+BAD_PROMPTS = [("", "is empty"), ([4, 1], "mask id"), ([10**6], "ids must lie in"), ([4] * 250, "")]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_or_request_fails_alone_where_asked(bad, message):
+    poisoned = poisoned_model()
+    good = [[9, 10, 11], [30, 31]]
+    alone = [decode.generate(poisoned, [p], HOT)[0] for p in good]
+    asked = [good[0], bad, [9, POISON], good[1]]
+    results = decode.generate(poisoned, asked, [HOT] * 4, on_error="return")
+    assert [r.error is None for r in results] == [True, False, False, True]
+    assert [results[i].raw_tokens for i in (0, 3)] == [r.raw_tokens for r in alone]
+    assert "prompt 1" in str(results[1].error) and message in str(results[1].error)
+    assert isinstance(results[1].error, InputError)
+    assert isinstance(results[2].error, NonFiniteLogitsError)
+    for result in results[1:3]:
+        assert (result.tokens, result.finish_reason) == ([], "error")
+        assert result.tokens_per_forward == 0
+    assert (results[1].forwards, results[2].forwards) == (0, 1)
+    with pytest.raises(NonFiniteLogitsError, match="prompt 1: the model gave NaN"):
+        decode.generate(poisoned, [[9], [POISON]], HOT)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

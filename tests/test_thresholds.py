@@ -11,26 +11,15 @@ import torch
 from block_tiny import student
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shadows import CONTRACT
 from tiny import random_model
 
 import decode
-from d2f.contract import Contract
-from decode.decoders.unmask import bounded
 from decode.step import Predictions, Step
 from tests.references.block import decode_block
-from tests.references.blockwise import Guess, _entropy
 from tests.references.d2f import decode_d2f
 from tests.references.d2f_revoke import decode_d2f_revoking
 from tests.references.wino import decode_wino
-
-CONTRACT = Contract(
-    family="llada",
-    mask_id=1,
-    end_ids=(0,),
-    logit_shift=0,
-    rope_fp32=True,
-    prompt_rule="bidirectional",
-)
 
 
 def confident(step: Step, first: int) -> Predictions:
@@ -96,27 +85,6 @@ def test_a_confidence_on_the_threshold_is_decided_as_in_the_reference(family, pr
     assert result.raw_tokens == [token for token in raw if token is not None]
 
 
-@pytest.mark.parametrize(
-    ("make", "above"),
-    [
-        (lambda tau: decode.D2F(2, tau_conf=tau, max_new_tokens=2), 1),
-        (lambda tau: decode.Block(2, tau=tau, max_new_tokens=2, align="prompt"), 1),
-        (lambda tau: decode.Wino(2, 2, tau1=tau, caps=False), 2),
-        (lambda tau: decode.Threshold(2, 2, tau=tau), 2),
-    ],
-)
-def test_a_threshold_is_rounded_as_the_official_codes_round_it(make, above):
-    """D2F and SDAR compare fp32 tensors with it, WINO and Fast-dLLM fp64 ones."""
-    confidence = torch.tensor([0.3, 0.9])
-    tau = just_below(float(confidence[0]))
-    official = confidence if above == 1 else confidence.double()
-    assert int((official > tau).sum()) == above
-    session = make(tau).begin([5], CONTRACT)
-    session.step()
-    session.accept(Predictions(np.array([9, 9]), confidence.numpy()))
-    assert len(session.revealed) == above
-
-
 @given(
     st.lists(st.floats(0, 3, width=32), min_size=1, max_size=9),
     st.floats(0, 1),
@@ -133,18 +101,3 @@ def test_wedlm_adds_its_penalty_as_the_official_code_does(entropy, penalty, rank
     session = decoder.begin([5], CONTRACT)
     masks = 7 + stride * np.arange(len(entropy))
     assert session.choose(masks, h.numpy()).tolist() == chosen
-
-
-@given(
-    st.lists(st.floats(0, 3, width=32), min_size=1, max_size=9),
-    st.integers(0, 8),
-)
-def test_the_entropy_bound_is_summed_as_in_the_reference(entropy, rank):
-    """One after the other in fp64, whatever Python's own `sum` does."""
-    h = np.array(entropy, np.float32)
-    ordered = np.sort(h).astype(np.float64)
-    gamma = float((np.cumsum(ordered) - np.maximum.accumulate(ordered))[rank % len(h)])
-    guesses = [Guess(p, 9, 0.5, float(value), 0.5) for p, value in enumerate(h)]
-    decoder = decode.EntropyBounded(gamma=gamma)
-    expected = [guess.position for guess in _entropy(guesses, decoder, 0, len(h))]
-    assert bounded(h, h, gamma).tolist() == expected

@@ -1,151 +1,27 @@
-"""WeDLM's streaming decoding: as the official code, as its plain reference, and, verified, as
-greedy autoregressive decoding."""
+"""WeDLM's streaming decoding on made-up predictions, and what its reordering computes (against its
+reference and the official code: test_decode_reference.py, test_decode_golden.py)."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from block_tiny import sdar, student, wedlm
+from block_tiny import wedlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_model, tokenizer
+from test_decode_reference import prompts, streaming, verified
+from test_decode_reference import wedlms as models
 
-import d2f
 import decode
 from d2f import spans as sp
 from d2f.attention import SpanPlan
-from d2f.errors import InputError
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.step import Predictions, Step
-from tests.references.d2f import DensePlan, decode_autoregressive
-from tests.references.wedlm import decode_wedlm, streaming_mask
-
-GOLDEN = Path(__file__).parent / "golden" / "dream-tiny"
-models = st.builds(wedlm, st.booleans(), st.integers(0, 2))
-prompts = st.lists(st.integers(2, len(tokenizer()) - 1), min_size=1, max_size=12)
-sampling = st.sampled_from([{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 5}])
-greedy = {
-    "window": st.sampled_from([1, 2, 4, 9]),
-    "entropy_threshold": st.sampled_from([None, 0.0, 0.5, 1.5, 3.0]),
-    "distance_penalty": st.sampled_from([0.0, 0.02, 0.5]),
-    "refill": st.sampled_from(["paper", "repository"]),
-    "max_new_tokens": st.integers(1, 24),
-}
-refills = st.sampled_from(
-    [
-        {"refill": "paper"},
-        {"refill": "repository"},
-        {"refill": "block"},
-        {"refill": "block", "window_attention": "bidirectional"},
-    ]
-)
-decoders = st.builds(
-    lambda chosen, way, **options: decode.WeDLM(**(options | chosen | way)),
-    sampling,
-    refills,
-    seed=st.integers(0, 9),
-    **greedy,
-)
-verified = st.builds(decode.WeDLM, verify=st.just("ar"), **greedy)
-
-
-def visible(tokens: list[int | None], end_ids: tuple[int, ...]) -> list[int | None]:
-    ends = [i for i, token in enumerate(tokens) if token in end_ids or token is None]
-    return tokens[: ends[0]] if ends else tokens
-
-
-@pytest.mark.parametrize("batch_size", [1, 16])
-def test_the_official_tokens_forwards_and_rows(batch_size):
-    """The official loop follows a forward of the prompt alone, which is part of the first forward
-    here, and ends with one that only commits, which is left out."""
-    model = d2f.load(GOLDEN, family="wedlm", device="cpu")
-    cases = json.loads((GOLDEN / "wedlm.json").read_text())["cases"]
-    assert len(cases) == 24
-    results = decode.generate(
-        model,
-        [case["prompt"] for case in cases],
-        [
-            decode.WeDLM(
-                window=case["window"],
-                entropy_threshold=case["entropy_threshold"],
-                distance_penalty=case["pos_penalty"],
-                max_new_tokens=case["max_new_tokens"],
-                refill="repository",
-            )
-            for case in cases
-        ],
-        batch_size=batch_size,
-    )
-    for case, result in zip(cases, results, strict=True):
-        official = case["output"][: case["max_new_tokens"]]
-        assert result.tokens == visible(official, (2,))
-        assert (result.finish_reason == "end") == (2 in official)
-        assert len(result.raw_tokens) <= case["max_new_tokens"]
-        (rows, cached), *later = case["calls"]
-        expected = [(rows + cached, 0), *map(tuple, later[:-1])]
-        assert result.calls == expected
-        # The same rows but for the forward that only commits, and that of the prompt.
-        assert result.counts["window_rows"] == rows + sum(fed for fed, _ in later[:-1])
-        assert result.p_cache == len(result.tokens) / result.counts["window_rows"]
-        assert result.forwards == case["forwards"] - 1
-
-
-@settings(max_examples=40)
-@given(models, st.lists(st.tuples(prompts, decoders), min_size=1, max_size=4), st.integers(1, 4))
-def test_the_engine_equals_the_reference(model, requests, batch_size):
-    results = decode.generate(
-        model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
-    )
-    for (prompt, decoder), result in zip(requests, results, strict=True):
-        raw, forwards = decode_wedlm(model, prompt, decoder)
-        assert result.raw_tokens == [token for token in raw if token is not None]
-        assert result.tokens == visible(raw, model.end_ids)
-        assert result.forwards == forwards
-
-
-@settings(max_examples=40)
-@given(models, st.lists(st.tuples(prompts, verified), min_size=1, max_size=4), st.integers(1, 4))
-def test_verified_is_greedy_autoregressive_in_no_more_forwards(model, requests, batch_size):
-    results = decode.generate(
-        model, [p for p, _ in requests], [d for _, d in requests], batch_size=batch_size
-    )
-    for (prompt, decoder), result in zip(requests, results, strict=True):
-        plain = decode.Autoregressive(decoder.max_new_tokens)
-        tokens = decode_autoregressive(model, prompt, plain)
-        assert result.raw_tokens == tokens
-        assert result.tokens == visible(tokens, model.end_ids)
-        assert 1 <= result.forwards <= len(tokens)
-        assert len(tokens) <= result.forwards + result.counts["accepted"]
-
-
-def test_verified_drafts_are_accepted_and_rejected():
-    """A draft that holds saves a forward, even on a model that was not trained to draft."""
-    model = d2f.load(GOLDEN, family="wedlm", device="cpu")
-    cases = json.loads((GOLDEN / "wedlm.json").read_text())["cases"]
-    given_prompts = [case["prompt"] for case in cases]
-    found = decode.generate(model, given_prompts, decode.WeDLM(max_new_tokens=32, verify="ar"))
-    plain = decode.generate(model, given_prompts, decode.Autoregressive(32))
-    assert [r.raw_tokens for r in found] == [r.raw_tokens for r in plain]
-    assert sum(r.forwards for r in found) < sum(r.forwards for r in plain)
-    assert sum(r.counts["accepted"] for r in found) > 0
-    assert sum(r.counts["rejected"] for r in found) > 0
-
-
-@settings(max_examples=15)
-@given(models, prompts, st.integers(1, 12), st.sampled_from([0.0, 1.0]))
-def test_autoregressive_decodes_a_wedlm_model_with_a_shift_of_one(
-    model, prompt, length, temperature
-):
-    decoder = decode.Autoregressive(length, temperature=temperature)
-    result = decode.generate(model, [prompt], decoder)[0]
-    assert result.raw_tokens == decode_autoregressive(model, prompt, decoder)
-    assert model.mask_id not in result.raw_tokens
+from tests.references.d2f import DensePlan
+from tests.references.wedlm import streaming_mask
 
 
 @settings(max_examples=25)
@@ -168,16 +44,17 @@ def test_a_causal_forward_in_the_physical_order_is_the_logical_mask(model, fille
 
 
 @settings(max_examples=25)
-@given(models, prompts, st.one_of(decoders, verified))
+@given(models, prompts, streaming | verified)
 def test_what_is_committed_are_the_keys_and_values_of_a_causal_pass(model, prompt, decoder):
     request = Request(0, prompt, decoder, model.contract, None)
     engine = Engine(model, batch_size=1, slots=request.session.slots)
+    step = request.begin(request.session.width)
     engine.submit(request)
     while not request.done:
-        step = request.next_step
         assert not np.isin(model.mask_id, request.session.x[: step.cached])
         assert step.slots.tolist() == list(range(step.cached, step.cached + len(step.tokens)))
         engine.advance()
+        step = request.step
     count = request.session.committed
     rows = torch.arange(count)
     plain = model.new_cache(count)
@@ -249,43 +126,6 @@ def test_a_draft_that_fails_becomes_the_greedy_token_and_later_ones_are_masked_a
     step = session.step()
     assert (step.tokens.tolist(), step.cached) == ([8, 1, 1, 1], 3)
     assert session.blocks()[-1].tokens == (8, None, None, None)
-
-
-BAD = [
-    ({"window": 0}, "window must be a whole number of at least 1, got 0"),
-    (
-        {"entropy_threshold": -0.1},
-        "entropy_threshold must be a finite number of at least 0, got -0.1",
-    ),
-    ({"entropy_threshold": float("nan")}, "entropy_threshold .* got nan"),
-    ({"distance_penalty": "far"}, "distance_penalty .* got 'far'"),
-    ({"refill": "both"}, "refill must be one of paper, repository, block, got 'both'"),
-    ({"refill": "block", "verify": "ar"}, "expected another refill, got block"),
-    ({"window_attention": "bidirectional"}, "needs refill block.*got refill paper"),
-    ({"verify": True}, "verify must be one of ar, got True"),
-    ({"verify": "ar", "temperature": 0.2}, "verify needs temperature 0, got 0.2"),
-    ({"max_new_tokens": 0}, "max_new_tokens"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), BAD)
-def test_a_bad_option_is_named_with_what_came(options, message):
-    with pytest.raises(InputError, match=message):
-        decode.WeDLM(**options)
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (random_model("llada"), "llada is bidirectional: take static or d2f"),
-        (student("dream", 4, 0), "dream is block-causal: take block"),
-        (sdar(4, 0), "sdar is absolute block-causal: take block"),
-        (random_model("causal"), "wedlm needs a model with a mask id"),
-    ],
-)
-def test_a_model_that_is_not_causal_is_refused_with_the_alternative(model, message):
-    with pytest.raises(InputError, match=message):
-        decode.generate(model, [[5]], decode.WeDLM())
 
 
 def test_block_by_block_a_window_stands_until_it_is_filled_and_is_committed_whole():

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
 
@@ -265,6 +265,12 @@ class Decoder(abc.ABC):
             raise InputError(f"stop must be non-empty strings, got {repr_of(self.stop)}")
         # The dataclass is frozen; a list, as YAML gives one, becomes a tuple that can be compared.
         object.__setattr__(self, "stop", tuple(stop))
+
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        known = [f.name for f in fields(cls)]
+        for name in options.keys() - set(known):
+            raise TypeError(f"{cls.__name__} has no option {name!r}{did_you_mean(name, known)}")
+        return super().__new__(cls)
 
     def greedy_only(self, what: str) -> None:
         """Raise InputError unless decoding is greedy, which drafts are checked against."""

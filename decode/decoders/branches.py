@@ -1,4 +1,4 @@
-"""Several states of one request in one forward: its own rows in its own slots, and beside them
+"""Feed several states of one request in one forward: its own rows in its own slots, and beside them
 branches, which are rows of other states of the same sequence in scratch slots (FreeDave's
 candidates, arXiv 2510.00294; their spans: `d2f.spans.branch_spans`).
 """
@@ -33,7 +33,7 @@ class Branch:
 
 
 def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: int) -> Step:
-    """The step `own` with branches beside it; each branch's reads follow, in order.
+    """Add branches to the step `own`; each branch's reads follow, in order.
 
     A branch row sees the own slots where they are not fed, or are fed and the same for it, its own
     branch for the rest, and behind what is fed the own slots again. scratch: the first of the
@@ -82,7 +82,7 @@ def with_branches(own: Step, branches: Sequence[Branch], scratch: int, spare: in
 
 
 def split(predictions: Predictions, counts: Sequence[int]) -> list[Predictions]:
-    """The predictions of a step with branches, taken apart: those of the own rows, then of each
+    """Take the predictions of a step with branches apart: those of the own rows, then of each
     branch. counts: how many rows each of them reads, in that order."""
     ends = np.cumsum(counts)
     return [predictions.rows(slice(end - n, end)) for n, end in zip(counts, ends, strict=True)]

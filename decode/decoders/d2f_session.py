@@ -162,7 +162,7 @@ class D2FSession(MaskedSession):
         return self.feed_step() if self.advance() else None
 
     def feed_step(self) -> Step:
-        """The step that feeds what is open, and what was just finished."""
+        """Feed what is open, and what was just finished."""
         self.counts["active_blocks"] += sum(block.active for block in self.pipeline)
         # Everything from the first block that is not cached on: finished blocks, clean, then open
         # ones.
@@ -181,7 +181,7 @@ class D2FSession(MaskedSession):
         return step
 
     def advance(self) -> bool:
-        """Append and activate blocks, say what is wanted; False where the request is done."""
+        """Append and activate blocks, find what is wanted; False where it is done."""
         # One block a forward at most, and before activation, so that a block may be appended and
         # become fully active in the same forward.
         self._append()
@@ -193,8 +193,8 @@ class D2FSession(MaskedSession):
         return True
 
     def needed_end(self) -> int:
-        """Where the last block ends whose rows this forward needs: one that may reveal a token, or
-        is cached with it. Blocks after it are seen by none of the rows before them, and are fed
+        """Find where the last block ends whose rows this forward needs: one that may reveal a token,
+        or is cached with it. Blocks after it are seen by none of the rows before them, and are fed
         anew in any case, as long as one before them is open."""
         # No confidence lies above 1: only full blocks reveal.
         blind = self.decoder.tau_conf >= 1
@@ -206,8 +206,8 @@ class D2FSession(MaskedSession):
         return needed[-1]
 
     def ends(self) -> Ints:
-        """Where what each opened position sees ends, int64 ``[end of the last block]``: under the
-        block-causal mask at the end of its own block."""
+        """Give the ends of what each opened position sees, int64 ``[end of the last block]``: under
+        the block-causal mask the end of its own block."""
         ends = np.empty(self.pipeline[-1].end, dtype=np.int64)
         for block in self.pipeline:
             ends[block.start : block.end] = block.end

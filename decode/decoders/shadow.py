@@ -1,5 +1,5 @@
-"""WINO's shadow (arXiv 2507.18578, section 4): rows that predict decided positions as if they were
-still masked, beside a step's own rows, which do not see them.
+"""Add WINO's shadow (arXiv 2507.18578, section 4) to a step: rows that predict decided positions as
+if they were still masked, beside the step's own rows, which do not see them.
 
 Where row p predicts position p, the shadow of a block is one mask for each of its positions, at
 the same positions: row p sees what position p sees, but not position p itself, and of the shadow
@@ -32,7 +32,7 @@ from decode.step import Floats, Ints, Step
 
 
 def shadow_slots(positions: int, contract: Contract) -> int:
-    """Scratch slots that the shadow of so many positions takes."""
+    """Count the scratch slots that the shadow of so many positions takes."""
     return positions * (1 + contract.logit_shift)
 
 
@@ -40,7 +40,7 @@ def add_shadow(
     step: Step, x: Ints, ends: Ints, start: int, end: int, verified: Ints, slot: int,
     contract: Contract, *, leakage: bool = False,
 ) -> Step:  # fmt: skip
-    """The step with the shadow of the block ``[start, end)`` of the sequence x, after its own rows.
+    """Add the shadow of the block ``[start, end)`` of the sequence x after a step's own rows.
 
     ends: position p sees ``[0, ends[p])``. verified: int64 ``[V]``, the positions of the block to
     predict again; their rows are read last, each querying its token. Nothing is added for none.
@@ -81,8 +81,8 @@ def add_shadow(
 
 
 def weakest(probability: Floats, tau: float, most: int) -> Ints:
-    """Indices of the probabilities below tau, compared in fp64 as in WINO's code, in order; of more
-    than `most` the smallest."""
+    """Find the probabilities below tau, compared in fp64 as in WINO's code, as indices in order; of
+    more than `most` the smallest."""
     low = np.flatnonzero(probability.astype(np.float64) < tau)
     order = np.argsort(probability[low], kind="stable")
     return np.sort(low[order[: max(most, 0)]])
@@ -91,7 +91,7 @@ def weakest(probability: Floats, tau: float, most: int) -> Ints:
 def _pairs(
     x: Ints, ends: Ints, verified: Ints, slot: int, mask_id: int, leakage: bool
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Tokens, positions, slots, spans of the pairs, and which of these rows are read.
+    """Make tokens, positions, slots and spans of the pairs, and say which of these rows are read.
 
     Each pair has two slots, `copies` and the one after it, also where its mask is not fed.
     """

@@ -1,4 +1,4 @@
-"""Many requests' steps as one flat batch, on the host and then on the device."""
+"""Join many requests' steps into one flat batch, on the host and then on the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FlatRows:
     segments: list[Segment]
 
     def on(self, device: torch.device) -> Rows:
-        """The batch on a device, in one copy."""
+        """Copy the batch to a device, all at once."""
         # Each copy to a GPU costs a launch, whatever its size.
         parts = (self.tokens, self.positions, self.slots, self.spans.ravel(), self.read)
         host = torch.from_numpy(np.concatenate(parts))
@@ -57,8 +57,8 @@ class Rows:
 
 
 def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
-    """The steps of all requests one after the other, slots counted from each request's base. Two
-    requests, the first in the slots from 0 on, the second in those from 6 on::
+    """Join the steps of all requests, slots counted from each request's base. Two requests, the
+    first in the slots from 0 on, the second in those from 6 on::
 
         request    base    slots of its step    spans of its step       read of its step
         a          0       2 3                  [0, 4) [0, 4)           1
@@ -91,7 +91,7 @@ def join(fed: Sequence[tuple[Request, Step]]) -> FlatRows:
 
 
 def _segments(spans: Ints, firsts: Ints, bases: Ints) -> list[Segment]:
-    """The slots that the rows of each request see: from its first to the last that one sees."""
+    """Find the slots that the rows of each request see: from its first to the last seen."""
     starts, ends = spans[..., 0], spans[..., 1]  # [T, K]
     last = np.maximum.reduceat(ends.max(1), firsts)
     # Where every row sees all of them, attention over the segment needs no mask at all. Empty

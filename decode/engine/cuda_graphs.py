@@ -55,19 +55,19 @@ _DRAWS = _QUERIED + 1
 _LINES = _DRAWS + DRAW_LINES
 
 PendingTable = Callable[[], NDArray[np.float64]]
-"""Waits for a forward that was started and gives its table (`decode.engine.sampling.table_of`)."""
+"""Wait for a forward that was started; returns its table (`decode.engine.sampling.table_of`)."""
 
 
 def graphs_wanted(device: torch.device) -> bool:
-    """Whether an engine on this device pads and captures: on CUDA, unless ``D2F_GRAPHS=0``."""
+    """Say whether an engine on this device pads and captures: on CUDA, unless ``D2F_GRAPHS=0``."""
     return device.type == "cuda" and os.environ.get(VARIABLE) != "0"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells graphs apart: rows, and what is computed of those that are read. scores: beside
-    token and confidence what `Step` may ask for (queried probability, entropy, margin). drawn:
-    whether some are drawn, filtered: from a part of the vocabulary."""
+    """A kind of forward that has a graph of its own: so many rows, and of those that are read
+    scores: queried probability, entropy and margin beside token and confidence; drawn: some are
+    drawn, filtered: from a part of the vocabulary."""
 
     size: int
     scores: bool = False
@@ -77,8 +77,7 @@ class Kind:
 
 class GraphForwards:
     """The forwards of one model and one cache, a `GraphForward` for each kind, made when a forward
-    first needs it. The cache's last slot is reserved for rows that pad.
-    """
+    first needs it. The cache's last slot is reserved for rows that pad."""
 
     def __init__(self, model: DiffusionModel, cache: SlotCache):
         # Kept while the model is (`decode.engine.cuda_graphs`), so it must not keep the model.
@@ -89,13 +88,12 @@ class GraphForwards:
 
     @property
     def slots(self) -> int:
-        """Of the cache, without the one for rows that pad."""
+        """Slots of the cache, without the one for rows that pad."""
         return self.cache.layers[0][0].shape[2] - 1
 
     def start(self, rows: FlatRows, wanted: Wanted) -> PendingTable | None:
-        """Start a forward; what it returns waits for the table of
-        `decode.engine.sampling.table_of`, longer by the rows that pad. None where no size is large
-        enough."""
+        """Start a forward, whose table is longer by the rows that pad. Returns None where no size
+        is large enough."""
         count = max(len(rows.tokens), len(rows.read))
         size = next((size for size in SIZES if size >= count), None)
         if size is None:
@@ -109,8 +107,10 @@ class GraphForwards:
 
 
 class GraphForward:
-    """The forward of one kind, with the buffers that it reads and writes. pool: the memory pool of
-    the CUDA graphs, which run one after the other and so may share it."""
+    """The forward of one kind, with the buffers that it reads and writes.
+
+    pool: the memory pool of the CUDA graphs, which run one after the other and so may share it.
+    """
 
     def __init__(self, model: DiffusionModel, cache: SlotCache, kind: Kind, pool: Any):
         self.pool = pool
@@ -130,8 +130,8 @@ class GraphForward:
         self.tried = not self.cuda  # to capture it, once
 
     def start(self, rows: FlatRows, wanted: Wanted) -> PendingTable:
-        """Start the forward, as `GraphForwards.start` says. Its table lies in a buffer that the
-        next one overwrites, so the one before must have been waited for."""
+        """Start the forward. Its table lies in a buffer that the next one overwrites, so the one
+        before must have been waited for."""
         self._fill(rows, wanted)  # the buffers of the one before are overwritten
         with torch.inference_mode():
             self.inputs.copy_(self.host, non_blocking=True)
@@ -213,8 +213,8 @@ class GraphForward:
 
 
 def _chain(error: BaseException | None) -> str:
-    """The first lines of an error and of those that it came from: an error within a capture makes
-    another at its end, which says nothing."""
+    """Join the first lines of an error and of those that it came from: an error within a capture
+    makes another at its end, which says nothing."""
     lines = []
     while error is not None:
         lines += (str(error).strip().splitlines() or [type(error).__name__])[:1]
@@ -234,7 +234,7 @@ def _chain(error: BaseException | None) -> str:
 
 
 class LentGraphs:
-    """Those of one model that no engine has."""
+    """The caches with graphs of one model that no engine has."""
 
     def __init__(self) -> None:
         # An engine that is collected gives its own back at any moment, in any thread: a deque
@@ -242,8 +242,8 @@ class LentGraphs:
         self._free: deque[tuple[Hashable, GraphForwards]] = deque()
 
     def lend(self, model: DiffusionModel, slots: int) -> tuple[Hashable, GraphForwards]:
-        """One of at least `slots` slots, beside the one for rows that pad, all empty, with what it
-        is given back with."""
+        """Lend one of at least `slots` slots, beside the one for rows that pad, all empty; first in
+        the pair is the state of the model that it was made in."""
         state, free = captured_state(model), []
         while self._free:
             free.append(self._free.popleft())
@@ -271,13 +271,13 @@ _lent: WeakKeyDictionary[DiffusionModel, LentGraphs] = WeakKeyDictionary()
 
 
 def lent_graphs_of(model: DiffusionModel) -> LentGraphs:
-    """Those of a model, shared by its engines."""
+    """Return the caches with graphs that the engines of a model share."""
     return _lent.setdefault(model, LentGraphs())
 
 
 def captured_state(model: DiffusionModel) -> Hashable:
-    """What a graph of the model rests on besides the values of the weights: where they are, whether
-    they are compiled, which adapters and kernels compute."""
+    """Describe what a graph of the model rests on besides the values of the weights: where they
+    are, whether they are compiled, which adapters and kernels compute."""
     return (
         os.environ.get(KERNELS),
         model.compiled_rows,
@@ -288,7 +288,7 @@ def captured_state(model: DiffusionModel) -> Hashable:
 
 
 def _adapters_on(model: DiffusionModel) -> Iterable[tuple[str, ...]]:
-    """Names of those that compute, layer by layer."""
+    """Name the adapters that compute, layer by layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in model.backbone.modules():
@@ -306,6 +306,6 @@ def _addresses(tensors: Iterable[Tensor]) -> Iterable[int]:
 
 
 def _rounded(slots: int) -> int:
-    """Up to an eighth more, so that engines of about the same needs share one."""
+    """Round up by an eighth at most, so that engines of about the same needs share one."""
     step = 1 << max(0, slots.bit_length() - 4)
     return -(-slots // step) * step

@@ -1,4 +1,4 @@
-"""Left-to-right likelihoods: the probability of each token of a sequence, given all before it.
+"""Read left-to-right likelihoods: the probability of each token, given all before it.
 
 They are read in the forwards of an engine, together with what it decodes (`Result.likelihoods`)::
 
@@ -62,7 +62,7 @@ class Likelihood(Decoder):
 
     @staticmethod
     def of(contract: Contract, given: int = 0) -> Likelihood:
-        """For a model of that contract. Raises InputError for a bidirectional one."""
+        """Make it for a model of that contract. Raises InputError for a bidirectional one."""
         return Likelihood(given=given, block_size=_block_size(contract))
 
     @property
@@ -99,9 +99,11 @@ def _block_size(contract: Contract) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that are fed in one forward: positions ``[start, end)``. masked: the first that holds
-    the mask id, in a copy of its block; None for the sequence's own tokens in their own slots.
-    reads: (row of the part, position that it predicts)."""
+    """Rows that are fed in one forward: positions ``[start, end)``.
+
+    masked: the first that holds the mask id, in a copy of its block; None for the sequence's own
+    tokens in their own slots. reads: (row of the part, position that it predicts).
+    """
 
     start: int
     end: int
@@ -114,7 +116,7 @@ class Part:
 
 
 def causal_parts(length: int, given: int) -> Iterator[Part]:
-    """The sequence in pieces; its last row predicts nothing of it."""
+    """Cut the sequence into pieces; its last row predicts nothing of it."""
     for start in range(0, length - 1, ROWS):
         end = min(start + ROWS, length - 1)
         reads = ((p - start, p + 1) for p in range(start, end) if p + 1 >= given)
@@ -122,8 +124,8 @@ def causal_parts(length: int, given: int) -> Iterator[Part]:
 
 
 def block_parts(length: int, given: int, ends: Ints, size: int, shift: int) -> Iterator[Part]:
-    """Each block once for each of its positions that is predicted, then once in its final tokens,
-    which the next one sees. ends: ``[length]``, of each position's block."""
+    """Feed each block once for each of its positions that is predicted, then once in its final
+    tokens, which the next one sees. ends: ``[length]``, of each position's block."""
     start = 0
     while start < length:
         end = int(ends[start])  # the last one's may be cut off here

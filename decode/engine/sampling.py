@@ -1,4 +1,4 @@
-"""From logits to predictions: the most likely tokens or drawn ones, in fp32, the mask id never
+"""Turn logits into predictions: the most likely tokens or drawn ones, in fp32, the mask id never
 chosen."""
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ ROWS_A_STEP = 1 << 16  # from the number of a step's first row to that of the ne
 
 
 class Sampler:
-    """How one request's tokens are drawn: by its seed, the number of its step and that of the row
-    within it, on any device and in any batch (`triton_kernels.draws`). So rows that a step leaves
-    out at its end, since nothing could come of them, change no draw of a later one."""
+    """Numbers a request's draws: by its seed, the number of its step and that of the row within it,
+    on any device and in any batch (`triton_kernels.draws`). So rows that a step leaves out at its
+    end, since nothing could come of them, change no draw of a later one.
+
+    steps: that the request has taken. read: rows of the next one that it has taken already, where
+    it is fed in pieces.
+    """
 
     def __init__(self, sampling: Sampling, mask_id: int | None):
         self.sampling = sampling
         self.mask_id = mask_id
-        self.steps = 0  # that the request has taken
-        self.read = 0  # rows of the next one that it has taken already, where it is fed in pieces
+        self.steps = self.read = 0
 
     def took(self, count: int, *, whole: bool) -> None:
-        """The request has taken `count` rows, and with them, if so, the whole of a step."""
+        """Note that the request has taken `count` rows; whole: with them all of a step."""
         self.steps, self.read = (self.steps + 1, 0) if whole else (self.steps, self.read + count)
 
     def lines(self, count: int) -> Ints:
-        """How the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until they
-        are taken, also where a forward is computed again."""
+        """Say how the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until
+        they are taken, also where a forward is computed again."""
         settings = self.sampling
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
         if not settings.greedy:
@@ -61,8 +64,7 @@ def _bits(value: float) -> np.int64:
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """What one request wants to know of the `count` rows that it reads. queried_tokens and
-    uncertainty are those of its `Step`."""
+    """One request's `count` rows that are read; queried_tokens and uncertainty as in its `Step`."""
 
     sampler: Sampler
     count: int
@@ -75,16 +77,17 @@ class PredictionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether it wants more than token and confidence."""
+        """Say whether it wants more than token and confidence."""
         return self.uncertainty or self.queried_tokens is not None
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of the rows ``[N]`` that a forward reads, as arrays on the host.
+    """How the rows ``[N]`` that a forward reads are scored and drawn, as arrays on the host.
 
     queried: the token of each whose probability is wanted; None: nothing but token and confidence.
-    draws: how each is drawn, ``[DRAW_LINES, N]``; None: no row is. mask_id: what none may choose.
+    draws: how each is drawn, ``[DRAW_LINES, N]``; None: no row is.
+    mask_id: the id that none may choose.
     """
 
     queried: Ints | None = None
@@ -93,14 +96,14 @@ class Wanted:
 
     @property
     def filtered(self) -> bool:
-        """Whether a row is drawn from a part of the vocabulary."""
+        """Say whether a row is drawn from a part of the vocabulary."""
         if self.draws is None:
             return False
         return bool(self.draws[_TOP_K].any() or (self.draws[_TOP_P] != _bits(1.0)).any())
 
 
 def wanted_of(groups: list[PredictionRequest]) -> Wanted:
-    """What all groups together want."""
+    """Join what all groups want."""
     scored, greedy = any(g.scored for g in groups), all(g.greedy for g in groups)
     lines = None if greedy else [group.sampler.lines(group.count) for group in groups]
     return Wanted(
@@ -111,16 +114,16 @@ def wanted_of(groups: list[PredictionRequest]) -> Wanted:
 
 
 def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
-    """How rows are drawn, of lines ``[DRAW_LINES, N]`` on a device."""
+    """Make the draws of lines ``[DRAW_LINES, N]`` on a device."""
     temperature, top_p = (lines[i].view(torch.float64).float() for i in (_TEMPERATURE, _TOP_P))
     filters = (lines[_TOP_K], top_p) if filtered else (None, None)
     return Draws(lines[_SEED], lines[_ROW], temperature, *filters)
 
 
 def table_of(logits: Tensor, wanted: Wanted, *, native: bool = False) -> Tensor:
-    """What is wanted of logits ``[N, V]``, as one fp64 table ``[2 or 6, N]`` of what `Predictions`
-    has, in its order: so that it crosses from the device in one transfer. native: by
-    `d2f.cpu.rows`, drawn rows, too, so that no row's values depend on its neighbours."""
+    """Score logits ``[N, V]``: one fp64 table ``[2 or 6, N]`` of what `Predictions` has, in its
+    order, so that it crosses from the device in one transfer. native: by `d2f.cpu.rows`, drawn
+    rows, too, so that no row's values depend on its neighbours."""
     queried, lines = (
         None if given is None else torch.from_numpy(given).to(logits.device)
         for given in (wanted.queried, wanted.draws)
@@ -150,7 +153,7 @@ def _draw(table: Tensor, logits: Tensor, wanted: Wanted) -> None:
 def prediction_table(
     logits: Tensor, mask_id: int | None, queried: Tensor | None, draws: Draws | None
 ) -> Tensor:
-    """The same of arrays that are on the device: `queried` ``[N]`` or None, and `draws`."""
+    """Score by arrays that are on the device: `queried` ``[N]`` or None, and `draws`."""
     if use_kernel("confidence", logits):
         found = confidence_of_logits(
             logits, mask_id=mask_id, named=queried, draws=draws, kernel=True
@@ -174,8 +177,8 @@ def prediction_table(
 
 
 def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[Predictions | None]:
-    """Predictions of each group from the table of all, which may be longer; None for a group whose
-    own logits are not finite."""
+    """Take each group's predictions from the table of all, which may be longer; None for a group
+    whose own logits are not finite."""
     count = sum(group.count for group in groups)
     finite = np.isfinite(table[1])  # one NaN or infinity in a row makes its softmax NaN
     # A row that is not finite may hold any index; its group is refused below.
@@ -198,7 +201,7 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
 
 
 def _queried_tokens(groups: list[PredictionRequest]) -> Ints:
-    """The tokens whose probability is wanted, ``[N]``, 0 where none is."""
+    """Join the tokens whose probability is wanted, ``[N]``, 0 where none is."""
     none = np.zeros(max(group.count for group in groups), dtype=np.int64)
     parts = [none[: g.count] if g.queried_tokens is None else g.queried_tokens for g in groups]
     return np.concatenate(parts)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import random
-import textwrap
 import threading
-from collections.abc import Callable
 
 import pytest
 from gates import (
@@ -29,8 +25,8 @@ from tiny import POISON, fresh_model, poisoned_model, random_model
 import decode
 import decode.engine.async_engine
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
-from decode.engine import async_engine as cache_size
-from decode.engine.async_engine import EngineThread, default_slots
+from decode.engine import engine as cache_size
+from decode.engine.engine import default_slots
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -58,18 +54,6 @@ def test_many_at_once_give_what_each_gives_alone(family):
     assert max(r.forwards for r in results) <= stats.forwards < sum(r.forwards for r in results)
 
 
-def test_events_are_those_of_stream():
-    model, decoder = random_model("llada"), DECODERS[0]
-
-    async def main():
-        async with decode.AsyncEngine(model) as engine:
-            return await read(engine.generate("Use 3 and 4 to make 12.", decoder))
-
-    expected = list(decode.stream(model, "Use 3 and 4 to make 12.", decoder))
-    for ours, theirs in zip(run(main()), expected, strict=True):
-        assert (ours.blocks, ours.revealed) == (theirs.blocks, theirs.revealed)
-
-
 BAD = {
     "empty": ("", LONG, "the prompt is empty"),
     "mask id": ([4, 1], LONG, "the prompt contains the mask id"),
@@ -78,7 +62,7 @@ BAD = {
     "context": ([4] * 250, LONG, "the prompt has 250 tokens; .* the model's context is 256"),
     "cache": ([4] * 61, LONG, "needs 102 slots of the cache, which has 100"),
     "share": ([4] * 41, LONG, "needs 82 slots of the cache, a request may have 80: expected a sho"),
-    "decoder": (PROMPT, "fast", "decoder must be .*; got 'fast'"),
+    "decoder": (PROMPT, "fast", "decoder must be .*, got 'fast'"),
     "messages": ([{"role": 7}], LONG, "the chat template"),
 }
 
@@ -191,28 +175,6 @@ def test_who_never_reads_holds_up_nobody():
     same(late, alone(model))
 
 
-def test_an_idle_engine_does_nothing(monkeypatch):
-    """Its thread looks around once a forward, and when there is a message."""
-    model, looks, requests = random_model("llada"), [], 5
-    real = EngineThread._read_inbox
-
-    def read_inbox(thread):
-        looks.append(None)
-        real(thread)
-
-    monkeypatch.setattr(EngineThread, "_read_inbox", read_inbox)
-
-    async def main():
-        async with decode.AsyncEngine(model) as engine:
-            for _ in range(requests):
-                await read(engine.generate(PROMPT, DECODERS[0]))
-                await turns(200)
-            return engine
-
-    forwards = run(main()).stats.forwards
-    assert forwards <= len(looks) <= forwards + requests + 3  # closing, before and after it
-
-
 def test_default_slots_hold_a_batch_and_no_more_than_half_of_the_memory(monkeypatch):
     model = fresh_model("llada")  # 2 layers of 2 heads of 8, keys and values in fp32
     slot = 2 * 2 * 2 * 8 * 4
@@ -227,36 +189,7 @@ def test_default_slots_hold_a_batch_and_no_more_than_half_of_the_memory(monkeypa
         decode.AsyncEngine(model, slots=181)
 
 
-def test_the_example_of_the_docstring_runs(capsys):
-    text = inspect.getdoc(decode.AsyncEngine).partition("::\n")[2]
-    example = textwrap.dedent(text.strip("\n").partition("\n\n")[0])
-    assert len(example.splitlines()) == 5
-    source = f"async def main(model):\n{textwrap.indent(example, '    ')}"
-    names: dict[str, Callable] = {"decode": decode}
-    exec(compile(ast.parse(source), "example", "exec"), names)
-    model = random_model("llada")
-    run(names["main"](model))
-    result = decode.generate(model, "Use 3 and 4 to make 12.", "d2f")[0]
-    assert capsys.readouterr().out.endswith(f"\n{result.text}\n")
-
-
-def test_prompts_in_pieces_and_rows_of_equal_prompts_change_no_token():
-    model, decoder = random_model("causal"), decode.Autoregressive(8)
-    prompt = list(range(4, 34))
-
-    async def main():
-        options = {"prefill_rows": 8, "reuse_prefixes": True}
-        async with decode.AsyncEngine(model, batch_size=2, **options) as engine:
-            return [await read(engine.generate(prompt, decoder)) for _ in range(2)]
-
-    first, second = (events[-1].result for events in run(main()))
-    want = alone(model, decoder, prompt)
-    assert first.raw_tokens == second.raw_tokens == want.raw_tokens
-    assert (first.reused_rows, second.reused_rows) == (0, 29)
-    assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
-
-
-def test_events_without_views_have_no_blocks_and_all_else():
+def test_events_are_those_of_stream_and_without_views_they_have_no_blocks():
     model = random_model("llada")
     jobs = [(PROMPT, decoder) for decoder in DECODERS]
 
@@ -265,8 +198,28 @@ def test_events_without_views_have_no_blocks_and_all_else():
             streams = await engine.submit_all(jobs, views=views)
             return [[event async for event in stream] for stream in streams]
 
-    for bare, full in zip(run(main(False)), run(main(True)), strict=True):
+    for bare, full, (prompt, decoder) in zip(run(main(False)), run(main(True)), jobs, strict=True):
+        expected = list(decode.stream(model, [prompt], decoder))
+        shown = [(event.blocks, event.revealed, event.settled) for event in full]
+        assert shown == [(event.blocks, event.revealed, event.settled) for event in expected]
         assert [event.blocks for event in bare] == [[]] * len(full)
-        assert all(event.blocks for event in full)
         assert [event.settled for event in bare] == [event.settled for event in full]
-        assert bare[-1].result.tokens == full[-1].result.tokens
+
+
+def test_options_of_the_engine_reach_it():
+    model, decoder = random_model("causal"), decode.Autoregressive(8)
+    prompt = list(range(4, 34))
+
+    async def main():
+        options = {"prefill_rows": 8, "reuse_prefixes": True, "max_rows": 7}
+        async with decode.AsyncEngine(model, batch_size=2, **options) as engine:
+            assert engine._engine.max_rows == 7
+            return [await read(engine.generate(prompt, decoder)) for _ in range(2)]
+
+    first, second = (events[-1].result for events in run(main()))
+    want = alone(model, decoder, prompt)
+    assert first.raw_tokens == second.raw_tokens == want.raw_tokens
+    assert (first.reused_rows, second.reused_rows) == (0, 29)
+    assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
+    with pytest.raises(TypeError, match="max_row"):
+        decode.AsyncEngine(model, max_row=7)

@@ -1,0 +1,388 @@
+"""Decoders that take tokens back, WINO and D2F with its check: within their bounds, settled text
+never changes, and the shadow is that of the paper."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from shadows import (
+    CONTRACT,
+    END,
+    MASK,
+    MASKS,
+    SHIFTED,
+    check_step,
+    model_with,
+    models,
+    random_answer,
+    shallow_model,
+    spans_as_mask,
+    told,
+)
+from test_decode_reference import prompts, revoking, winos
+from tiny import random_model
+
+import decode
+from d2f.attention import SpanPlan
+
+
+@settings(max_examples=60)
+@given(
+    winos | revoking,
+    st.sampled_from([CONTRACT, SHIFTED]),
+    st.sampled_from(MASKS),
+    st.integers(0, 99),
+)
+def test_it_ends_whatever_the_model_says_and_never_changes_what_is_settled(
+    decoder, contract, mask, seed
+):
+    """Random predictions: the bounds hold, cached spans hold no mask and never change, nor does
+    shown text, and shadows stay in their scratch slots."""
+    wino, total = decoder.name == "wino", decoder.max_new_tokens
+    session = decoder.begin([5, 6, 7], replace(contract, **(mask if wino else {})))
+    answer = random_answer(np.random.default_rng(seed))
+    forwards: Counter[int] = Counter()
+    shown: list[int] = []
+    while (step := session.step()) is not None:
+        check_step(session, step)
+        forwards[session.block if wino else 0] += 1
+        if wino:  # a block takes at most its length in forwards
+            assert forwards[session.block] <= session.end - session.start
+        else:
+            assert forwards[0] <= (total if decoder.revoke == "always" else 3 * total + 1)
+        session.accept(answer(step))
+        assert session.settled[: len(shown)] == shown
+        shown = session.settled
+        assert MASK not in shown
+    if END not in shown:
+        assert len(shown) == total
+
+
+@settings(max_examples=15)
+@given(models, prompts, revoking)
+def test_tau_revoke_0_is_the_plain_pipeline(model, prompt, decoder):
+    plain, none = (
+        decode.generate(model, [prompt], replace(decoder, revoke=mode, tau_revoke=0.0))[0]
+        for mode in (None, decoder.revoke)
+    )
+    assert none.raw_tokens == plain.raw_tokens
+    assert none.calls == plain.calls
+
+
+@settings(max_examples=25)
+@given(revoking, st.integers(0, 99))
+def test_a_shadow_that_agrees_leaves_the_pipeline_as_it_is(decoder, seed):
+    """Every forward decides what the plain pipeline decides; `commit` adds at most one that
+    verifies the last block. The predictions never end the response."""
+    rng = np.random.default_rng(seed)
+    decoder = replace(decoder, early_exit=False)
+    checked = decoder.begin([5, 6], CONTRACT)
+    plain = replace(decoder, revoke=None).begin([5, 6], CONTRACT)
+    while (step := plain.step()) is not None:
+        other = checked.step()
+        assert other.cached == step.cached or decoder.revoke == "commit"
+        confidence = rng.random(len(plain.wanted)).tolist()
+        plain.accept(told(step, confidence))
+        checked.accept(told(other, confidence, [1.0] * (len(other.read) - len(confidence))))
+        assert np.array_equal(checked.x, plain.x)
+    last = checked.step()
+    if last is not None:
+        assert decoder.revoke == "commit"
+        checked.accept(told(last, [], [1.0] * len(last.read)))
+    assert checked.step() is None
+
+
+@pytest.mark.parametrize("tau1", [0.3, 0.0])
+@given(seed=st.integers(0, 30))
+@settings(max_examples=10)
+def test_winos_shadow_that_agrees_is_draft_only_and_tau2_0_feeds_none(tau1, seed):
+    decoder = decode.Wino(6, 14, tau1=tau1, tau2=0.9, early_exit=False)
+    sessions = [one.begin([5, 6], CONTRACT) for one in (decoder, replace(decoder, tau2=0.0))]
+    rng = np.random.default_rng(seed)
+    while (steps := [s.step() for s in sessions])[0] is not None:
+        assert steps[1].queried_tokens is None and len(steps[1].tokens) == 16
+        confidence = rng.random(len(sessions[1].wanted)).tolist()
+        for session, step in zip(sessions, steps, strict=True):
+            session.accept(told(step, confidence, [1.0] * (len(step.read) - len(confidence))))
+        assert np.array_equal(sessions[0].x, sessions[1].x)
+    assert steps[1] is None
+
+
+def test_the_pipelines_of_these_tests_do_take_tokens_back():
+    for mode in ("always", "commit"):
+        decoder = decode.D2F(8, 0.1, 0.95, 0.1, 40, revoke=mode, tau_revoke=0.5)
+        for family in ("llada", "dream"):
+            found = decode.generate(random_model(family), [[5, 9], [7, 30, 12]], decoder)
+            assert all(result.counts["revoked"] > 5 for result in found)
+            assert all(result.counts["revoked_changed"] > 0 for result in found)
+
+
+def start(mode, **options):
+    options = {"block_size": 4, "tau_add": 1.0, "tau_conf": 0.5, "max_new_tokens": 8} | options
+    return decode.D2F(revoke=mode, **options).begin([5, 6], CONTRACT)
+
+
+def test_always_takes_back_less_than_the_last_deciding_forward_decided():
+    session = start("always")
+    session.accept(told(session.step(), [0.9, 0.9, 0.9, 0.1]))
+    step = session.step()  # the prompt is cached: the block's four rows, then its shadow's
+    assert step.read.tolist() == [3, 4, 5, 6]  # the mask, and the shadow of the three decided
+    session.accept(told(step, [0.1], [0.3, 0.1, 0.2]))  # the block is whole, then loses two
+    assert session.blocks()[0].tokens == (9, None, None, 9)
+    assert session.settled == []
+    step = session.step()
+    assert step.queried_tokens is None  # one was decided: nothing to spare
+    session.accept(told(step, [0.9, 0.9], token=8))
+    assert session.settled == [9, 8, 8, 9]
+    counts = {"drafted": 6, "revoked": 2, "revoked_changed": 2}
+    assert session.counts == counts | {"active_blocks": 3}
+
+
+def test_a_block_that_waits_for_the_one_before_is_still_verified():
+    session = start("always", tau_add=0.0, max_new_tokens=8)
+    session.accept(told(session.step(), [0.9, 0.1, 0.1, 0.1]))
+    session.accept(told(session.step(), [0.1] * 3 + [0.9] * 4))
+    assert [b.state for b in session.blocks()] == ["fully active", "semi-active"]
+    step = session.step()
+    assert step.queried_tokens[2:].tolist() == [9] * 4
+    session.accept(told(step, [0.1] * 2, [0.1, 1.0, 1.0, 1.0]))
+    assert session.blocks()[1].tokens == (None, 9, 9, 9)
+
+
+def test_commit_verifies_a_block_once_more_and_caches_nothing_after_one_refused():
+    session = start("commit", tau_add=0.0)
+    session.accept(told(session.step(), [0.9, 0.9, 0.9, 0.1]))
+    session.accept(told(session.step(), [0.9] + [0.9] * 4))
+    assert [b.state for b in session.blocks()] == ["to cache", "to cache"]
+    step = session.step()
+    assert len(step.queried_tokens) == 8
+    session.accept(told(step, [], [1.0, 0.1, 1.0, 1.0] + [0.1] * 4))
+    assert [b.state for b in session.blocks()] == ["fully active", "fully active"]
+    assert session.blocks()[0].tokens == (9, None, 9, 9)
+    assert session.blocks()[1].tokens == (9,) * 4  # verified when its turn comes
+    session.accept(told(session.step(), [0.9], token=8))
+    step = session.step()
+    assert len(step.queried_tokens) == 3 + 4 and step.cached == 2  # what was taken back once stays
+    session.accept(told(step, [], [1.0] * 7))
+    assert session.step() is None
+    assert session.settled == [9, 8, 9, 9, 9, 9, 9, 9]
+
+
+def test_an_end_that_is_taken_back_ends_nothing():
+    """While it stands no block is appended; when it is gone the next one is."""
+    session = start("commit")
+    session.accept(told(session.step(), [0.9, 0.9, 0.9, 0.1], token=END))
+    session.accept(told(session.step(), [0.9]))
+    step = session.step()
+    assert step is not None and len(session.blocks()) == 1  # decided, but not verified
+    session.accept(told(step, [], [0.1, 0.1, 0.1, 1.0]))
+    while None in session.blocks()[0].tokens:
+        step = session.step()
+        assert len(session.blocks()) == 1
+        count = len(session.wanted)
+        session.accept(told(step, [0.9] * count, [0.0] * (len(step.read) - count)))
+    assert session.step() is not None and len(session.blocks()) == 2
+    assert END not in session.settled
+
+
+@pytest.mark.parametrize("blocks", [[0], [0, 1]])
+def test_the_pipelines_shadows_are_those_of_the_masks_as_spans(blocks):
+    session = start("always", tau_add=0.0, max_new_tokens=7)
+    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
+    step = session.step()
+    if blocks == [0, 1]:
+        session.accept(told(step, [0.9, 0.1, 0.9, 0.9, 0.1], [1.0, 1.0]))
+        session.pipeline[1].predecessor_done = session.pipeline[2].predecessor_done = True
+        session.spare.update({2: 5, 6: 5})
+        step = session.step()
+    found = spans_as_mask(step.spans, session.slots)
+    ends = [2, 2, 6, 6, 6, 6, 9, 9, 9]  # prompt of 2, blocks of 4 and 3
+    counterparts = [p for p in range(9) for block in blocks if ends[p] == (6, 9)[block]]
+    truth = np.zeros((9 + len(counterparts), 9 + 4 + 3), dtype=bool)
+    for row, position in enumerate([*range(9), *counterparts]):
+        truth[row, : ends[position]] = True
+        if row >= 9:  # a shadow: not its counterpart, but its own shadow block
+            truth[row, position] = False
+            truth[row, slice(9, 13) if ends[position] == 6 else slice(13, 16)] = True
+    assert np.array_equal(found, truth[step.positions[0] :])
+
+
+def wino(size, contract=CONTRACT, **options):
+    options = {"tau1": 0.5, "tau2": 0.9, "max_new_tokens": 9} | options
+    return decode.Wino(size, **options).begin([5, 6], contract)
+
+
+def test_wino_takes_back_fewer_than_the_forward_before_decided():
+    """The bounds of the official code: the least likely first, none where one token is drafted."""
+    session = wino(8, max_new_tokens=8)
+    session.accept(told(session.step(), [0.9] * 3 + [0.1] * 5))
+    session.accept(told(session.step(), [0.9, 0.9] + [0.1] * 3, [0.3, 0.1, 0.2], token=8))
+    assert session.blocks()[0].tokens == (9, None, None, 8, 8, None, None, None)
+    step = session.step()  # positions 1, 2, 5, 6, 7 masked
+    session.accept(told(step, [0.1] * 4 + [0.9], [0.1, 0.1, 0.1], token=7))
+    assert session.blocks()[0].tokens == (9, None, None, 8, 8, None, None, 7)
+    step = session.step()  # the forward before decided one token: none can be taken back
+    assert step.queried_tokens is None
+    session.accept(told(step, [0.9, 0.2, 0.2, 0.2], token=9))
+    assert session.counts == {"drafted": 7, "revoked": 2, "revoked_changed": 0}
+    session = wino(8, caps=False)
+    session.accept(told(session.step(), [0.9] * 4 + [0.1] * 4))
+    session.accept(told(session.step(), [0.1] * 4, [0.4, 0.1, 0.2, 0.3]))  # 5 decided, 2 stay
+    assert session.blocks()[0].tokens == (9, None, None, None, 9, None, None, None)
+
+
+def test_wino_drafts_at_most_seven_tenths_within_5_and_20():
+    for block, most in ((4, 4), (10, 7), (64, 20)):
+        session = wino(block, max_new_tokens=64)
+        session.accept(told(session.step(), np.linspace(0.6, 0.9, block).tolist()))
+        decided = np.flatnonzero(~session.masked[2 : block + 2])
+        assert decided.tolist() == list(range(block - most, block))
+        session = wino(block, max_new_tokens=64, caps=False)
+        session.accept(told(session.step(), [0.6] * block))
+        assert not session.masked[2 : block + 2].any()
+
+
+def test_winos_early_exit_waits_until_an_end_can_no_longer_be_taken_back():
+    session = wino(4, max_new_tokens=8)
+    session.accept(told(session.step(), [0.8, 0.8, 0.1, 0.1], token=END))
+    assert session.settled == []
+    step = session.step()
+    assert step is not None and step.queried_tokens[2:].tolist() == [END, END]
+    session.accept(told(step, [0.8, 0.8], [0.1, 1.0]))
+    assert session.counts["revoked_changed"] == 0
+    session.accept(told(session.step(), [0.8], token=8))
+    assert session.step() is None and session.settled == [8, END, 9, 9]
+    assert session.counts == {"drafted": 5, "revoked": 1, "revoked_changed": 1}
+    session = wino(4, max_new_tokens=8, tau2=0.0)
+    session.accept(told(session.step(), [0.8, 0.8, 0.1, 0.1], token=END))
+    assert session.step() is None and session.settled == [END, END]
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_cache_policy_is_exact_where_rows_do_not_look_on(family, mask):
+    """With one layer a row's keys depend on its own token, so stale rows are right; under an
+    aligned block-causal mask nothing is stale."""
+    model = model_with(random_model(family) if mask else shallow_model(family), **mask)
+    requests = [[7, 30, 31, 40], [8, 9, 41, 42], [99, 98, 97, 3]]  # whole blocks, if absolute
+    size = 8 if "prompt_rule" in mask else 6
+    decoder = decode.Wino(size, 20, tau1=0.1, tau2=0.9, caps=False, early_exit=False)
+    found = [
+        decode.generate(model, requests, replace(decoder, cache=cache))
+        for cache in ("none", "prefix", "dual")
+    ]
+    assert sum(result.counts["revoked"] for result in found[0]) > 5
+    for exact, prefix, dual in zip(*found, strict=True):
+        assert exact.raw_tokens == prefix.raw_tokens == dual.raw_tokens
+        assert exact.forwards == prefix.forwards == dual.forwards
+
+
+def test_winos_shadow_is_that_of_the_paper():
+    """A row of the sequence sees the sequence; one of the shadow all but its counterpart, the
+    shadow included. The one scratch slot of the frame, 11, is seen by none."""
+    session = wino(4)
+    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
+    step = session.step()
+    found = spans_as_mask(step.spans, session.slots)
+    truth = np.ones((15, 16), dtype=bool)
+    truth[:11, 11:] = False
+    truth[:, 11] = False
+    truth[[11, 12, 13, 14], [2, 3, 4, 5]] = False
+    assert np.array_equal(found, truth)
+    assert step.positions.tolist() == [*range(11), 2, 3, 4, 5]
+    assert step.read.tolist() == [4, 5, 11, 12] and step.queried_tokens[2:].tolist() == [9, 9]
+
+
+STUDENT = replace(SHIFTED, objective="d2f", block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("contract", "tokens", "read", "sees"),
+    [
+        (SHIFTED, [6, MASK, 9, MASK], [3, 4, 8, 10],
+         [[0, 3, 4, 5, 6, 7, 9, 10]] * 2 + [[0, 1, 4, 5, 6, 7, 11, 12]] * 2),
+        # No mask where the row before does not see the position.
+        (STUDENT, [6, 9, MASK], [4, 5, 6, 7][:0], [[0, 9]] + [[0, 1, 4, 5, 11, 12]] * 2),
+    ],
+)  # fmt: skip
+def test_a_shifted_family_reads_copies_of_the_rows_before(contract, tokens, read, sees):
+    session = wino(4, contract, max_new_tokens=6)
+    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
+    step = session.step()  # positions 2 and 3 are decided; scratch slots from 9 on
+    count = len(tokens)
+    assert step.tokens[-count:].tolist() == tokens
+    assert not read or step.read.tolist() == read
+    seen = spans_as_mask(step.spans, session.slots)[-count:]
+    assert [np.flatnonzero(row).tolist() for row in seen] == sees
+
+
+@pytest.mark.parametrize("contract", [CONTRACT, SHIFTED])
+def test_with_leakage_a_shadow_sees_the_token_that_it_verifies_and_nothing_else_more(contract):
+    seen = []
+    for leakage in (False, True):
+        session = wino(4, contract, leakage=leakage)
+        session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
+        step = session.step()
+        seen.append(spans_as_mask(step.spans, session.slots)[step.read[2:]])
+    blind, leaking = seen
+    more = leaking & ~blind
+    assert not (blind & ~leaking).any()
+    assert [np.flatnonzero(row).tolist() for row in more] == [[2], [3]]
+
+
+def logits(model, session, step):
+    """Logits of all rows of a first step (nothing cached), ``[T, V]``."""
+    cache = model.new_cache(session.slots)
+    cache.slots = torch.from_numpy(step.slots)
+    plan = SpanPlan(torch.from_numpy(step.spans).to(torch.int32))
+    fed = torch.from_numpy(step.tokens), torch.from_numpy(step.positions)
+    with torch.inference_mode():
+        return model.decode_rows(*fed, plan, cache, torch.arange(len(step.tokens)))
+
+
+def verifying(model, tokens):
+    """A session of one block whose first four positions hold `tokens`, and its verifying step."""
+    session = decode.Wino(6, 8, tau1=0.5, tau2=0.9).begin([20, 21, 22], model.contract)
+    session.accept(told(session.step(), [0.9] * 4 + [0.1] * 2))
+    session.x[3:7] = tokens
+    return session, session.step()
+
+
+@settings(max_examples=15)
+@given(models, st.lists(st.integers(2, 299), min_size=4, max_size=4))
+@example(random_model("llada"), [5, 6, 7, 8])
+def test_a_shadow_changes_no_other_row(model, tokens):
+    """Up to rounding: a forward of more rows may add in another order."""
+    session, step = verifying(model, tokens)
+    own = int((step.slots < len(session.x)).sum())
+    names = ("tokens", "positions", "slots", "spans")
+    plain = replace(step, **{name: getattr(step, name)[:own] for name in names})
+    both = logits(model, session, step)[:own], logits(model, session, plain)
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_with_one_layer_the_shadow_does_not_know_the_token_that_it_predicts(family, mask):
+    """Exactly; with two layers it learns of it from the rows between."""
+    shallow, deep = (
+        model_with(model, **mask) for model in (shallow_model(family), random_model(family))
+    )
+    for model in (shallow, deep):
+        leaks = []
+        for place in range(4):
+            tokens, others = [30, 31, 32, 33], [30, 31, 32, 33]
+            others[place] = 77
+            rows = []
+            for given_ in (tokens, others):
+                session, step = verifying(model, given_)
+                row = step.read[len(session.wanted) + place]
+                rows.append(logits(model, session, step)[row])
+            leaks.append(not torch.equal(*rows))
+        assert not any(leaks) if model is shallow else any(leaks)
