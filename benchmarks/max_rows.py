@@ -35,7 +35,9 @@ UNBOUNDED = 2**20
 DEFAULT = "default"
 
 
-def speed(model: DiffusionModel, task: str, count: int, in_flight: int, setting: int | str) -> float:
+def speed(
+    model: DiffusionModel, task: str, count: int, in_flight: int, setting: int | str
+) -> float:
     """Decode problems of a task; returns visible tokens a second."""
     prompts = [problem.prompt for problem in make_problems(task, "heldout", count)]
     fixed = isinstance(setting, int)
@@ -55,7 +57,7 @@ def measure(task: str, settings: Sequence[int | str], repeat: int) -> list[dict[
     model.compile()
     rows = []
     for in_flight in IN_FLIGHT:
-        count = max(4, in_flight)
+        count = max(2, in_flight)
         found: dict[int | str, list[float]] = {setting: [] for setting in settings}
         for turn in range(repeat + 1):
             for setting in settings:

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from d2f.spans import Ints, prefix
+from d2f.spans import Ints
 
 Floats = NDArray[np.float32]
 
@@ -76,45 +76,6 @@ class Predictions:
         """Take those of some of the rows."""
         found = {name: column[part] for name, column in vars(self).items() if column is not None}
         return Predictions(**found)
-
-
-def feed(
-    x: Ints,
-    first: int,
-    ends: Ints,
-    wanted: Ints,
-    *,
-    cached: int,
-    logit_shift: int,
-    uncertainty: bool = False,
-) -> Step:
-    """Make the step that feeds positions ``[first, len(ends))`` of the sequence x, slot = position.
-
-    ends: ``[len]``, each position sees ``[0, ends[p])``. wanted: positions to predict; a shifted
-    family reads row p - 1 for position p, and where that row is already cached it is fed again
-    (its keys and values do not change). With blocks ``[2, 4)`` and ``[4, 6)``, the first cached::
-
-        feed(x, first=4, ends=[2 2 4 4 6 6], wanted=[4 5], ...)
-
-        logit_shift    positions fed    spans                   read
-        0              4 5              [0, 6) [0, 6)           0 1
-        1              3 4 5            [0, 4) [0, 6) [0, 6)    0 1    (rows of positions 3 and 4)
-    """
-    # Row p - 1 predicts position p in a shifted family.
-    rows = wanted - logit_shift  # by position
-    if len(rows) and rows[0] < first:
-        # Row p - 1 of the first wanted position lies before what must be fed: one cached row more.
-        first = int(rows[0])
-    fed = np.arange(first, len(ends))
-    return Step(
-        tokens=x[first : len(ends)],
-        positions=fed,
-        slots=fed,
-        spans=prefix(ends[first:]),
-        read=rows - first,
-        cached=cached,
-        uncertainty=uncertainty,
-    )
 
 
 FinishReason = Literal["end", "stop", "length", "error"]

@@ -196,7 +196,7 @@ def describe(
 ) -> dict[str, Any]:
     """What decides a run's rollouts, and what their reader checks."""
     from d2f import __version__
-    from decode.decoders.base import mask_kind
+    from decode.decoders.session import mask_kind
 
     assert model.tokenizer is not None
     mask = "block-causal" if options.decoder == "d2f" else mask_kind(model.contract)

@@ -18,7 +18,7 @@ from tiny import fresh_model, random_model
 
 import decode
 from d2f.model import DiffusionModel
-from decode.decoders.base import visible_ends
+from decode.decoders.session import visible_ends
 from decode.engine.batch import join
 from decode.engine.engine import Engine
 from decode.engine.request import Request

@@ -19,7 +19,13 @@ import decode
 from d2f.contract import OBJECTIVES, PROMPT_RULES
 from d2f.errors import InputError
 from decode.decoders import DECODERS, as_decoder, default_decoder, find_decoder, qualified_name
-from decode.decoders.base import MOST, Decoder, default_grid, option, options_of
+from decode.decoders.base import (
+    Decoder,
+    default_grid,
+    option,
+    options_of,
+)
+from decode.decoders.session import MOST
 from decode.decoders.unmask import bounded, reveal_count, sure, sure_together
 from decode.step import Predictions, Step
 from tests.references.blockwise import Guess, _entropy

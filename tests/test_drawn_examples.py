@@ -26,11 +26,12 @@ from d2f.spans import (
     wedlm_training,
 )
 from decode.decoders.branches import Branch, with_branches
+from decode.decoders.session import feed
 from decode.decoders.shadow import add_shadow
 from decode.engine.batch import join
 from decode.engine.cuda_graphs import GraphForward, Kind
 from decode.engine.sampling import Wanted
-from decode.step import Predictions, Step, feed
+from decode.step import Predictions, Step
 
 CAUSAL = replace(CONTRACT, prompt_rule="causal")
 BLOCKS = {"objective": "d2f", "block_size": 2}

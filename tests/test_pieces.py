@@ -14,11 +14,12 @@ from tiny import POISON, fresh_model, poisoned_model
 
 import decode
 from d2f.errors import NonFiniteLogitsError
+from decode.decoders.session import feed
 from decode.engine.engine import Engine
 from decode.engine.pieces import Feed, allowed_cuts, share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
-from decode.step import Predictions, Step, feed
+from decode.step import Predictions, Step
 
 SLOTS = 7
 

@@ -13,7 +13,8 @@ from importlib import import_module
 
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, repr_of
-from decode.decoders.base import Decoder, Session
+from decode.decoders.base import Decoder
+from decode.decoders.session import Session
 
 __all__ = [
     "DECODERS",

@@ -11,7 +11,8 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
-from decode.decoders.base import Card, Decoder, Session, max_new_tokens_option
+from decode.decoders.base import Card, Decoder, max_new_tokens_option
+from decode.decoders.session import Session
 from decode.step import BlockView, Predictions, Step
 
 

@@ -27,19 +27,24 @@ from d2f.errors import InputError
 from d2f.spans import block_ends
 from decode.decoders.base import (
     DEFAULT_BLOCK_SIZE,
-    SDAR_BLOCK_SIZE,
     Card,
     Decoder,
-    MaskedSession,
     block_size_option,
     early_exit_option,
-    mask_kind,
     max_new_tokens_option,
     option,
     ratio,
 )
+from decode.decoders.session import SDAR_BLOCK_SIZE, MaskedSession, feed, mask_kind
 from decode.decoders.unmask import reveal_count
-from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
+from decode.step import (
+    BlockState,
+    BlockView,
+    Floats,
+    Ints,
+    Predictions,
+    Step,
+)
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]

@@ -37,15 +37,19 @@ from d2f.spans import prefix
 from decode.decoders.base import (
     Card,
     Decoder,
-    MaskedSession,
     block_size_option,
     early_exit_option,
-    mask_kind,
     max_new_tokens_option,
     option,
-    visible_ends,
 )
-from decode.step import BlockState, BlockView, Ints, Predictions, Step
+from decode.decoders.session import MaskedSession, mask_kind, visible_ends
+from decode.step import (
+    BlockState,
+    BlockView,
+    Ints,
+    Predictions,
+    Step,
+)
 
 CachePolicy = Literal["none", "prefix", "dual"]
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from d2f.contract import Contract
-from decode.decoders.base import DEFAULT_BLOCK_SIZE, Card, mask_kind
+from decode.decoders.base import DEFAULT_BLOCK_SIZE, Card
 from decode.decoders.d2f_lossless import LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
 from decode.decoders.d2f_session import D2FSession, Pipeline
+from decode.decoders.session import mask_kind
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,21 @@ from d2f.errors import InputError
 from decode.decoders.base import (
     DEFAULT_BLOCK_SIZE,
     Decoder,
-    MaskedSession,
     block_size_option,
     early_exit_option,
     max_new_tokens_option,
     option,
     ratio,
 )
-from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step, feed
+from decode.decoders.session import MaskedSession, feed
+from decode.step import (
+    BlockState,
+    BlockView,
+    Floats,
+    Ints,
+    Predictions,
+    Step,
+)
 
 Pick = Literal["confidence", "entropy", "margin"]
 Revoke = Literal["always", "commit"]
@@ -193,9 +200,9 @@ class D2FSession(MaskedSession):
         return True
 
     def needed_end(self) -> int:
-        """Find where the last block ends whose rows this forward needs: one that may reveal a token,
-        or is cached with it. Blocks after it are seen by none of the rows before them, and are fed
-        anew in any case, as long as one before them is open."""
+        """Find where the last block ends whose rows this forward needs: one that may reveal a
+        token, or is cached with it. Blocks after it are seen by none of the rows before them, and
+        are fed anew in any case, as long as one before them is open."""
         # No confidence lies above 1: only full blocks reveal.
         blind = self.decoder.tau_conf >= 1
         needed = [

@@ -44,11 +44,17 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card, mask_kind, option
+from decode.decoders.base import Card, option
 from decode.decoders.blockwise import blockwise_card
 from decode.decoders.branches import Branch, split, with_branches
+from decode.decoders.session import mask_kind
 from decode.decoders.unmask import Static, StaticSession, sure
-from decode.step import Floats, Ints, Predictions, Step
+from decode.step import (
+    Floats,
+    Ints,
+    Predictions,
+    Step,
+)
 
 Drafting = Literal["tree", "batch"]
 

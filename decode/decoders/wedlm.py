@@ -55,12 +55,17 @@ from d2f.spans import prefix
 from decode.decoders.base import (
     Card,
     Decoder,
-    MaskedSession,
-    mask_kind,
     max_new_tokens_option,
     option,
 )
-from decode.step import BlockView, Floats, Ints, Predictions, Step
+from decode.decoders.session import MaskedSession, mask_kind
+from decode.step import (
+    BlockView,
+    Floats,
+    Ints,
+    Predictions,
+    Step,
+)
 
 Refill = Literal["paper", "repository", "block"]
 

@@ -115,7 +115,7 @@ class EngineThread:
     def __init__(self, engine: Engine, max_waiting: int):
         self.max_waiting = max_waiting
         self._engine = engine
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Callable[..., None], Outbox | None]] = SimpleQueue()
         self._outboxes: dict[int, Outbox] = {}  # of the requests in the engine; the thread's own
         self._raised = False  # whether the last forward did
         self._finishing = self._stopping = False  # what the thread was told
@@ -161,28 +161,28 @@ class EngineThread:
 
     def give_back(self) -> None:
         """Give a place back that no request was entered for."""
-        self._inbox.put(self._end_place)
+        self._inbox.put((self._end_place, None))
 
     def enter(self, outbox: Outbox) -> None:
         """Hand over a request that has a place. Raises EngineClosedError."""
         with self._lock:
             if self._gone:
                 raise self._closed_error()
-            self._inbox.put(partial(self._enter, outbox))
+            self._inbox.put((self._enter, outbox))
 
     def leave(self, outbox: Outbox) -> None:
         """Cancel a request, if it has not ended; no event of it follows the next forward."""
-        self._inbox.put(partial(self._cancel, outbox))
+        self._inbox.put((self._cancel, outbox))
 
     def close(self, *, finish: bool) -> None:
         """Refuse requests from now on, and end when those accepted have, or are cancelled."""
         with self._lock:
             self._closed = True
-        self._inbox.put(self._finish if finish else self._stop)
+        self._inbox.put((self._finish if finish else self._stop, None))
 
     def stop(self) -> None:
         """Cancel all, also what comes until the thread reads this, and end."""
-        self._inbox.put(self._stop)
+        self._inbox.put((self._stop, None))
 
     def join(self, seconds: float | None = None) -> None:
         self._thread.join(seconds)
@@ -215,7 +215,8 @@ class EngineThread:
         """Do what the messages say; without a request sleep until there is one."""
         with contextlib.suppress(Empty):
             while True:
-                self._inbox.get(block=not (self._outboxes or self._over()))()
+                call, outbox = self._inbox.get(block=not (self._outboxes or self._over()))
+                call() if outbox is None else call(outbox)
 
     def _finish(self) -> None:
         self._finishing = True

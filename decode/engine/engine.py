@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,7 +199,8 @@ class Engine:
         error, self._early_error = self._early_error, None
         if error is not None:
             raise error
-        with as_current(self.device):
+        cuda = self.device.type == "cuda"
+        with as_current(self.device) if cuda else nullcontext():
             # None at the first call, and where nothing was left to start at the end of the last.
             if self._started is None:
                 self._start_forward()

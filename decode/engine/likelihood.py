@@ -40,8 +40,15 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import stack
-from decode.decoders.base import Decoder, Session, mask_kind, visible_ends
-from decode.step import BlockView, Ints, Predictions, Step, TokenLikelihood
+from decode.decoders.base import Decoder
+from decode.decoders.session import Session, mask_kind, visible_ends
+from decode.step import (
+    BlockView,
+    Ints,
+    Predictions,
+    Step,
+    TokenLikelihood,
+)
 
 ROWS = 256  # most rows of a forward, where no block has more
 

@@ -34,7 +34,7 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, mask_id: int | None):
-        self.sampling = sampling
+        self.sampling, self.greedy = sampling, sampling.greedy
         self.mask_id = mask_id
         self.steps = self.read = 0
 
@@ -47,14 +47,14 @@ class Sampler:
         they are taken, also where a forward is computed again."""
         settings = self.sampling
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
-        if not settings.greedy:
+        if not self.greedy:
             lines[_SEED] = np.uint64(settings.seed % 2**64).astype(np.int64)
             first = self.steps * ROWS_A_STEP + self.read
             lines[_ROW] = np.arange(first, first + count) % 2**32
             warmest = float(np.finfo(np.float32).max)  # infinity would make NaN of a mask's logit
             lines[_TEMPERATURE] = _bits(min(settings.temperature, warmest))
             lines[_TOP_K] = settings.top_k or 0
-        lines[_TOP_P] = _bits(1.0 if settings.greedy else settings.top_p)
+        lines[_TOP_P] = _bits(1.0 if self.greedy else settings.top_p)
         return lines
 
 
@@ -73,7 +73,7 @@ class PredictionRequest:
 
     @property
     def greedy(self) -> bool:
-        return self.sampler.sampling.greedy
+        return self.sampler.greedy
 
     @property
     def scored(self) -> bool:

@@ -24,7 +24,7 @@ from pydantic import (
 
 from d2f.config import explain
 from d2f.errors import EngineClosedError, InputError, QueueFullError, RequestError, brief
-from decode.decoders.base import MOST
+from decode.decoders.session import MOST
 
 RETRY_SECONDS = 1  # what a client is told to wait when the queue is full
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}

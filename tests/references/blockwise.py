@@ -21,8 +21,8 @@ from d2f.attention import SpanPlan
 from d2f.contract import Contract
 from d2f.model import DiffusionModel
 from decode import EntropyBounded, Factor, Static, Threshold
-from decode.decoders.base import SDAR_BLOCK_SIZE
 from decode.decoders.blockwise import Blockwise
+from decode.decoders.session import SDAR_BLOCK_SIZE
 from decode.engine.sampling import PredictionRequest, Sampler
 from decode.step import Revealed
 from tests.references.predictions import predict

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from d2f.model import DiffusionModel
 from decode import FreeDave
-from decode.decoders.base import mask_kind
+from decode.decoders.session import mask_kind
 from decode.engine.sampling import Sampler
 from tests.references.d2f import predict_positions
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from d2f.model import DiffusionModel
-from decode.decoders.base import visible_ends
+from decode.decoders.session import visible_ends
 from decode.decoders.wino import Wino
 from decode.engine.sampling import Sampler
 from tests.references.shadowed import dense_logits, predict_rows, shadow_logits

@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d2f.errors import InputError
-from decode.decoders.base import Decoder, Session
+from decode.decoders.base import Decoder
+from decode.decoders.session import Session
 from decode.engine.request import Request
 from decode.server.text import SettledText
 from decode.step import Predictions, Result, Step
