@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from d2f.errors import InputError, repr_of
 
 if TYPE_CHECKING:
@@ -159,6 +157,8 @@ def parse_threads(threads: int | str | None) -> int:
 def busy() -> bool:
     """Say whether other programs keep the processors busy that this process may use; takes a tenth
     of a second."""
+    import psutil
+
     shares = psutil.cpu_percent(_LOOK_SECONDS, percpu=True)
     affine = getattr(os, "sched_getaffinity", None)
     usable = affine(0) if affine is not None else range(len(shares))

@@ -28,10 +28,10 @@ from decode.decoders import Decoder
 from decode.decoders.base import (
     DEFAULT_MAX_NEW_TOKENS,
     boolean,
-    mask_kind,
     number,
     whole_number,
 )
+from decode.decoders.session import mask_kind
 from decode.engine.likelihood import Likelihood
 from decode.harness.monte_carlo import MonteCarlo, Score
 from decode.report import environment
