@@ -17,7 +17,6 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -170,12 +169,12 @@ _REMEDY = "put it back as it was, or give another output"
 class RunFolder:
     """The folder `config.output`, looked at before any work; nothing is written until `begin`.
 
-    extend: a run that has come to its end goes on where more steps are asked for. Raises InputError
-    if the folder holds another run: going on from its checkpoints would mix the two. A folder
-    without a checkpoint or a result holds none, whatever a run that failed early left there.
+    A run that has come to its end goes on where more steps are asked for. Raises InputError if the
+    folder holds another run: going on from its checkpoints would mix the two. A folder without a
+    checkpoint or a result holds none, whatever a run that failed early left there.
     """
 
-    def __init__(self, config: TrainConfig, *, extend: bool = True):
+    def __init__(self, config: TrainConfig):
         self.config, self.place = config, Path(config.output)
         self.checkpoints, self.log = self.place / "checkpoints", self.place / LOG
         self.record: dict[str, Any] = {}
@@ -187,7 +186,7 @@ class RunFolder:
             raise InputError(f"output {self.place}: the folder {there} cannot be written")
         if any((self.place / name).exists() for name in RESULTS) or steps(self.checkpoints):
             self.record = self._read_record()
-            self._refuse_another(extend)
+            self._refuse_another()
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -211,44 +210,17 @@ class RunFolder:
         )
 
     def check_inputs(self) -> None:
-        """Raise InputError where something that the run reads has changed since it began."""
-        changed = self.changed_inputs(self.record.get("inputs", {}))
+        """Raise InputError, with both digests, where something that the run reads has changed."""
+        changed = [
+            f"{key} had SHA-256 {there[:16]}..., has {self.inputs[key][:16]}... now"
+            for key, there in self.record.get("inputs", {}).items()
+            if key in self.inputs and self.inputs[key] != there
+        ]
         if changed:
             raise InputError(
                 f"{self.place} holds a run that was trained on something else "
                 f"({'; '.join(changed)}): expected what it began with, or another output"
             )
-
-    def changed_inputs(self, inputs: Mapping[str, str]) -> list[str]:
-        """Describe each input whose digest is another now, with both digests."""
-        return [
-            f"{key} had SHA-256 {there[:16]}..., has {self.inputs[key][:16]}... now"
-            for key, there in inputs.items()
-            if key in self.inputs and self.inputs[key] != there
-        ]
-
-    def differences(self, config: dict[str, Any], inputs: Mapping[str, str]) -> dict[str, str]:
-        """Describe by key where another run's configuration differs from this one. inputs: the
-        digests of what it read; another path to the same content is no difference."""
-        with contextlib.suppress(InputError):  # a key that came since then has its default
-            config = parse_config(config, str(self.place)).model_dump(mode="json")
-        theirs, ours = flat(config), flat(self.config.model_dump(mode="json"))
-
-        def same(key: str) -> bool:
-            there, here = theirs.get(key), ours.get(key)
-            if there == here or key in _FREE:
-                return True
-            if key.rpartition(".")[2] not in _PATHS or there is None or here is None:
-                return False
-            known = inputs.get(key)
-            same_content = known is not None and self.inputs.get(key) == known
-            return same_content or os.path.realpath(there) == os.path.realpath(here)
-
-        return {
-            key: f"{key}: {theirs.get(key)!r} there, {ours.get(key)!r} now"
-            for key in dict.fromkeys([*ours, *theirs])
-            if not same(key)
-        }
 
     def begin(self, done: int) -> tuple[float, str | None]:
         """Write configuration and record, and drop from the log what a killed run wrote after step
@@ -289,7 +261,7 @@ class RunFolder:
             raise InputError(f"{path} is not the record of a run: {_REMEDY}")
         return found
 
-    def _refuse_another(self, extend: bool) -> None:
+    def _refuse_another(self) -> None:
         path = self.place / CONFIG
         try:
             theirs = read_mapping(path)
@@ -299,11 +271,11 @@ class RunFolder:
                 f"{self.place} holds checkpoints or a result, but its {CONFIG}, which says of "
                 f"which run, is {why}: {_REMEDY}"
             ) from error
-        differ = self.differences(theirs, self.record.get("inputs", {}))
-        their_steps = theirs.get("steps")
+        differ = self._differences(theirs)
+        their_steps: Any = theirs.get("steps")
         # A checkpoint of its last step says that the run has come to its end.
         ended = their_steps in steps(self.checkpoints)
-        if extend and ended and isinstance(their_steps, int) and self.config.steps > their_steps:
+        if ended and self.config.steps > their_steps:
             self.steps_before = their_steps
             differ.pop("steps", None)
         if differ:
@@ -312,3 +284,22 @@ class RunFolder:
                 f"{self.place} holds another run ({'; '.join(differ.values())}): "
                 f"expected the same configuration, or another output{more}"
             )
+
+    def _differences(self, config: dict[str, Any]) -> dict[str, str]:
+        """Describe by key where the configuration of the run here differs from ours. Another path
+        to the same content is no difference."""
+        with contextlib.suppress(InputError):  # a key that came since then has its default
+            config = parse_config(config, str(self.place)).model_dump(mode="json")
+        theirs, ours = flat(config), flat(self.config.model_dump(mode="json"))
+        differ = {}
+        for key in dict.fromkeys([*ours, *theirs]):
+            there, here = theirs.get(key), ours.get(key)
+            if there == here or key in _FREE:
+                continue
+            if key.rpartition(".")[2] in _PATHS and there is not None and here is not None:
+                known = self.record.get("inputs", {}).get(key)
+                same_content = known is not None and self.inputs.get(key) == known
+                if same_content or os.path.realpath(there) == os.path.realpath(here):
+                    continue
+            differ[key] = f"{key}: {there!r} there, {here!r} now"
+        return differ

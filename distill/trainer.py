@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
 from d2f.attention import SpanPlan, Way
 from d2f.device import parse_threads, usable_cpus
@@ -179,7 +179,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             optimizer.zero_grad(set_to_none=True)
             progress.step()
             done, sample = done + 1, following
-            watch.see(done, [p.sample.index for row in packed for p in row], loss, norm)
+            watch.see(done, f"{packed[0][0].sample.index} to {sample - 1}", loss, norm)
             recent.append(loss)
             # Asked by all processes after each step, also where none of them has had a signal.
             stopped = stop.asked()
@@ -349,23 +349,12 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     found: dict[Way, float] = {}
     for way in WAYS:
         try:
-            found[way] = _milliseconds(partial(step, way), spans.device) / layers
+            timer = Timer("step(way)", globals={"step": step, "way": way})
+            found[way] = 1e3 * timer.timeit(_REPEAT).median / layers
         except (RuntimeError, NotImplementedError) as error:  # memory, or no such kernel
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"attention by {way} does not work here: {reason}", stacklevel=2)
     return found
-
-
-def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    """Return the median wall time of a call after one that compiles."""
-    times = []
-    for _ in range(_REPEAT + 1):
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return sorted(times[1:])[_REPEAT // 2]
 
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -379,40 +368,38 @@ class NonFiniteLossError(FloatingPointError):
 class FiniteWatch:
     """Remember the first step whose loss or gradient was not finite.
 
-    `see` costs a few operations on the device and never waits for it; `check` does, and is called
-    before anything is logged or saved.
+    `see` never waits for the device; the checks do, and come before anything is logged or saved.
+    They gather, so that all processes raise together and none waits for one that has ended.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.first = torch.full((1,), _NEVER, dtype=torch.int64, device=accelerator.device)
-        self.samples: dict[int, list[int]] = {}  # of the steps since the last check
+        self.samples: dict[int, str] = {}  # of the steps since the last check
 
-    def see(self, step: int, samples: list[int], loss: Tensor, norm: Tensor) -> None:
-        """Note a step's loss and gradient norm, made from these sample indexes."""
+    def see(self, step: int, samples: str, loss: Tensor, norm: Tensor) -> None:
+        """Note a step's loss and gradient norm, made from these samples."""
         self.samples[step] = samples
         # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
         seen = (loss, norm) if self.accelerator.scaler is None else (loss,)
         fine = torch.stack([value.detach().float().isfinite() for value in seen]).all()
-        # The smallest of the steps that were not finite, kept without a branch on the host.
         self.first = torch.where(fine, self.first, self.first.clamp(max=step))
 
     def check(self) -> None:
-        """Raise NonFiniteLossError, on all processes, if any process saw such a step."""
-        # Gathered, so that all processes raise together and none waits for one that has ended.
+        """Raise NonFiniteLossError if any process saw such a step."""
         step = int(self.accelerator.gather(self.first).min())
         if step != _NEVER:
             raise NonFiniteLossError(
                 f"the loss or its gradient is not finite at step {step} "
-                f"(samples {ranges(self.samples[step])}); nothing of it was saved"
+                f"(samples {self.samples[step]}); nothing of it was saved"
             )
         self.samples.clear()
 
     def check_state(
         self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: Any
     ) -> None:
-        """Raise NonFiniteLossError, on all processes, where the weights after `step` or their
-        moments are not finite in any process. Called before they are saved or decoded with."""
+        """Raise NonFiniteLossError where the weights after `step` or their moments are not finite
+        in any process."""
         tensors = {
             (name, key): own_part(value)
             for name, parameter in parameters.items()
@@ -432,17 +419,6 @@ class FiniteWatch:
             )
 
 
-def ranges(numbers: list[int]) -> str:
-    """Write ``[3, 4, 5, 9]`` as ``3-5, 9``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
-
-
 class StopRequest:
     """Ask a training to stop at SIGTERM, SIGHUP (the terminal is gone) or SIGINT (Ctrl-C) to any of
     its processes; all of them get the same answer. A second SIGINT is a KeyboardInterrupt at once.
@@ -454,8 +430,7 @@ class StopRequest:
     PASSED_ON = 1.0
 
     def __init__(self, processes: int, *, says: bool = True):
-        self._received, self._first = 0, 0.0
-        self._says = says
+        self._received, self._first, self._says = 0, 0.0, says
         # A group on the CPU: asking waits for the other processes, not for the device.
         self._group = dist.new_group(backend="gloo") if processes > 1 else None
 
@@ -470,28 +445,22 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Let the signals ask to stop instead of ending the process.
-
-        The group is given back at the end: left to the garbage collector, its threads can wait for
-        the interpreter's lock, which waits for them.
-        """
+        """Let the signals ask to stop instead of ending the process."""
         asking = [signal.SIGTERM, signal.SIGINT]
-        hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-        # One that `nohup` has set to be ignored stays so.
-        if hangup is not None and signal.getsignal(hangup) != signal.SIG_IGN:
-            asking.append(hangup)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup has set
+            asking.append(signal.SIGHUP)
         if threading.current_thread() is not threading.main_thread():
             asking = []  # Python lets only the main thread set handlers
         before = {number: signal.signal(number, self._receive) for number in asking}
         try:
             yield
-            # No process may give the group back while another still asks it.
-            if self._group is not None:
+            if self._group is not None:  # no process may destroy it while another still asks
                 dist.barrier(group=self._group)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             if self._group is not None:
+                # Its threads would wait for the interpreter's lock in the garbage collector.
                 dist.destroy_process_group(self._group)
                 self._group = None
 

@@ -7,8 +7,6 @@ import pytest
 from d2f.checkpoint import parse
 from decode import pipeline, tune
 from decode.compare import __main__ as compare
-from distill.checkpoint import CHECKSUM, damage
-from distill.log import keep_lines
 
 DEEP = "[" * 100_000
 ENTRY = {"name": "D2F", "kind": "ours", "model": "tiny-d2f"}
@@ -39,16 +37,6 @@ def test_a_deep_line_is_named(tmp_path, capsys, name):
     assert error.startswith("error: ")
     assert "measurements.jsonl" in error
     assert (tmp_path / "measurements.jsonl").read_text() == DEEP + "\n"
-
-
-def test_a_deep_checksum_and_a_deep_line_of_a_log_are_damage(tmp_path):
-    (tmp_path / CHECKSUM).write_text(DEEP)
-    assert damage(tmp_path) == f"{CHECKSUM} is not a checksum"
-    log = tmp_path / "log.jsonl"
-    kept = '{"step": 1, "loss": NaN}\n'
-    log.write_text(kept + DEEP + "\n")
-    keep_lines(log, 2)
-    assert log.read_text() == kept
 
 
 def test_what_python_writes_is_read_where_it_may_be():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import wino_plus_runs
 from data_rows import run_settings
-from test_wino_plus_training import objective_of
+from test_wino_plus import objective_of
 from tiny import fresh_model
 from torch import Tensor
 
@@ -214,29 +214,22 @@ def test_of_wino_plus_it_is_cross_entropy_of_what_the_decoder_decided_next(
     assert found["evaluation/cross_entropy"] == pytest.approx(np.mean(losses), 1e-4)
 
 
-def test_the_error_is_that_of_the_mean_where_samples_are_alike():
-    """Of as many tokens in each sample, the estimate is a plain mean."""
+def test_the_error_is_that_of_the_estimate():
+    """A plain mean's of as many tokens in each sample; of samples of several lengths, the
+    linearised error against the estimates' own spread."""
     sums = np.random.default_rng(0).normal(5.0, 1.0, (6, 2))
     values = summary("a", sums, np.full((6, 2), 4.0), (0.25, 0.5))
-    each = sums / 4
+    each, both = sums / 4, (sums / 4).mean(1)
     assert values["a/0.5"] == pytest.approx(each[:, 1].mean())
     assert values["a_stderr/0.5"] == pytest.approx(each[:, 1].std(ddof=1) / sqrt(6))
-    both = each.mean(1)
     assert values["a"] == pytest.approx(both.mean())
     assert values["a_stderr"] == pytest.approx(both.std(ddof=1) / sqrt(6))
-    assert summary("a", sums[:1], np.full((1, 2), 4.0), (0.25, 0.5)).keys() == {
-        "a", "a/0.25", "a/0.5",
-    }  # fmt: skip
-
-
-def test_the_error_is_about_the_spread_over_draws_of_the_samples():
-    """Samples of several lengths: the linearised error against the estimates' own spread."""
-    rng = np.random.default_rng(1)
-    means, errors = [], []
+    one = summary("a", sums[:1], np.full((1, 2), 4.0), (0.25, 0.5))
+    assert one.keys() == {"a", "a/0.25", "a/0.5"}
+    rng, means, errors = np.random.default_rng(1), [], []
     for _ in range(400):
         tokens = rng.integers(1, 20, (60, 1)).astype(float)
-        sums = tokens * rng.normal(2.0, 0.5, (60, 1))
-        values = summary("a", sums, tokens, (0.5,))
+        values = summary("a", tokens * rng.normal(2.0, 0.5, (60, 1)), tokens, (0.5,))
         means.append(values["a"])
         errors.append(values["a_stderr"])
     # Of 400 draws the spread is known to about 1 / sqrt(800) of itself: 4 % and a margin.

@@ -189,10 +189,10 @@ def test_an_official_export_of_another_family_is_refused_before_training(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_curve_has_its_ends_and_every_evaluation():
+def test_a_curve_has_every_logged_step_and_evaluation():
     lines = [{"step": step, "loss": 1 / step} for step in range(1, 101)]
     lines[41] |= {"evaluation/accuracy": 0.5, "evaluation/tokens_per_forward": 2.25}
     table = curve(lines)
     assert table[:2] == ["| step | loss | accuracy | tokens per forward |", "|---|---|---|---|"]
     assert table[2] == "| 1 | 1.0000 |  |  |" and table[-1] == "| 100 | 0.0100 |  |  |"
-    assert "| 42 | 0.0238 | 0.500 | 2.250 |" in table and len(table) == 2 + 10 + 1
+    assert "| 42 | 0.0238 | 0.500 | 2.250 |" in table and len(table) == 2 + 100

@@ -1,4 +1,4 @@
-"""Two processes train what one does; a resume continues on another number of them; SIGTERM reaches
+"""Two processes train what one does; a resume continues on another number of them; signals reach
 all through one; kill -9 costs what was not saved and nothing else."""
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
-from test_train import settings
+from test_train import curve, same, settings, weights
 from tiny import random_model
 
-from d2f.errors import InputError
 from d2f.saving import save_model
 from distill import checkpoint
-from distill.train import train
+from distill.objectives import OBJECTIVES
+from distill.train import main, train
+from distill.trainer import StopRequest
 
 pytestmark = pytest.mark.xdist_group("train processes")  # one worker, one set of its fixtures
 
@@ -65,7 +70,7 @@ def start(arguments: list[str], processes: int, ports: list[int]) -> list[subpro
 def finish(running: list[subprocess.Popen]) -> str:
     """Their output, once all have ended with 0. One that fails ends the others, which would wait
     for it."""
-    limit = time.monotonic() + 100
+    limit = time.monotonic() + 200
     while any(process.poll() is None for process in running):
         failed = any(process.poll() not in (None, 0) for process in running)
         if failed or time.monotonic() > limit:
@@ -77,18 +82,6 @@ def finish(running: list[subprocess.Popen]) -> str:
     return output
 
 
-def dump(config) -> dict:
-    return config.model_dump(mode="json")
-
-
-def curve(output: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output / "log.jsonl").open()]
-
-
-def exported(output: Path) -> dict[str, torch.Tensor]:
-    return load_file(output / "model" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A folder with each run as one process gave it (NAME) and as two did (NAME-ddp, NAME-fsdp)."""
@@ -98,35 +91,31 @@ def trained(tmp_path_factory) -> Path:
     d2f = {"init": str(teacher), **ROWS, "steps": 4, "save_every": 2}
     full = {"init": str(teacher), **ROWS, "steps": 4}
     parts = {"gradient_accumulation": 2, "gradient_checkpointing": True}
-
-    jobs: list[dict] = []
-    for kind, sharded in (("ddp", False), ("fsdp", True)):
-
-        def job(name: str, objective: str, kind=kind, sharded=sharded, **changes):
-            stop_after, nan_on = changes.pop("stop_after", None), changes.pop("nan_on", None)
-            config = dump(settings(folder / f"{name}-{kind}", objective, **changes))
-            jobs.append(
-                {"config": config, "sharded": sharded, "stop_after": stop_after, "nan_on": nan_on}
-            )
-
-        job("d2f", "d2f", **d2f, **STILL)
-        job("full", "masked_diffusion", **full, **parts)
+    moved = d2f | {"gradient_accumulation": 2}
+    jobs = []
+    for kind in ("ddp", "fsdp"):
         # Begun by one process, gone on with by two, ended by one; with dropout.
-        begun = settings(folder / f"moved-{kind}", "d2f", **d2f, gradient_accumulation=2)
-        train(begun, stop_after=1)
-        job("moved", "d2f", **d2f, stop_after=2)
-        job("nan", "masked_diffusion", **full, nan_on=3, save_every=2, log_every=100)
-
+        train(settings(folder / f"moved-{kind}", "d2f", **moved), stop_after=1)
+        for name, objective, changes, more in (
+            ("d2f", "d2f", d2f | STILL, {}),
+            ("full", "masked_diffusion", full | parts, {}),
+            ("moved", "d2f", d2f, {"stop_after": 2}),
+            ("nan", "masked_diffusion", full | {"save_every": 2, "log_every": 100}, {"nan_on": 3}),
+        ):
+            config = settings(folder / f"{name}-{kind}", objective, **changes)
+            jobs.append(
+                {"config": config.model_dump(mode="json"), "sharded": kind == "fsdp"} | more
+            )
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     script = str(ROOT / "tests" / "training_process.py")
     running = start([script, str(path)], 2, free_ports(len(jobs)))
     train(settings(folder / "d2f", "d2f", **d2f, **STILL))
     train(settings(folder / "full", "masked_diffusion", **full))
-    train(settings(folder / "moved", "d2f", **d2f, gradient_accumulation=2))
+    train(settings(folder / "moved", "d2f", **moved))
     finish(running)
     for kind in ("ddp", "fsdp"):
-        train(settings(folder / f"moved-{kind}", "d2f", **d2f, gradient_accumulation=2))
+        train(settings(folder / f"moved-{kind}", "d2f", **moved))
     return folder
 
 
@@ -139,7 +128,7 @@ def test_two_processes_give_the_curve_and_the_weights_of_one(trained, name, kind
     one, two = trained / name, trained / f"{name}-{kind}"
     assert len(curve(one)) == 4
     assert curve(two) == pytest.approx(curve(one), rel=1e-5)
-    ours, theirs = exported(two), exported(one)
+    ours, theirs = weights(two), weights(one)
     assert ours.keys() == theirs.keys()
     for key in ours:
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=2e-5)
@@ -153,22 +142,24 @@ def test_a_loss_that_is_nan_in_one_process_stops_all_and_saves_nothing(trained, 
     assert checkpoint.steps(trained / f"nan-{kind}" / "checkpoints") == [2]
 
 
-def wait_for(log: Path, lines: int, running: list[subprocess.Popen]) -> None:
-    limit = time.monotonic() + 90
-    while not log.is_file() or log.read_text().count("\n") < lines:
-        assert all(process.poll() is None for process in running), running[0].communicate()[0]
-        assert time.monotonic() < limit
-        time.sleep(0.005)
+# Killed and stopped from outside
 
 
 def begin(tmp_path: Path, processes: int, **changes) -> tuple[dict, list[subprocess.Popen]]:
     teacher = tmp_path / "teacher"
     save_model(random_model("llada"), teacher, dtype=torch.float32, objective="masked_diffusion")
     changes = {"init": str(teacher), "steps": 40, "save_every": 1, "keep": 2} | changes
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(dump(settings(tmp_path / "run", **changes))))
-    command = [str(ROOT / "distill" / "train.py"), "--config", str(path)]
+    settings(tmp_path / "run", **changes).save(tmp_path / "config.yaml")
+    command = [str(ROOT / "distill" / "train.py"), "--config", str(tmp_path / "config.yaml")]
     return changes, start(command, processes, free_ports(1))
+
+
+def wait_for(log: Path, lines: int, running: list[subprocess.Popen]) -> None:
+    limit = time.monotonic() + 200
+    while not log.is_file() or log.read_text().count("\n") < lines:
+        assert all(process.poll() is None for process in running), running[0].communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.005)
 
 
 def test_kill_9_resumes_bit_for_bit(tmp_path):
@@ -180,23 +171,166 @@ def test_kill_9_resumes_bit_for_bit(tmp_path):
     assert 3 <= checkpoint.steps(tmp_path / "run" / "checkpoints")[-1] < 40
     train(settings(tmp_path / "run", **changes))
     train(settings(tmp_path / "whole", **changes | {"save_every": 40}))
-    ours, theirs = exported(tmp_path / "run"), exported(tmp_path / "whole")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert same(tmp_path / "run", tmp_path / "whole")
 
 
-def test_sigterm_to_one_process_saves_and_ends_all_with_0(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends_all_processes_without_a_traceback(tmp_path, number, status):
+    """SIGTERM to one of two; Ctrl-C to both twice at once, as from a terminal and a launcher."""
     _, running = begin(tmp_path, 2, steps=2000, save_every=2000)
     log = tmp_path / "run" / "log.jsonl"
     wait_for(log, 3, running)
-    running[1].send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM after step" in finish(running)
+    for process in running[1:] if status == 0 else running * 2:
+        process.send_signal(number)
+    said = [process.communicate(timeout=200)[0] for process in running]
+    assert [process.returncode for process in running] == [status] * 2, said
+    assert f"stopped by {number.name} after step" in said[0] and "Traceback" not in "".join(said)
     (step,) = checkpoint.steps(tmp_path / "run" / "checkpoints")
     assert step == len(curve(tmp_path / "run")) < 2000
     assert checkpoint.newest(tmp_path / "run" / "checkpoints")["step"] == step
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_rows_that_processes_and_parts_cannot_share_are_an_error(tmp_path):
-    with pytest.raises(InputError, match="multiple of the 1 processes x 3 parts"):
-        train(settings(tmp_path, gradient_accumulation=3))
+# Stopped from within
+
+
+def interrupt(monkeypatch, call: int, times: int = 1, number: int = signal.SIGINT) -> None:
+    """Ctrl-C, or another signal, during one forward of masked_diffusion."""
+    kind = OBJECTIVES["masked_diffusion"]
+    plain, calls = kind.forward, iter(range(1, 100))
+
+    def forward(self, batch):
+        if next(calls) == call:
+            for _ in range(times):
+                signal.raise_signal(number)
+        return plain(self, batch)
+
+    monkeypatch.setattr(kind, "forward", forward)
+
+
+def test_ctrl_c_saves_the_step_and_the_same_command_goes_on(tmp_path, monkeypatch, capfd):
+    """The caller gets KeyboardInterrupt, so that what trains in a loop stops too. In the last step
+    it ends nothing."""
+    interrupt(monkeypatch, 6)
+    train(settings(tmp_path / "whole", save_every=6))
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings(tmp_path / "run", save_every=6))
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [3]
+    said = capfd.readouterr()
+    assert "stopping after this step, which is saved" in said.err
+    assert "stopped by SIGINT after step 3, which is saved: the same command goes on" in said.out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train(settings(tmp_path / "run", save_every=6))
+    assert same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_stops_at_once_and_what_a_launcher_passes_on_is_none(
+    tmp_path, monkeypatch, capfd
+):
+    stop = StopRequest(1)
+    with stop.listening():
+        assert stop.asked() == 0
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked() == signal.SIGINT
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+    monkeypatch.setattr(StopRequest, "PASSED_ON", -1.0)
+    interrupt(monkeypatch, 3, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(settings(tmp_path, save_every=2))
+    assert checkpoint.steps(tmp_path / "checkpoints") == [2]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_lost_terminal_saves_the_step_and_nohup_goes_on(tmp_path, monkeypatch, ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        interrupt(monkeypatch, 3, number=signal.SIGHUP)
+        train(settings(tmp_path, save_every=6))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.newest(tmp_path / "checkpoints")["step"] == (6 if ignored else 3)
+
+
+def test_it_goes_on_where_nobody_reads_what_it_says(tmp_path, monkeypatch):
+    """As `| head -1` has it."""
+    settings(tmp_path / "run").save(tmp_path / "config.yaml")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        monkeypatch.setattr("sys.argv", ["train", "--config", str(tmp_path / "config.yaml")])
+        main()
+    assert len(curve(tmp_path / "run")) == 6
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+# What `accelerate launch --config_file` takes
+
+FOLDER = ROOT / "configs" / "accelerate"
+KINDS = {
+    "one-gpu": DistributedType.NO,
+    "ddp": DistributedType.MULTI_GPU,
+    "fsdp2": DistributedType.FSDP,
+    "zero2": DistributedType.DEEPSPEED,
+    "zero2-offload": DistributedType.DEEPSPEED,
+    "zero3": DistributedType.DEEPSPEED,
+    "zero3-offload": DistributedType.DEEPSPEED,
+}
+
+
+def launched(name: str) -> Namespace:
+    """The arguments that accelerate's own launcher makes of a file."""
+    words = ["--config_file", str(FOLDER / f"{name}.yaml"), "distill/train.py", "--config", "x"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    return arguments
+
+
+def test_each_of_accelerates_files_is_what_its_name_says():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == KINDS.keys()
+    for name, kind in KINDS.items():
+        config = load_config_from_file(str(FOLDER / f"{name}.yaml"))
+        assert config.distributed_type == kind
+        assert config.mixed_precision == "no"  # what the run's configuration says is not overruled
+    sharded = launched("fsdp2")
+    assert sharded.use_fsdp and int(sharded.fsdp_version) == 2
+    assert sharded.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    assert sharded.fsdp_transformer_layer_cls_to_wrap is None  # from the model
+    for name in (name for name in KINDS if name.startswith("zero")):
+        stage, device = int(name[4]), "cpu" if name.endswith("offload") else "none"
+        arguments = launched(name)
+        assert arguments.use_deepspeed and arguments.zero_stage == stage
+        assert arguments.offload_optimizer_device == device
+        assert arguments.offload_param_device == (device if stage == 3 else "none")
+        assert arguments.gradient_clipping is None  # the run's own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2", "zero2-offload", "zero3", "zero3-offload"])
+def test_a_stage_of_deepspeed_trains_what_one_process_does(tmp_path, name):
+    """To fp32 rounding: the losses, and the adapter that is exported. Only where DeepSpeed is
+    installed, which the tests' own environment leaves out."""
+    pytest.importorskip("deepspeed")
+    save_model(random_model("llada"), tmp_path / "teacher", dtype=torch.float32)
+    more = {"init": str(tmp_path / "teacher"), **ROWS, "steps": 4, **STILL}
+    train(settings(tmp_path / "one", "d2f", **more))
+    config = settings(tmp_path / "two", "d2f", **more).model_dump(mode="json")
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(config))
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port"]
+    launch += [str(free_ports(1)[0]), "--config_file", f"{FOLDER}/{name}.yaml"]
+    command = [sys.executable, *launch, f"{ROOT}/distill/train.py", "--config"]
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "two.yaml")],
+        env=os.environ | environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
+    one, two = (
+        load_file(tmp_path / run / "adapter" / "adapter_model.safetensors")
+        for run in ("one", "two")
+    )
+    for key, weight in one.items():
+        torch.testing.assert_close(two[key], weight, rtol=1e-4, atol=1e-6)

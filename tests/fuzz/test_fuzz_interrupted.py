@@ -3,8 +3,6 @@ result of a run that was never stopped, or refuses and says which file; no whole
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import warnings
@@ -17,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2f.errors import CheckpointError, InputError
+from d2f.errors import InputError
 from d2f.loading import load
 from decode import pipeline, tune
 from distill import rollouts
@@ -25,27 +23,6 @@ from distill.train import train
 from tests.fuzz.commands import run_command
 from tests.fuzz.outcome import attempt, budget
 from tests.test_train import settings, weights
-
-ENDS = [b"", b"\n", b"\0" * 20, b"\xff\xfe", b"\xff\n", b"null\n", b"{}\n", b"[" * 30_000 + b"\n",
-        b'{"run": 3}\n', b'{"run": null}\n', b"1" * 5000 + b"\n", b'{"id": 1e999}\n',
-        b'"\\ud800"\n', b"NaN\n"]  # fmt: skip
-
-
-@st.composite
-def damages(draw: st.DrawFn) -> tuple[str, float, bytes]:
-    """How a file ends: cut at a share of its bytes, cut with something after, a piece replaced."""
-    kind = draw(st.sampled_from(["cut", "cut", "cut", "end", "piece"]))
-    return kind, draw(st.floats(0, 1)), draw(st.sampled_from(ENDS) | st.binary(max_size=30))
-
-
-def damaged(data: bytes, damage: tuple[str, float, bytes]) -> bytes:
-    kind, share, what = damage
-    place = round(share * len(data))
-    return (
-        data[:place]
-        + (b"" if kind == "cut" else what)
-        + data[place + len(what) :] * (kind == "piece")
-    )
 
 
 def lines_of(data: bytes) -> list[Any]:
@@ -117,52 +94,46 @@ def test_lines_that_a_command_goes_on_from(commands, name, share):
     commands[name].goes_on_after_a_kill(share)
 
 
-FILES = ["checkpoints/step-0000002/state.pt", "checkpoints/step-0000002/checksum.json",
-         "checkpoints/step-0000001/state.pt", "config.yaml", "run.json", "log.jsonl"]  # fmt: skip
+FILES = ["checkpoints/step-0000002/state.pt", "checkpoints/step-0000001/state.pt", "config.yaml",
+         "run.json", "log.jsonl"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run that was stopped after two of three steps, and the weights of one that was not."""
+def trained(tmp_path_factory) -> Path:
+    """A run that was stopped after two of three steps, and beside it one that was not."""
     folder = tmp_path_factory.mktemp("trained")
-    with contextlib.redirect_stdout(io.StringIO()):
-        train(configuration(folder / "whole"))
-        train(configuration(folder / "stopped"), stop_after=2)
-    return folder / "stopped", weights(folder / "whole")
+    train(settings(folder / "whole", steps=3, save_every=1, keep=3))
+    train(settings(folder / "stopped", steps=3, save_every=1, keep=3), stop_after=2)
+    return folder
 
 
-def configuration(output: Path) -> Any:
-    return settings(output, steps=3, save_every=1, keep=3)
-
-
-def resumed(trained, folder: Path, name: str, damage: tuple[str, float, bytes]) -> None:
-    stopped, expected = trained
-    shutil.copytree(stopped, folder)
-    path = folder / name
-    path.write_bytes(damaged(path.read_bytes(), damage))
+@budget(0.08)
+@given(
+    name=st.sampled_from(FILES),
+    share=st.floats(0, 1),
+    piece=st.sampled_from([b"", b"\0" * 20, b"\xff\n", b"{}\n", b"null\n"])
+    | st.binary(max_size=30),
+    cut=st.booleans(),
+)
+def test_a_training_that_was_stopped(trained, tmp_path_factory, name, share, piece, cut):
+    """A file is cut at any byte, or a piece of it replaced."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    shutil.copytree(trained / "stopped", run)
+    data = (run / name).read_bytes()
+    place = round(share * len(data))
+    (run / name).write_bytes(data[:place] + (b"" if cut else piece + data[place + len(piece) :]))
 
     def call() -> Path:
         try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the damaged checkpoint that is passed over
-                return train(configuration(folder))
-        except (InputError, CheckpointError) as error:
+                return train(settings(run, steps=3, save_every=1, keep=3))
+        except InputError as error:
             assert Path(name).name in str(error) or "another run" in str(error), error
             raise
 
     if attempt(call) is not None:
-        found = weights(folder)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
-    shutil.rmtree(folder)
-
-
-@budget(0.08)
-@given(name=st.sampled_from(FILES), damage=damages())
-def test_a_training_that_was_stopped(trained, tmp_path_factory, name, damage):
-    resumed(trained, tmp_path_factory.mktemp("run") / "run", name, damage)
-
-
-@pytest.mark.parametrize("name", FILES[1::2] + FILES[4:5])
-def test_a_record_that_is_nested_too_deep(trained, tmp_path, name):
-    resumed(trained, tmp_path / "run", name, ("end", 0.0, b"[" * 30_000 + b"\n"))
+        ours, whole = weights(run), weights(trained / "whole")
+        assert ours.keys() == whole.keys()
+        assert all(torch.equal(ours[key], whole[key]) for key in whole)
+    shutil.rmtree(run)

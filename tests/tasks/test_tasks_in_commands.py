@@ -23,6 +23,7 @@ from decode.tune import main as tune
 from distill.config import parse_config
 from distill.data.trajectories import read_rollouts
 from distill.evaluation import Evaluator
+from distill.objectives import OBJECTIVES
 from distill.rollouts import main as rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +81,8 @@ def test_it_is_evaluated_in_training(task, tmp_path):
         "evaluation": {"tasks": [task], "problems": 2, "options": {"tau_conf": 0.5}},
     }  # fmt: skip
     config = parse_config(values, "test")
-    model = fresh_model("llada")
-    evaluator = Evaluator(model, config, Accelerator())
+    made = OBJECTIVES[config.objective.name](fresh_model("llada"), config)
+    evaluator = Evaluator(made, None, Accelerator())
     ((found, problems, decoder),) = evaluator.jobs
     assert found.name == "mine" and len(problems) == 2
     assert (decoder.max_new_tokens, decoder.stop) == (64, (NEVER,))
