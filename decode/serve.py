@@ -48,8 +48,9 @@ def serve(options: Options) -> None:
         check_models(options, decoding)
         address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
-            listener.close()  # Ray's proxy listens there
-            serve_replicas(options, decoding, address, port)
+            listener.close()
+            with bind(address, port, shared=True):  # kept for Ray's proxy, which listens there
+                serve_replicas(options, decoding, address, port)
             return
         from decode.server.app import create_app
         from decode.server.middleware import set_up_logs
@@ -60,14 +61,19 @@ def serve(options: Options) -> None:
         run_server(app, listener, options.drain_seconds)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, not yet listening. Raises InputError."""
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Return a socket bound to the address, not yet listening. Raises InputError.
+
+    shared: let processes of this user that ask for it (SO_REUSEPORT) bind there, too.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
