@@ -191,7 +191,7 @@ def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
         ([{"question": "?", "answer": "one"}], {}, "expected one number as the reference"),
         (["{"], {}, "line 1: not JSON"),
         (["[1]"], {}, "expected an object of columns"),
-        ([], {}, "expected at least one line, got none"),
+        ([], {}, "expected at least one row, got none"),
         (ROWS[:1], {"splits": {"heldout": 1e-9}}, "none of the 1 rows"),
     ],
 )  # fmt: skip
