@@ -10,8 +10,8 @@ LONGEST = 1500  # characters of an error
 
 
 class InputError(ValueError):
-    """A prompt, option or file that the toolkit cannot work with. Its message quotes what came, so
-    it is kept to one printable line, whatever that was."""
+    """A prompt, option or file that the toolkit cannot work with. Its message quotes what came and
+    is kept to one printable line."""
 
     def __init__(self, message: object):
         super().__init__(brief(str(message)))
@@ -19,10 +19,7 @@ class InputError(ValueError):
 
 class CheckpointError(InputError):
     """A checkpoint or adapter that does not fit: weights missing, unexpected, misshapen, damaged,
-    or made for another base. What it quotes of the files is cut to be read (`quoted`)."""
-
-    def __init__(self, message: str):
-        super().__init__(quoted(message))
+    or made for another base."""
 
 
 class OutputError(InputError):
@@ -73,43 +70,28 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def brief(text: str) -> str:
-    """`one_line`, without its middle where it is too long to read."""
-    line = one_line(text[:LONGEST])
-    if len(text) <= LONGEST and len(line) <= LONGEST:
-        return line
-    # Of a text of megabytes, only the ends are looked at.
-    return f"{line[: 2 * LONGEST // 3]} ... {one_line(text[-LONGEST:])[-LONGEST // 4 :]}"
+    """Write a text of any length as one line, without its middle where it is too long to read."""
+    if len(text) > LONGEST:
+        text = f"{text[: 2 * LONGEST // 3]} ... {text[-LONGEST // 4 :]}"
+    return one_line(text)[: 2 * LONGEST]
 
 
 def one_line(text: str) -> str:
-    """Text from elsewhere as an error can quote it: what is no printable character, as an escape
-    sequence to a terminal or a line break, is written out."""
+    """Write out what is no printable character: a line break, an escape sequence to a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def quoted(text: str) -> str:
-    """A message that quotes files of others, as an error can say it: `one_line`, and of a long one
-    the beginning and the end."""
-    text = one_line(text)
-    return text if len(text) <= 1000 else f"{text[:700]} ... {text[-280:]}"
-
-
 def repr_of(value: object) -> str:
-    """The beginning of a value's repr, for an error; of one that has none, what it is."""
-    try:
-        return repr(value)[:60]
-    except Exception:  # a whole number of more digits than Python prints, an object of anyone's
-        return f"{type(value).__name__} that cannot be shown"
+    """Quote the beginning of a value for an error."""
+    return f"{value!r:.60}"
 
-
-# Whether an error is that of a device or a machine without memory; imports no torch.
 
 # What torch raises on a CPU is a plain RuntimeError.
 _OF_A_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate memory: [^\n]*?bytes)")
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What was out of memory, as a line; None where the error is another one."""
+    """Say what was out of memory; None where the error is another one."""
     if isinstance(error, MemoryError):
         return f"out of memory: {error}" if str(error) else "out of memory"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
