@@ -18,7 +18,7 @@ from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, parse_known, say
 from d2f.errors import InputError, out_of_memory
 from d2f.files import locked
 from d2f.flags import Switch, Verbose
-from d2f.quiet import quiet, unread_output
+from d2f.quiet import quiet
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
@@ -87,30 +87,32 @@ def _is_first() -> bool:
 
 def main() -> None:
     """Run the command."""
-    with unread_output():  # a run outlives who reads what it prints: its log is a file
-        try:
-            config, options = parse()
-            with quiet(options.verbose):
-                if options.check:
-                    from distill.check import check
+    try:
+        config, options = parse()
+        with quiet(options.verbose):
+            if options.check:
+                from distill.check import check
 
-                    print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
-                    return
-                # Two runs in one folder would overwrite each other's checkpoints; one process
-                # holds the lock for all.
-                with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
-                    train(config)
-        except (InputError, FloatingPointError) as error:
-            sys.exit(say(f"error: {error}", BAD_INPUT if isinstance(error, InputError) else FAILED))
-        except KeyboardInterrupt:
-            if _is_first():
-                say("interrupted: the same command goes on")
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            said = out_of_memory(error)
-            if said is None:
-                raise
-            sys.exit(say(f"error: {said}; {NEEDS_LESS}", FAILED))
+                print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+                return
+            # Two runs in one folder would overwrite each other's checkpoints; one process
+            # holds the lock for all.
+            with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
+                train(config)
+    except (InputError, FloatingPointError) as error:
+        sys.exit(say(f"error: {error}", BAD_INPUT if isinstance(error, InputError) else FAILED))
+    except KeyboardInterrupt:
+        if _is_first():
+            say("interrupted: the same command goes on")
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # who reads what it prints has left: the same command goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except Exception as error:
+        said = out_of_memory(error)
+        if said is None:
+            raise
+        sys.exit(say(f"error: {said}; {NEEDS_LESS}", FAILED))
 
 
 if __name__ == "__main__":

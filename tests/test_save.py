@@ -6,14 +6,17 @@ import shutil
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tiny import fresh_model, random_model
 
 import d2f
 import d2f.saving
 from d2f.adapters import new_lora
-from d2f.errors import InputError
+from d2f.errors import CheckpointError, InputError
 from d2f.models import HERE
+from d2f.saving import save_adapter, save_model
 from decode import D2F, generate
 
 PROMPT = [5, 9, 4, 31, 7]
@@ -170,3 +173,53 @@ def test_repr_says_what_it_is():
     facts += [f"mask_id={contract['mask_id']}", "adapter", "tiny-teacher", "parameters"]
     assert all(fact in text for fact in facts), text
     assert "in memory" in repr(random_model("llada"))
+
+
+def test_a_model_in_several_files_is_the_same_model(tmp_path):
+    model = random_model("llada")
+    model.save(tmp_path / "whole")
+    model.save(tmp_path / "parts", max_shard_size="20KB")
+    names = sorted(path.name for path in (tmp_path / "parts").glob("model*.safetensors"))
+    assert len(names) > 3 and names[0] == f"model-00001-of-{len(names):05d}.safetensors"
+    held = {}
+    for name in names:
+        tensors = load_file(tmp_path / "parts" / name)
+        # A tensor larger than that has a file of its own.
+        assert (tmp_path / "parts" / name).stat().st_size < 25_000 or len(tensors) == 1
+        held |= tensors
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
+    assert tokens(d2f.load(tmp_path / "parts", device="cpu")) == tokens(model)
+    for size in ("much", "5 GB", -1):
+        with pytest.raises(InputError, match="max_shard_size must be a number of bytes, or as 5GB"):
+            model.save(tmp_path / "none", max_shard_size=size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_config_json_says_in_which_dtype_the_weights_lie(dtype, tmp_path):
+    """Other tools read it."""
+    save_model(random_model("dream"), tmp_path / "model", dtype=dtype)
+    values = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert values["dtype"] == str(dtype).removeprefix("torch.")
+    assert values["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_an_adapter_is_saved_to_be_used_and_not_to_be_trained_on(tmp_path):
+    model = fresh_model("dream")
+    new_lora(model, r=2, alpha=4, dropout=0.1)
+    save_adapter(model, tmp_path / "adapter")
+    config = LoraConfig.from_pretrained(tmp_path / "adapter")
+    assert config.inference_mode is True
+    assert (config.r, config.lora_alpha, config.bias, config.task_type) == (2, 4, "none", None)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, "float32"), (1e20, "float16")])
+def test_weights_that_are_not_finite_as_written_are_refused(tmp_path, value, dtype):
+    """What fp32 holds may be infinity in fp16."""
+    model = fresh_model("llada")
+    with torch.no_grad():
+        model.backbone.model.norm.weight[3] = value
+    with pytest.raises(CheckpointError, match=f"1 of .* in {dtype}, first model.norm.weight"):
+        save_model(model, tmp_path / "model", dtype=getattr(torch, dtype))
+    assert not (tmp_path / "model" / "model.safetensors").exists()
