@@ -253,6 +253,8 @@ def write_shards(
     none.
     """
     try:
+        if isinstance(max_shard_size, int) and max_shard_size < 1:
+            raise ValueError
         plan = split_state_dict_into_shards_factory(
             dict(weights),
             get_storage_size=lambda weight: prod(weight.shape) * dtype.itemsize,

@@ -191,7 +191,7 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path):
     assert held.keys() == expected.keys()
     assert all(torch.equal(held[name], value) for name, value in expected.items())
     assert tokens(d2f.load(tmp_path / "parts", device="cpu")) == tokens(model)
-    for size in ("much", "5 GB", -1):
+    for size in ("much", -1):
         with pytest.raises(InputError, match="max_shard_size must be a number of bytes, or as 5GB"):
             model.save(tmp_path / "none", max_shard_size=size)
 
