@@ -1,4 +1,4 @@
-"""What a run would need, and what of it would fail, before it starts: `--check` of distill.train.
+"""Check a run before it starts (`d2f train --check`): what it would need, and what would fail.
 
 The model is built on the meta device, so no weights are read and no accelerator is needed.
 """
@@ -12,15 +12,12 @@ from d2f.model import DiffusionModel
 from d2f.quantize import require
 from distill.checkpoint import RunFolder
 from distill.config import TrainConfig
-from distill.data import fill_rows
-from distill.data import plan as plan_of
+from distill.data.stream import Plan, fill_rows, plan
 from distill.evaluation import jobs
 from distill.export import as_trained, prepare_model
 from distill.heldout_loss import HeldoutLoss
 from distill.objectives import OBJECTIVES
 from distill.trainer import doubts, rows_at_once
-
-# What a process of a training run needs of memory, estimated by part from shapes alone.
 
 BASE = ".base_layer.weight"  # of a layer that PEFT has put a LoRA on
 SHARD = int(5e9)  # most bytes of a file (`d2f.saving.MAX_SHARD_SIZE`)
@@ -52,7 +49,7 @@ class Memory:
 
 
 def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int) -> Memory:
-    """Memory of feeding `tokens` at once, of which `reads` rows are read (masked tokens).
+    """Estimate the memory of feeding `tokens` at once, of which `reads` rows are read.
 
     model: with its adapter, on the meta device or any other.
     """
@@ -94,9 +91,10 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
 
 
 def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
-    """Bytes a token that one decoder layer keeps for its backward pass, without checkpointing, as
-    transformers' Llama and Qwen2 and PEFT's LoRA compute it; attention by a kernel that keeps
-    queries, keys, values and output, dropout by one that keeps a mask of bytes."""
+    """Return the bytes a token that one decoder layer keeps for its backward pass, without
+    checkpointing, as transformers' Llama and Qwen2 and PEFT's LoRA compute it; attention by a
+    kernel that keeps queries, keys, values and output, dropout by one that keeps a mask of
+    bytes."""
     shape = model.backbone.config
     hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_attention_heads
     dim = getattr(shape, "head_dim", None) or hidden // heads
@@ -128,18 +126,13 @@ def layer_bytes(model: DiffusionModel, config: TrainConfig) -> int:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a parameter is a layer's own matrix (of attention or MLP)."""
+    """Tell whether a parameter is a layer's own matrix (of attention or MLP)."""
     return name.endswith(("_proj.base_layer.weight", "_proj.weight"))
 
 
-_GENERATED_STEPS = 4  # looked at, of data without an end
-_MOST_STEPS = 1000  # of data with one
-
-
 @dataclass(frozen=True)
-class RunForecast:
-    """What a run would do. reads: rows of a process's part that the loss reads. samples_per_epoch,
-    steps_per_epoch: None for generated data, which has no end."""
+class Forecast:
+    """What a run would do. reads: rows of a process's part that the loss reads."""
 
     config: TrainConfig
     family: str
@@ -147,59 +140,49 @@ class RunForecast:
     trained: int
     processes: int
     rows_at_once: int
-    samples_per_step: float
-    filled: float
     reads: int
-    samples_per_epoch: int | None
-    steps_per_epoch: int | None
+    plan: Plan
     memory: Memory
     notes: tuple[str, ...]
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Places of a step's rows, the empty ones too."""
-        return self.config.data.rows * self.config.data.row_length
-
     def __str__(self) -> str:
-        config, memory = self.config, self.memory
-        share = 100 * self.trained / self.parameters
-        parts = config.gradient_accumulation
+        config, step, memory = self.config, self.plan, self.memory
         epoch = "the data has no end (generated)"
-        if self.samples_per_epoch is not None:
-            epochs = config.steps * self.samples_per_step / self.samples_per_epoch
+        if step.samples_per_epoch is not None and step.steps_per_epoch is not None:
+            epochs = config.steps * step.samples_per_step / step.samples_per_epoch
             epoch = (
-                f"{self.samples_per_epoch} samples, {self.steps_per_epoch} steps an epoch, "
+                f"{step.samples_per_epoch} samples, {ceil(step.steps_per_epoch)} steps an epoch, "
                 f"{epochs:.2f} epochs in {config.steps} steps"
             )
         kept = f"4-bit, {config.base_dtype}" if config.quantize == "4bit" else config.base_dtype
-        used = {False: "", True: "  <- this run"}
         checkpointing = config.gradient_checkpointing
-        needs = [
-            (f"weights ({kept})", memory.weights, ""),
-            ("adapter", memory.adapter, ""),
-            ("gradients", memory.gradients, ""),
-            ("optimizer", memory.optimizer, ""),
-            ("activations", memory.activations, used[not checkpointing]),
-            (
-                "activations, gradient_checkpointing",
-                memory.activations_checkpointed,
-                used[checkpointing],
-            ),
-            ("loss tile", memory.loss, ""),
-            ("sum", memory.total(checkpointing), ""),
-            ("to load the weights", memory.load, ""),
-            ("to write the result", memory.export, ""),
-        ]
+        needs = {
+            f"weights ({kept})": memory.weights,
+            "adapter": memory.adapter,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "activations, gradient_checkpointing": memory.activations_checkpointed,
+            "loss tile": memory.loss,
+            "sum": memory.total(checkpointing),
+            "to load the weights": memory.load,
+            "to write the result": memory.export,
+        }
+        this = "activations, gradient_checkpointing" if checkpointing else "activations"
         lines = [
             f"{config.objective.name} on {self.family}: {self.parameters:,} parameters, "
-            f"{self.trained:,} trained ({share:.2f} %)",
-            f"a step: {self.tokens_per_step:,} tokens in {config.data.rows} rows of "
-            f"{config.data.row_length}, {100 * self.filled:.0f} % filled by "
-            f"{self.samples_per_step:.1f} samples; {self.processes} processes x {parts} parts x "
-            f"{self.rows_at_once} rows, {self.reads} rows read at once",
+            f"{self.trained:,} trained ({100 * self.trained / self.parameters:.2f} %)",
+            f"a step: {step.places_per_step:,} tokens in {config.data.rows} rows of "
+            f"{config.data.row_length}, {100 * step.filled:.0f} % filled by "
+            f"{step.samples_per_step:.1f} samples; {self.processes} processes x "
+            f"{config.gradient_accumulation} parts x {self.rows_at_once} rows, {self.reads} rows "
+            "read at once",
             f"data: {epoch}",
             "memory of a process that holds the model whole, estimated, GiB:",
-            *(f"  {name:<36}{size / 2**30:9.3f}{mark}" for name, size, mark in needs),
+            *(
+                f"  {name:<36}{size / 2**30:9.3f}{'  <- this run' * (name == this)}"
+                for name, size in needs.items()
+            ),
             "FSDP2 and ZeRO-3 divide weights, adapter, gradients and optimizer by the processes, "
             "ZeRO-2 the last two.",
             *self.notes,
@@ -207,11 +190,18 @@ class RunForecast:
         return "\n".join(lines)
 
 
-def check(config: TrainConfig, processes: int = 1) -> RunForecast:
-    """Look at everything that a run reads but the weights. Raises InputError for what would fail
-    later: model, family and objective, tokenizer, data (every sample of a file), rows that the
-    processes cannot share, an adapter that does not fit, what evaluations decode or hold out, an
-    output of another run, 4-bit weights without bitsandbytes."""
+_MOST_STEPS = 1000  # that are packed to say how full steps are
+_GENERATED_STEPS = 4  # the same, of generated data
+
+
+def check(config: TrainConfig, processes: int = 1) -> Forecast:
+    """Look at everything that a run reads but the weights.
+
+    Raises InputError for what would fail later: model, family and objective, tokenizer, data (every
+    row, every generated sample), rows that the processes cannot share, an adapter that does not
+    fit, what evaluations decode or hold out, an output of another run, 4-bit weights without
+    bitsandbytes.
+    """
     RunFolder(config).check_inputs()
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
@@ -221,16 +211,18 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
     stream = objective.stream()
     # One real step's share, for how many rows the loss reads.
     batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))
-    reads = len(batch.rows)
-    plan = plan_of(stream, _GENERATED_STEPS if stream.epoch is None else _MOST_STEPS)
-    parameters = list((model.adapter or model.backbone).parameters())
+    generated = stream.epoch is None
+    found = plan(stream, _GENERATED_STEPS if generated else _MOST_STEPS)
+    if generated:
+        # A tenth more than these steps say, as their samples are a few.
+        stream.check_generated(int(1.1 * found.samples_per_step * config.steps))
     notes = doubts(config)
     if stream.held_out is not None:
         notes.append(f"held-out loss: {stream.held_out.said}")
-    # Encodes all evaluation problems, so a decoder that does not fit is found here.
     if config.eval_every is not None:
         if stream.held_out is not None:
             HeldoutLoss(objective, stream.held_out)
+        # Encodes all evaluation problems, so a decoder that does not fit is found here.
         jobs(as_trained(model, config, hashed=False), config)
     if config.optimizer.warmup > config.steps:
         notes.append(
@@ -242,18 +234,16 @@ def check(config: TrainConfig, processes: int = 1) -> RunForecast:
             f"note: data.row_length {config.data.row_length} is more than the "
             f"{model.context_length} positions that the model was made for"
         )
-    return RunForecast(
+    parameters = list((model.adapter or model.backbone).parameters())
+    return Forecast(
         config=config,
         family=model.family,
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         processes=processes,
         rows_at_once=share,
-        samples_per_step=plan.samples_per_step,
-        filled=plan.filled,
-        reads=reads,
-        samples_per_epoch=plan.samples_per_epoch,
-        steps_per_epoch=None if plan.steps_per_epoch is None else ceil(plan.steps_per_epoch),
-        memory=estimate(model, config, batch.input_ids.numel(), reads),
+        reads=len(batch.rows),
+        plan=found,
+        memory=estimate(model, config, batch.input_ids.numel(), len(batch.rows)),
         notes=tuple(notes),
     )

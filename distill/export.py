@@ -30,7 +30,7 @@ from d2f.tasks import DEFAULT_TASKS, TASKS
 from d2f.tasks.tokenizer import train_tokenizer
 from distill.checkpoint import RunFolder, file_digest
 from distill.config import Lora, TrainConfig
-from distill.data import Stream
+from distill.data.stream import Stream
 from distill.log import draw_curve, extension_text, read_log
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import Objective

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2f.errors import InputError
-from distill.data import HeldOut, Placed, Sample
+from distill.data.samples import HeldOut, Placed, Sample
 from distill.objectives.base import Objective, weighted_cross_entropy
 from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl

@@ -33,7 +33,7 @@ from d2f.model import DiffusionModel
 from distill import checkpoint
 from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig
-from distill.data import fill_rows
+from distill.data.stream import fill_rows
 from distill.export import export_run, prepare_model
 from distill.heldout_loss import HeldoutLoss
 from distill.log import Log, Progress, result_text

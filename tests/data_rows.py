@@ -9,7 +9,8 @@ from typing import Any
 from tiny import tokenizer
 
 from distill.config import Data, TrainConfig, parse_config
-from distill.data import Sample, Stream
+from distill.data.samples import Sample
+from distill.data.stream import Stream
 
 END, MASK = 0, 1  # of the tiny tokenizer
 

@@ -19,8 +19,8 @@ from d2f.errors import CheckpointError, InputError
 from d2f.saving import save_model
 from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
-from distill.data import Stream, fill_rows, make_stream
 from distill.data.samples import Encoder, kept_tokens
+from distill.data.stream import Stream, fill_rows, make_stream
 from distill.objectives import OBJECTIVES
 from distill.train import train
 

@@ -15,10 +15,11 @@ from rich.console import Console
 from tiny import random_model
 
 import d2f
+from d2f.errors import InputError
 from d2f.saving import save_model
 from distill.config import read_config
-from distill.data import Plan, make_stream
 from distill.data.__main__ import block_starts, describe, main, parse
+from distill.data.stream import Plan, make_stream
 from distill.objectives import OBJECTIVES
 
 
@@ -109,8 +110,8 @@ def test_what_is_no_option_is_a_key_of_the_configuration(capsys):
     with pytest.raises(SystemExit, match="0"):
         parse(["--help"])
     assert "--data.row_length 512" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        parse(["--config", "c"])  # --inspect is what it does, and must be said
+    with pytest.raises(InputError, match="expected --inspect"):
+        parse(["--config", "c"])
 
 
 def test_a_line_feed_is_seen(d2f_config):

@@ -10,7 +10,7 @@ import torch
 from data_rows import long_rows, pairs, run_settings, stream, write
 from tiny import fresh_model
 
-from distill.data import fill_rows, make_stream, plan
+from distill.data.stream import fill_rows, make_stream, plan
 from distill.objectives import OBJECTIVES
 from distill.train import train
 

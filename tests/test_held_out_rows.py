@@ -14,7 +14,7 @@ from d2f.errors import InputError
 from d2f.tasks import make_problem
 from distill.check import check
 from distill.config import TrainConfig
-from distill.data import Stream, plan
+from distill.data.stream import Stream, plan
 from distill.objectives import OBJECTIVES
 from distill.train import train
 

@@ -19,7 +19,7 @@ from d2f import noise
 from d2f.adapters import new_lora
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.data import HeldOut, Sample
+from distill.data.samples import HeldOut, Sample
 from distill.evaluation import undisturbed
 from distill.heldout_loss import HeldoutLoss, summary
 from distill.objectives import OBJECTIVES

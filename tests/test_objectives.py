@@ -21,7 +21,7 @@ from d2f.config import Ratio
 from d2f.errors import InputError
 from distill.check import check
 from distill.config import Options
-from distill.data import Sample
+from distill.data.samples import Sample
 from distill.objectives import OBJECTIVES, base
 from distill.objectives.base import Objective, weighted_cross_entropy
 from distill.objectives.d2f import linear_reverse_kl

@@ -11,7 +11,7 @@ from tiny import random_model
 
 import d2f
 from d2f.saving import save_model
-from distill.data import fill_rows
+from distill.data.stream import fill_rows
 from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
 from distill.train import train

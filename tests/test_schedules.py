@@ -23,7 +23,7 @@ from d2f.saving import save_model
 from d2f.spans import block_causal
 from decode.decoders.d2f_session import D2FSession
 from distill.config import parse_config
-from distill.data import Placed, Sample
+from distill.data.samples import Placed, Sample
 from distill.objectives import OBJECTIVES
 from distill.train import train
 

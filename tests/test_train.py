@@ -19,7 +19,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.saving import save_model
 from distill import checkpoint
 from distill.config import TrainConfig, parse_config
-from distill.data import fill_rows
+from distill.data.stream import fill_rows
 from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
 from distill.train import train

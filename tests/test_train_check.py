@@ -18,9 +18,9 @@ from d2f.adapters import ATTENTION, new_lora
 from d2f.errors import InputError
 from d2f.saving import save_model
 from distill import train as train_module
-from distill.check import Memory, RunForecast, check, layer_bytes
+from distill.check import Forecast, Memory, check, layer_bytes
 from distill.config import Lora, read_config
-from distill.data import Stream, fill_rows, plan
+from distill.data.stream import Plan, Stream, fill_rows, plan
 from distill.export import prepare_model
 from distill.objectives import OBJECTIVES
 from distill.objectives.d2f import D2FOptions
@@ -67,7 +67,7 @@ def test_the_configurations_of_published_models_pass(tmp_path, pairs, name):
     assert report.parameters - report.trained == parameters
     if trained is not None:
         assert report.trained == trained
-    assert report.rows_at_once == 1 and report.tokens_per_step == 40 * 512
+    assert report.rows_at_once == 1 and report.plan.places_per_step == 40 * 512
     assert report.memory.weights == 2 * parameters
     assert report.memory.optimizer == 8 * report.trained
     assert report.memory.adapter == report.memory.gradients == 4 * report.trained
@@ -159,7 +159,7 @@ def test_the_estimate_of_activations_is_what_autograd_keeps(
 
 def test_generated_data_has_no_end_and_the_parts_add_up(tmp_path):
     report = check(settings(tmp_path, gradient_accumulation=2))
-    assert report.steps_per_epoch is None and "has no end" in str(report)
+    assert report.plan.steps_per_epoch is None and "has no end" in str(report)
     memory = report.memory
     assert memory.total(False) - memory.total(True) == (
         memory.activations - memory.activations_checkpointed
@@ -169,9 +169,9 @@ def test_generated_data_has_no_end_and_the_parts_add_up(tmp_path):
     assert memory.total(False) == sum(vars(memory).values()) - elsewhere
     made = OBJECTIVES["masked_diffusion"](prepare_model(report.config), report.config)
     four = plan(made.stream(), 4)
-    assert (report.filled, report.samples_per_step) == (four.filled, four.samples_per_step)
+    assert report.plan == four
     assert memory.adapter == 0 and memory.gradients == memory.weights == 4 * report.trained
-    assert 0 < report.filled <= 1 and report.rows_at_once == 1
+    assert 0 < four.filled <= 1 and report.rows_at_once == 1
     assert memory.loss == report.reads * made.model.vocab_size * 12
 
 
@@ -196,11 +196,12 @@ def test_autocast_keeps_a_copy_of_every_linear_layer(tmp_path):
     assert plain.loss * 10 == cast.loss * 12, "a logit as it comes, in fp32, and what is made of it"
 
 
+TASKS = {"tasks": {"countdown": 1.0}}
 GIB = 2**30
 FORECAST = {
     "family": "llada", "parameters": 2000, "trained": 500, "processes": 2, "rows_at_once": 1,
-    "samples_per_step": 2.46, "filled": 0.756, "reads": 17, "samples_per_epoch": 40,
-    "steps_per_epoch": 17, "notes": ("note: one", "note: two"),
+    "reads": 17, "notes": ("note: one", "note: two"),
+    "plan": Plan(9, 2.46, 145.152, 100.0, 192, 40, 16.3, is_exact=False),
     "memory": Memory(
         load=8 * GIB,
         weights=GIB,
@@ -217,7 +218,7 @@ FORECAST = {
 
 def test_a_forecast_is_said_line_by_line(tmp_path):
     config = settings(tmp_path, gradient_accumulation=2, steps=20)
-    assert str(RunForecast(config, **FORECAST)).splitlines() == [
+    assert str(Forecast(config, **FORECAST)).splitlines() == [
         "masked_diffusion on llada: 2,000 parameters, 500 trained (25.00 %)",
         "a step: 192 tokens in 2 rows of 96, 76 % filled by 2.5 samples; 2 processes x 2 parts x "
         "1 rows, 17 rows read at once",
@@ -240,8 +241,8 @@ def test_a_forecast_is_said_line_by_line(tmp_path):
     ]
     changes = {"quantize": "4bit", "base_dtype": "bfloat16", "gradient_checkpointing": True}
     other = settings(tmp_path, "d2f", init="unused", **changes)
-    endless = FORECAST | {"samples_per_epoch": None, "steps_per_epoch": None}
-    text = str(RunForecast(other, **endless))
+    endless = FORECAST | {"plan": Plan(4, 2.0, 96.0, 50.0, 192, None, None, is_exact=False)}
+    text = str(Forecast(other, **endless))
     assert "data: the data has no end (generated)\n" in text
     assert "weights (4-bit, bfloat16)  " in text
     assert "gradient_checkpointing     6.000  <- this run" in text and "50.000\n" in text
@@ -264,7 +265,8 @@ def test_the_steps_of_an_epoch_are_those_that_training_takes(tmp_path, pairs):
     sample, steps = 0, 0
     while sample < 40:
         sample, steps = fill_rows(stream, sample)[1], steps + 1
-    assert (report.samples_per_epoch, report.steps_per_epoch) == (40, steps)
+    assert (report.plan.samples_per_epoch, report.plan.steps_per_epoch) == (40, steps * 40 / sample)
+    assert f"40 samples, {steps} steps an epoch" in str(report)
 
 
 def other_run(tmp_path: Path) -> None:
@@ -290,6 +292,10 @@ def long_line(tmp_path: Path) -> str:
         (lambda t: {"data": {"file": broken(t)}}, "line 2"),
         (lambda t: {"data": {"file": str(t / "none.jsonl")}}, "cannot be read"),
         (lambda t: {"data": {"file": long_line(t), "row_length": 48, "rows": 2}}, "line 51"),
+        (
+            lambda t: {"data": TASKS | {"row_length": 48, "rows": 2}, "steps": 99},
+            "sample 182 has 49 tokens, data.row_length is 48",
+        ),
         (lambda t: {"init": str(t / "none")}, "no such folder"),
         (lambda t: {"family": "causal"}, "needs a family with a mask"),
         (lambda t: {"objective": "next_token", "family": "llada"}, "trains the family causal"),
@@ -367,7 +373,8 @@ def test_four_bits_without_bitsandbytes_say_so(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_and_trains_nothing(tmp_path, capsys, monkeypatch):
-    words = ["train.py", "--config", str(ROOT / "configs" / "training" / "tiny-ar.yaml"), "--check"]
+    place = str(ROOT / "configs" / "training" / "tiny-ar.yaml")
+    words = ["train.py", "--config", place, "--check", "--steps", "9"]
     monkeypatch.setattr("sys.argv", [*words, "--output", str(tmp_path / "run")])
     train_module.main()
     printed = capsys.readouterr().out

@@ -22,7 +22,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.saving import save_model
 from decode.cli import DecoderSettings
 from distill.config import TrainConfig, parse_config
-from distill.data import Placed, Sample
+from distill.data.samples import Placed, Sample
 from distill.objectives.wedlm import WeDLM
 from distill.train import train
 from tests.references.d2f import DensePlan

@@ -24,8 +24,9 @@ from d2f import spans
 from d2f.adapters import new_lora
 from d2f.errors import InputError
 from decode.cli import DecoderSettings
-from distill.data import Placed, fill_rows, plan
 from distill.data.__main__ import main as inspect
+from distill.data.samples import Placed
+from distill.data.stream import fill_rows, plan
 from distill.data.trajectories import (
     Rollout,
     StateStream,

@@ -16,10 +16,10 @@ from d2f.command import command, parse_known
 from d2f.errors import InputError
 from d2f.flags import Switch, Verbose, check_least
 from d2f.quiet import quiet
-from distill.data.samples import Sample
-from distill.data.stream import Plan, Stream, plan
 
 if TYPE_CHECKING:
+    from distill.data.samples import Sample
+    from distill.data.stream import Plan, Stream
     from distill.objectives.base import Objective
 
 
@@ -76,8 +76,6 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         inspect(options, overrides, console)
 
 
-# What the model will see of some samples: tokens by mask state, block borders, ratios, lengths.
-
 # What a token is to the model: its style on a terminal, and the marks around it elsewhere.
 PROMPT, VISIBLE, MASKED, TAIL, MASKED_TAIL = "prompt", "visible", "masked", "tail", "masked tail"
 NEXT = "decided next"  # masked, in a state of a trajectory
@@ -116,7 +114,7 @@ class View:
 
 
 def view(sample: Sample, objective: Objective, where: str) -> View:
-    """A sample as the objective masks it."""
+    """Mask a sample as the objective does."""
     masked, _ = objective.draw(sample)
     following = getattr(sample, "now", np.zeros(len(masked), dtype=bool))  # of a trajectory's state
     states = [PROMPT] * len(sample.prompt)
@@ -132,8 +130,8 @@ def view(sample: Sample, objective: Objective, where: str) -> View:
 
 
 def block_starts(sample: Sample, objective: Objective) -> list[int]:
-    """Where what a response token sees grows, counted from the response's first token; one block
-    where all tokens see the same, or each sees one more than the one before."""
+    """Return where blocks begin, counted from the response's first token: where what a token sees
+    grows. One block where all see the same, or each sees one more than the one before."""
     from d2f.spans import causal
 
     spans = objective.sample_spans(sample)
@@ -148,6 +146,8 @@ def block_starts(sample: Sample, objective: Objective) -> list[int]:
 
 def show(console: Console, stream: Stream, objective: Objective, samples: int) -> None:
     """Print the first samples of a stream, what was left out, and what a step holds."""
+    from distill.data.stream import plan
+
     marks = not console.is_terminal or console.no_color
     legend = Text("legend: ")
     for name in LOOKS:
@@ -171,7 +171,7 @@ def show(console: Console, stream: Stream, objective: Objective, samples: int) -
 
 
 def describe(found: Plan, report: str | None) -> Iterator[str]:
-    """Lines on what was left out and what a step and an epoch hold."""
+    """Say what was left out and what a step and an epoch hold, line by line."""
     if report is not None:
         yield f"data: {report}"
     yield (
@@ -219,7 +219,7 @@ def _line(console: Console, text: str) -> None:
 
 
 def _token(word: str, state: str, marks: bool) -> Text:
-    """A token in its state's style, between its marks where colours do not show."""
+    """Write a token in its state's style, between its marks where colours do not show."""
     style, left, right = LOOKS[state]
     return Text(f"{left}{word}{right}" if marks else word, style=style)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from d2f import noise
 from d2f.data import BadRecord
 from d2f.errors import InputError
-from d2f.tasks import make_problem
+from d2f.tasks import Problem, make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
 from distill.config import Data
 from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
@@ -21,6 +21,8 @@ from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from distill.config import TrainConfig
+
+_AT_ONCE = 1000  # samples
 
 
 class Stream:
@@ -64,23 +66,44 @@ class Stream:
 
     def generated(self, index: int, split: str) -> Sample:
         """Generate sample `index` of a split of the tasks. Raises InputError."""
-        # From the index alone: any sample is found without those before it.
-        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
-        name = self._names[int(rng.choice(len(self._names), p=self._shares))]
-        problem = make_problem(name, split, index, self.seed)
+        problem = self._problem(index, split)
         try:
             ids = self.encoder.encode(
                 [{"role": "user", "content": problem.question}], problem.answer
             )
         except BadRecord as error:
-            raise InputError(f"sample {index} of the task {name}: {error}") from error
-        sample = self._sample(index, *ids, full=RESPONSE_LENGTH[name])
-        if len(sample) > self.data.row_length:
+            raise InputError(f"sample {index} of the task {problem.task}: {error}") from error
+        self._refuse_long(index, sum(map(len, ids)))
+        return self._sample(index, *ids, full=RESPONSE_LENGTH[problem.task])
+
+    def check_generated(self, count: int) -> None:
+        """Raise InputError for the first of so many samples that cannot be trained on. It is much
+        faster than to draw them; rows were checked when they were read."""
+        for first in range(0, count, _AT_ONCE):
+            problems = [self._problem(first + i, "train") for i in range(_AT_ONCE)]
+            batch = {
+                "prompt": [problem.question for problem in problems],
+                "response": [problem.answer for problem in problems],
+            }
+            found = self.encoder.encode_rows(batch)
+            columns = found["error"], found["prompt"], found["response"]
+            for index, (error, *ids) in enumerate(zip(*columns, strict=True), first):
+                if error is not None:
+                    task = problems[index - first].task
+                    raise InputError(f"sample {index} of the task {task}: {error}")
+                self._refuse_long(index, sum(map(len, ids)))
+
+    def _problem(self, index: int, split: str) -> Problem:
+        # From the index alone: any sample is found without those before it.
+        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
+        name = self._names[int(rng.choice(len(self._names), p=self._shares))]
+        return make_problem(name, split, index, self.seed)
+
+    def _refuse_long(self, index: int, tokens: int) -> None:
+        if tokens > self.data.row_length:
             raise InputError(
-                f"sample {index} has {len(sample)} tokens, data.row_length is "
-                f"{self.data.row_length}"
+                f"sample {index} has {tokens} tokens, data.row_length is {self.data.row_length}"
             )
-        return sample
 
     def _sample(
         self, index: int, prompt: list[int], response: list[int], full: int | None = None

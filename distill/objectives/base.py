@@ -25,7 +25,8 @@ from d2f.attention import Segment, SpanPlan, Way
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
-from distill.data import Placed, Sample, Stream, hold_out, lay_out, make_stream
+from distill.data.samples import Placed, Sample
+from distill.data.stream import Stream, hold_out, lay_out, make_stream
 
 Rows = list[list[Placed]]
 

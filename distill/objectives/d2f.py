@@ -43,7 +43,7 @@ from distill.config import (
     refuse_unread,
     shares_of,
 )
-from distill.data import Sample
+from distill.data.samples import Sample
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import (
     Batch,

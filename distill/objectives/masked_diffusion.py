@@ -24,7 +24,7 @@ from d2f.config import Ratio, Section, Tokens
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import MaskRatio, Options, TrainConfig, refuse_unread
-from distill.data import Sample
+from distill.data.samples import Sample
 from distill.objectives.base import Objective
 
 

@@ -9,7 +9,7 @@ from d2f import spans
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
-from distill.data import Sample
+from distill.data.samples import Sample
 from distill.objectives.base import Objective
 from distill.objectives.masked_diffusion import read_causally
 

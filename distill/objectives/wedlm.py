@@ -33,7 +33,7 @@ from d2f.config import Switch, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import BlockSizes, Lora, Options, TrainConfig, refuse_unread, shares_of
-from distill.data import Sample
+from distill.data.samples import Sample
 from distill.objectives.base import Batch, Objective, Rows, pack
 
 Ints = NDArray[np.int64]

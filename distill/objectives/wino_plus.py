@@ -41,7 +41,8 @@ from d2f.config import Ratio, Switch, Tokens, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Data, Lora, Options, TrainConfig
-from distill.data import HeldOut, Sample, lay_out
+from distill.data.samples import HeldOut, Sample
+from distill.data.stream import lay_out
 from distill.data.trajectories import (
     Rollout,
     State,
