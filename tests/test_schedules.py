@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import decode
 import decode.record_states
 from d2f import noise
 from d2f.errors import InputError
-from d2f.models import resolve
 from d2f.noise import PipelineStates, read_states
 from d2f.saving import save_model
 from d2f.spans import block_causal
@@ -75,12 +73,6 @@ def test_the_random_schedule_is_in_no_order_and_fills_its_bounds():
     for column in states.T:  # each block uniform on its own: five standard deviations
         assert abs(column.mean() - 0.5) < 5 * 0.8 / 12**0.5 / 300**0.5
     assert 0 < (np.diff(states) < 0).mean() < 1
-
-
-def test_the_pipeline_schedule_draws_states_of_the_pipeline_only():
-    made = objective(noise={"schedule": "pipeline"})
-    assert any(1.0 in made.state(sample(i))[0] for i in range(20))
-    assert all((np.diff(made.state(sample(i))[0]) >= 0).all() for i in range(20))
 
 
 def test_what_lies_beyond_the_first_appended_block_weighs_as_far():
@@ -190,12 +182,6 @@ def test_each_draw_of_a_sample_has_a_stream_of_its_own(monkeypatch):
     assert set(streams) == {noise.BLOCKS, noise.RATIOS, noise.MASK}
 
 
-def test_one_size_in_a_list_is_that_size():
-    one, many = objective(block_size=8), objective(block_size=[8])
-    for i in range(5):
-        assert (one.draw(sample(i))[0] == many.draw(sample(i))[0]).all()
-
-
 @pytest.mark.parametrize("size", [0, [], {}, [4, 0], {"4": 0.0}, True])
 def test_a_bad_block_size_is_named(size):
     with pytest.raises(InputError, match="block_size"):
@@ -213,12 +199,6 @@ def test_a_recorded_state_is_drawn_as_it_was_and_masked_beyond(length, seed):
     assert any(r > 0 for r in blocks)
     matching = [s for s in STATES.by_size[4] if blocks == [*s, *[1.0] * len(blocks)][: len(blocks)]]
     assert any(end == min(4 * len(s), length) for s in matching)
-
-
-def test_every_fitting_state_is_drawn():
-    drawn = {STATES.draw(12, 4, np.random.default_rng(i))[1] for i in range(60)}
-    assert drawn == {4, 8, 12}
-    assert {STATES.draw(8, 4, np.random.default_rng(i))[0][0] for i in range(60)} == {1.0, 0.25, 0}
 
 
 def test_training_weighs_what_no_state_had_opened_as_far(tmp_path):
@@ -316,19 +296,3 @@ def test_a_bad_file_of_states_is_named(tmp_path, text, message):
     assert str(path) in str(error.value)
     with pytest.raises(InputError, match="cannot be read"):
         read_states(tmp_path / "none.json")
-
-
-@given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 99))
-def test_random_ratios_are_one_a_block(length, size, seed):
-    ratios = noise.random_ratios(length, size, 0.2, 0.7, np.random.default_rng(seed))
-    want = np.random.default_rng(seed).uniform(0.2, 0.7, -(-length // size))
-    assert ratios.tolist() == np.repeat(want, size)[:length].tolist()
-
-
-def test_what_is_asked_is_checked_before_the_weights_are_read(tmp_path, monkeypatch, capsys):
-    whole, bare = resolve("tiny-d2f"), tmp_path / "bare"
-    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
-    monkeypatch.setattr("decode.cli.load", lambda options: pytest.fail("too late"))
-    arguments = ["--model", str(bare), "--output", str(tmp_path / "states.json")]
-    assert decode.record_states.main(arguments) == 2
-    assert "story 1: text needs a tokenizer" in capsys.readouterr().err
