@@ -53,16 +53,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What the logits of each row that was read say, computed in fp32.
+    """The answer to a step: of each row that was read, computed in fp32 from its logits.
 
     token: int64 ``[N]``, the chosen one, never the mask id.
-
-    The others are fp32 ``[N]``, under the full softmax; None where the step did not ask:
     confidence: probability of that token.
     queried_probability: probability of the token that the step queried.
     queried_log_probability: its natural logarithm, also where the probability rounds to 0.
     entropy: in nats.
     margin: difference of the two largest probabilities, the mask id's left out.
+
+    All but token are fp32 ``[N]``, under the full softmax, and None where the step did not ask.
     """
 
     token: Ints

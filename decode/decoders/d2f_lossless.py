@@ -88,7 +88,7 @@ class LosslessSession(D2FSession):
         self.counts["drafted"] += len(self.branches)
 
     def _take(self, found: Predictions) -> None:
-        """One step of the pipeline; what it predicted drafts the next ones."""
+        """Take one step of the pipeline; what it predicted drafts the next ones."""
         columns = found.token, found.confidence, self.sureness(found)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         self.guesses = dict(zip(self.wanted.tolist(), rows, strict=True))
@@ -115,7 +115,7 @@ class LosslessSession(D2FSession):
         return states
 
     def _tells(self, state: D2FSession) -> bool:
-        """Whether there are predictions for all blocks that must reveal a token."""
+        """Say whether there are predictions for all blocks that must reveal a token."""
         # A fully active block reveals its surest token: without a prediction, which one is unknown.
         must = [b.start for b in state.pipeline if b.state == "fully active" and b.masked]
         first = state.wanted[np.searchsorted(state.wanted, must)]  # masked, of each such block

@@ -56,7 +56,7 @@ class RevokingSession(D2FSession):
 
     @abc.abstractmethod
     def _doubtful(self, block: PipelineBlock) -> Ints:
-        """Positions of a block whose tokens may be taken back after the next forward."""
+        """Find the positions of a block whose tokens may be taken back after the next forward."""
 
     @abc.abstractmethod
     def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
@@ -187,7 +187,7 @@ class CommitSession(RevokingSession):
         return block.start + np.flatnonzero(~self.sure[block.start : block.end])
 
     def _fed(self) -> None:
-        """What is fed is cached only once its predictions are there."""
+        """Cache nothing yet: what is fed is cached only once its predictions are there."""
 
     def _judge(self, checked: Checked, drafted: dict[int, int]) -> None:
         refused = False

@@ -81,7 +81,7 @@ class Outbox:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine does now and has done.
+    """Counts of an engine, all of one moment.
 
     running: requests in the batch. waiting: accepted, and not in it yet.
     finished, cancelled, failed: how the others ended; those with a bad prompt do not count.
@@ -407,7 +407,6 @@ class AsyncEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Counts, all of one moment."""
         return self._thread.stats
 
     @property

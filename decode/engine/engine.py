@@ -214,7 +214,7 @@ class Engine:
         return events + failed
 
     def _width(self) -> int:
-        """How wide a session may speculate: its share of the rows of the next forward."""
+        """Compute how wide a session may speculate: its share of the next forward's rows."""
         count = min(self.batch_size, len(self.running) + len(self.waiting))
         return max(1, self.max_rows // max(1, count))
 

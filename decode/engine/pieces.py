@@ -57,7 +57,7 @@ def _largest(values: Ints, ranges: Ints) -> Ints:
 
 
 class Feed:
-    """How far a request's step has been fed.
+    """A request's step on its way into the cache.
 
     first: it is its request's first, mostly prompt.
     copied: leading rows whose keys and values came from another request (`decode.engine.prefixes`);

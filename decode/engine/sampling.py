@@ -83,7 +83,7 @@ class PredictionRequest:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How the rows ``[N]`` that a forward reads are scored and drawn, as arrays on the host.
+    """Scores and draws wanted of the rows ``[N]`` that a forward reads, as arrays on the host.
 
     queried: the token of each whose probability is wanted; None: nothing but token and confidence.
     draws: how each is drawn, ``[DRAW_LINES, N]``; None: no row is.
