@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,7 +43,6 @@ from decode.cli import (
 from decode.decoders import Decoder
 from decode.display import ShownProgress, standard_output
 from decode.ledger import Ledger, check_folder, json_line, refuse_early
-from decode.loop import EncodedPrompt, results
 from decode.step import Result
 from decode.workers import Crew, chunk_size, workers
 
@@ -142,6 +142,8 @@ class Rows:
         else:
             lines = self.rows[LINE]
             self.numbers = [n for n, line in enumerate(lines) if line.strip()]
+        if not self.numbers:
+            raise InputError(f"{self.name}: expected at least one row, got none")
         reason = ""
         for number in range(min(len(self), LOOKED_AT)):
             try:
@@ -305,19 +307,34 @@ def answer_rows(
 ) -> Iterator[tuple[int, Answer]]:
     """Yield each row's answer as it is finished. At a temperature a row has a seed of its own, made
     of the decoder's and the row's number."""
+    from decode.api import stream
     from decode.engine.prompts import checked
 
-    rest = iter(rows)
-    while some := list(islice(rest, chunk_size(batch_size))):
-        ready: dict[int, EncodedPrompt] = {}
-        for number, prompt in some:
+    numbers: list[int] = []
+    decoders: deque[Decoder] = deque()
+    bad: deque[Answer] = deque()
+
+    def prompts() -> Iterator[list[int]]:
+        for number, prompt in rows:
             try:
                 ids, own = checked(model, prompt, decoder, f"row {number}", raw=raw)
-                ready[number] = ids, own.sampled(number, 0)
             except InputError as error:
-                yield number, Answer(number, error=str(error))
-        for number, result in results(model, ready.items(), batch_size=batch_size):
-            yield number, Answer.of(number, result)
+                bad.append(Answer(number, error=str(error)))
+                continue
+            numbers.append(number)
+            decoders.append(own.sampled(number, 0))
+            yield ids
+
+    # A prompt is drawn as its request enters, then its decoder.
+    chosen = iter(decoders.popleft, None)
+    events = stream(model, prompts(), chosen, batch_size=batch_size, on_error="return", views=False)
+    for event in events:
+        if event.result is not None:
+            number = numbers[event.request]
+            yield number, Answer.of(number, event.result)
+        while bad:
+            yield bad[0].row, bad.popleft()
+    yield from ((answer.row, answer) for answer in bad)
 
 
 def renamed(names: Iterable[str]) -> list[str]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny import POISON, poisoned_model
 
 from decode import batch
-from decode import loop as timed_loop
 from decode.batch import FIELDS
+from decode.engine import prompts
 
 
 def lines_of(data: bytes) -> list:
@@ -72,7 +72,7 @@ def test_a_run_killed_anywhere_goes_on_without_doing_or_losing_a_row_twice(
     kept = max(0, ledger[:cut].count(b"\n") - 1)
     asked = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.batch.results", counting(asked))
+        patch.setattr("decode.engine.prompts.checked", counting(asked))
         assert answered(saved, rows, folder, "--temperature", "0.9") == expected
     good = sum(line["error"] is None for line in lines_of(ledger)[1 : kept + 1])
     assert len(asked) == len(set(asked)) == len(ROWS) - len(BAD) - good
@@ -80,12 +80,12 @@ def test_a_run_killed_anywhere_goes_on_without_doing_or_losing_a_row_twice(
 
 
 def counting(asked: list):
-    def results(model, items, *, batch_size):
-        given = list(items)
-        asked.extend(number for number, _ in given)
-        return timed_loop.results(model, given, batch_size=batch_size)
+    def checked(model, prompt, decoder, where, *, raw, real=prompts.checked):
+        found = real(model, prompt, decoder, where, raw=raw)
+        asked.append(where)
+        return found
 
-    return results
+    return checked
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved data set"])
