@@ -21,7 +21,6 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 """Okabe and Ito's palette, for readers who see fewer colours."""
 FAINT = "#9a9a9a"
 MARKERS = "osDv^Pp"
-PANEL_INCHES = (7.2, 5.0)
 DPI = 150
 
 
@@ -66,22 +65,15 @@ class Panel:
     across: str = "speed, visible tokens per second"
 
 
-def frontier(
-    panels: Sequence[Panel],
-    caption: str,
-    *,
-    columns: int | None = None,
-    inches: tuple[float, float] = PANEL_INCHES,
-) -> Figure:
+def frontier(panels: Sequence[Panel], caption: str, *, columns: int | None = None) -> Figure:
     """Draw accuracy against speed.
 
     Args:
         panels: one for each task.
         caption: what was measured, on what.
         columns: panels in a row; by default all of them.
-        inches: width and height of a panel.
     """
-    figure, grid = new_figure(len(panels), caption, columns=columns, inches=inches)
+    figure, grid = new_figure(len(panels), caption, columns=columns)
     for axes, panel in zip(grid, panels, strict=True):
         _draw(axes, panel)
     figure.draw_without_rendering()  # labels are placed in pixels: the layout must be settled
@@ -95,9 +87,9 @@ def new_figure(
     caption: str,
     *,
     columns: int | None = None,
-    inches: tuple[float, float] = PANEL_INCHES,
+    inches: tuple[float, float] = (7.2, 5.0),
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with so many pairs of axes and the caption below them."""
+    """Make a figure with so many pairs of axes, each of `inches`, and the caption below them."""
     columns = columns or panels
     lines = panels // columns
     size = inches[0] * columns, inches[1] * lines

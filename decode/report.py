@@ -72,17 +72,6 @@ def _highest(gained: float, lost: float, count: float) -> float:
     return low
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and its 95 % interval (Student's t); nan for fewer than two values."""
-    from scipy.stats import sem, t
-
-    mean, count = sum(values) / len(values), len(values)
-    if count < 2:
-        return mean, math.nan, math.nan
-    half = float(t.ppf(0.975, count - 1) * sem(values))
-    return mean, mean - half, mean + half
-
-
 @dataclass(frozen=True, eq=False)
 class Measurements:
     """Problems decoded by one decoder; all arrays are [problems].
@@ -96,10 +85,6 @@ class Measurements:
     tokens: npt.NDArray[np.int64]
     forwards: npt.NDArray[np.int64]
     seconds: npt.NDArray[np.float64]
-
-    def first(self, count: int) -> Measurements:
-        """Return the first `count` problems."""
-        return Measurements(*(getattr(self, field.name)[:count] for field in fields(self)))
 
     @property
     def problems(self) -> int:
