@@ -38,7 +38,7 @@ COMMANDS = {  # name: its module, and what it does
     "decode": ("decode.pipeline", "decode held-out problems or prompts, and show it live"),
     "batch": ("decode.batch", "answer every row of a file or data set"),
     "evaluate": ("decode.evaluate", "accuracy and forwards of a model on held-out problems"),
-    "compare": ("decode.compare", "measure decoders beside vLLM, an endpoint, transformers"),
+    "compare": ("decode.compare.__main__", "measure decoders beside vLLM, an endpoint, transformers"),
     "serve": ("decode.serve", "serve models through OpenAI's HTTP interface"),
     "tune": ("decode.tune", "search a decoder's settings for a model and a task"),
     "lm-eval": ("decode.lm_eval", "score models on the tasks of lm-evaluation-harness"),

@@ -36,28 +36,17 @@ def decode(
     trace: Trace | None = None,
     judges: JudgePool | None = None,
 ) -> tuple[list[Record], float]:
-    """The records of the jobs as they were finished, and the seconds that the decoding took: of
+    """Decode the jobs; return their records as they were finished, and the seconds that it took: of
     several workers, whose events come when a request is done, all that passed.
 
-    The output and the display are opened after the checks and the warm-up. judges: what judges
-    several responses at a time, while no decoding is timed: those of a task that allows it wait
-    until there are as many. Raises InputError
-    before any work, RequestError that names what was being decoded.
+    output, display: opened after the checks and the warm-up, so that neither bad input nor a
+        failing warm-up leaves a file.
+    judges: judges several responses at a time, while no decoding is timed: those of a task that
+        allows it wait until there are as many.
+
+    Raises InputError before any work, RequestError that names what was being decoded.
     """
     records: list[Record] = []
-    watch = Stopwatch()
-    if not isinstance(crew, OneWorker):
-        timed = watch.over_workers(_spread(crew, jobs, batch_size))
-    else:
-        from decode.api import stream
-
-        prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
-        # All prompts and decoders are checked here; nothing is decoded before the first event is
-        # asked for.
-        events = stream(crew.model, prompts, decoders, batch_size=batch_size, on_error="return")
-        if jobs:
-            _warm_up(crew.model, jobs[0])
-        timed = watch.over(events)
     waiting: list[Finished] = []
 
     def settle() -> None:
@@ -70,16 +59,20 @@ def decode(
             display.finish(job, record)
         waiting.clear()
 
-    # Opened this late, so that neither bad input nor a failing warm-up leaves a file.
+    watch = Stopwatch()
+    if isinstance(crew, OneWorker):
+        timed = watch.over(_events(crew.model, jobs, batch_size))
+        if jobs:
+            _warm_up(crew.model, jobs[0])
+    else:
+        timed = watch.over_workers(_spread(crew, jobs, batch_size))
     if output is not None:
         output.start()
     with display:
         for event, seconds in timed:
             job = jobs[event.request]
             if event.error is not None:
-                # One failed request ends the command; the records written before it stay in the
-                # output.
-                settle()
+                settle()  # the records before it stay in the output
                 raise type(event.error)(
                     f"{job.source.where}: {event.error}; no token was taken from it"
                 ) from event.error
@@ -89,15 +82,15 @@ def decode(
             if event.result is not None:
                 waiting.append((job, event.result, seconds))
                 task = job.source.task
-                waits = judges is not None and task is not None and task.judging_seconds is not None
-                if judges is None or not waits or len(waiting) >= judges.jobs:
+                may_wait = task is not None and task.judging_seconds is not None
+                if judges is None or not may_wait or len(waiting) >= judges.jobs:
                     settle()
         settle()
     return records, watch.seconds
 
 
 def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool | None]:
-    """Whether each response is right, None for a prompt of one's own."""
+    """Judge the responses; None for a prompt of one's own."""
     asked = {
         place: (job.source.task, job.source.problem, result.text or "")
         for place, (job, result, _) in enumerate(finished)
@@ -111,29 +104,17 @@ def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool |
     return [by_place.get(place) for place in range(len(finished))]
 
 
-def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
-    """The last event of each job."""
-    items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
-    size = chunk_size(batch_size, len(jobs), crew.count)
-    for place, result in crew.spread(partial(results, batch_size=batch_size), items, size):
-        yield Event(place, result.forwards, [], result=result)
-
-
-def results(
-    model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
-) -> Iterator[tuple[Key, Result]]:
-    """The result of each prompt, by its key, as it is done; one that failed has its error."""
+def _events(model: DiffusionModel, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
+    """Begin the jobs, which checks them all; nothing is decoded before the first event is asked
+    for."""
     from decode.api import stream
 
-    given = list(items)
-    ids, decoders = [ids for _, (ids, _) in given], [decoder for _, (_, decoder) in given]
-    for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
-        if event.result is not None:
-            yield given[event.request][0], event.result
+    prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
+    return stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
 
 
 def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
-    """The first forwards of a job, not timed: they pay for what is done only once."""
+    """Decode the first forwards of a job, not timed: they pay for what is done only once."""
     from decode.api import stream
 
     try:
@@ -143,8 +124,29 @@ def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
         raise NonFiniteLogitsError(f"{error} of the warm-up; no token was taken from it") from error
 
 
+def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
+    """Decode on several workers; yield the last event of each job."""
+    items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
+    size = chunk_size(batch_size, len(jobs), crew.count)
+    for place, result in crew.spread(partial(results, batch_size=batch_size), items, size):
+        yield Event(place, result.forwards, [], result=result)
+
+
+def results(
+    model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
+) -> Iterator[tuple[Key, Result]]:
+    """Yield the result of each prompt, by its key, as it is done; one that failed has its error."""
+    from decode.api import stream
+
+    given = list(items)
+    ids, decoders = [ids for _, (ids, _) in given], [decoder for _, (_, decoder) in given]
+    for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
+        if event.result is not None:
+            yield given[event.request][0], event.result
+
+
 class Stopwatch:
-    """Times decoding without what its consumer does between events (showing, writing, pausing).
+    """Time decoding without what its consumer does between events (showing, writing, pausing).
 
     seconds: of decoding so far.
     """
@@ -153,9 +155,9 @@ class Stopwatch:
         self.seconds = 0.0
 
     def over(self, events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-        """Each event with the seconds that its request has been decoded, 0.0 until its result.
-        Exact for one request at a time; of several, each counts at most one forward's showing too
-        much."""
+        """Yield each event with the seconds that its request has been decoded, 0.0 until its
+        result. Exact for one request at a time; of several, each counts at most one forward's
+        showing too much."""
         began, paused = time.perf_counter(), 0.0
         entered: dict[int, float] = {}
         for event in events:
@@ -171,8 +173,8 @@ class Stopwatch:
             paused += time.perf_counter() - left
 
     def over_workers(self, events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-        """Last events from elsewhere, each with its result's own seconds. What the consumer does
-        meanwhile is no pause: the workers go on."""
+        """Yield last events from elsewhere, each with its result's own seconds. What the consumer
+        does meanwhile is no pause: the workers go on."""
         began = time.perf_counter()
         for event in events:
             assert event.result is not None
