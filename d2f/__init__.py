@@ -24,7 +24,9 @@ _HOMES = {"load": "d2f.loading", "Contract": "d2f.contract", "DiffusionModel": "
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'd2f' has no attribute {name!r}")
+        from d2f.errors import did_you_mean
+
+        raise AttributeError(f"module 'd2f' has no attribute {name!r}{did_you_mean(name, _HOMES)}")
     from importlib import import_module
 
     from d2f.quiet import quiet

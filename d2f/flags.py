@@ -1,13 +1,28 @@
-"""Flags that commands share, whatever they decode or train."""
+"""Flags: a command line as a dataclass, by tyro, and what commands share of it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import ast
+import functools
+import inspect
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields, is_dataclass, make_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from tyro.conf import FlagCreatePairsOff, arg
+import tyro
+from tyro._errors import on_parse_error
+from tyro.conf import FlagCreatePairsOff, Suppress, arg
 
-from d2f.errors import InputError
+from d2f.command import program
+from d2f.errors import InputError, did_you_mean, repr_of
+from d2f.models import names, resolve
 
+Kind = TypeVar("Kind")
 Switch = Annotated[bool, FlagCreatePairsOff]
 """A flag that is off unless it is given, without a --no- form."""
 Verbose = Annotated[
@@ -26,3 +41,151 @@ def check_least(options: object, **least: float) -> None:
         if value is not None and not value >= bound:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} must be at least {bound:g}, got {value}")
+
+
+def check_model_name(name: str) -> None:
+    """Raise InputError unless a model may have this name; a hub is not asked."""
+    owner, *rest = name.split("/")
+    is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
+    if not os.path.isdir(resolve(name)) and not is_hub_name:
+        raise InputError(
+            f"--model {name}: expected a folder, a hub name as owner/name, or one of "
+            f"{', '.join(names())}{did_you_mean(name, names())}"
+        )
+
+
+def parse(
+    kind: type[Kind],
+    arguments: Sequence[str] | None = None,
+    *,
+    usual: str,
+    more: Mapping[Any, Sequence[Any]] | None = None,
+) -> Kind:
+    """Read a command line. Raises InputError, SystemExit after --help.
+
+    kind: a dataclass of options. The strings under its fields are the help; each of its bases is a
+        group of flags, and may have a `check()` that raises InputError.
+    usual: the command's own form, such as `python -m decode.tune`.
+    more: further flags of a group, as `make_dataclass` takes fields; those that were given are in
+        the options' `given`.
+    """
+    options, unknown = parse_known(kind, arguments, usual=usual, more=more)
+    _refuse_unknown(unknown, kind, more)
+    return options
+
+
+def parse_known(
+    kind: type[Kind],
+    arguments: Sequence[str] | None = None,
+    *,
+    usual: str,
+    more: Mapping[Any, Sequence[Any]] | None = None,
+) -> tuple[Kind, list[str]]:
+    """Like `parse`, but also return the arguments that are no flags of this command."""
+    bases = [base for base in kind.__bases__ if is_dataclass(base)]
+    own = vars(kind).get("__annotations__", {})
+    flags: list[Any] = [flag for flag in _flags(kind) if flag[0] in own]  # type: ignore[arg-type]
+    for base in bases:
+        title = re.sub("(?<!^)(?=[A-Z])", "_", base.__name__.removesuffix("Options")).lower()
+        of_group = [flag for flag in _flags(base) if flag[0] not in own]
+        group = make_dataclass(title, [*of_group, *(more or {}).get(base, ())], kw_only=True)
+        group.__doc__ = base.__doc__
+        flags.append((title, group))
+    whole: Any = make_dataclass(kind.__name__, flags, kw_only=True)
+    with on_parse_error(_refuse):
+        found, unknown = tyro.cli(
+            whole,
+            args=list(sys.argv[1:] if arguments is None else arguments),
+            prog=program(usual),
+            description=inspect.cleandoc(kind.__doc__ or ""),
+            return_unknown_args=True,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+        )
+    values: dict[str, Any] = {}
+    for name, value in vars(found).items():
+        values |= vars(value) if is_dataclass(value) else {name: value}
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    given = {name: v for name, v in values.items() if name not in known and v is not None}
+    options = kind(**{name: value for name, value in values.items() if name in known})
+    if more:
+        options.given = given  # type: ignore[attr-defined]
+    if not unknown:  # what is unknown is said first
+        for check in (*(getattr(base, "check", None) for base in bases), vars(kind).get("check")):
+            if callable(check):
+                check(options)
+    return options, unknown
+
+
+@functools.cache
+def _flags(kind: type) -> list[tuple[str, Any, Any]]:
+    """Return a dataclass's fields as `make_dataclass` takes them, with the strings under them as
+    help; those of tyro's Suppress are left out."""
+    hidden = get_args(Suppress[int])[1]
+    hints = get_type_hints(kind, include_extras=True)
+    found: list[tuple[str, Any, Any]] = []
+    texts = _texts_under_fields(kind)
+    for one in fields(kind):
+        if hidden in get_args(hints[one.name]):
+            continue
+        # What is off, or said in the text, needs no second word.
+        said = one.default in (None, False, ()) or one.default is MISSING
+        about = arg(help=texts.get(one.name), help_behavior_hint="" if said else None)
+        found.append((one.name, Annotated[hints[one.name], about], field(default=one.default)))
+    return found
+
+
+def _texts_under_fields(kind: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body  # type: ignore[attr-defined]
+        for line, after in pairwise(body):
+            match line, after:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                    found[name] = " ".join(text.split())
+    return found
+
+
+def _refuse_unknown(
+    unknown: Sequence[str], kind: type, more: Mapping[Any, Sequence[Any]] | None
+) -> None:
+    if not unknown:
+        return
+    flag = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+    names = [field.name for field in fields(kind)]
+    names += [field[0] for added in (more or {}).values() for field in added]
+    known = [f"--{name.replace('_', '-')}" for name in names]
+    hint = did_you_mean(flag, [*known, "--help", *(f"--no-{flag[2:]}" for flag in known)])
+    raise InputError(f"unknown option {repr_of(flag)}{hint} (--help lists the options)")
+
+
+def _refuse(event: Any) -> NoReturn:
+    """Raise tyro's complaint about a command line as an InputError of one line."""
+    said = type(event).__name__
+    if said == "MissingArgs":
+        flags = [_flag(missing.arg) for missing in event.missing_arguments]
+        raise InputError(f"expected {', '.join(flags)} (--help lists the options)")
+    argument = getattr(event, "argument", None)
+    if said == "BadValue" and argument is not None:
+        raise InputError(f"{_flag(argument)}: expected a value (--help lists the options)")
+    if said == "InvalidChoice":
+        choices = sorted(choice for choice in event.choices if choice != "None")
+        hint, expected = did_you_mean(event.value, choices), ", ".join(choices)
+        raise InputError(
+            f"{_flag(argument)}: expected one of {expected}, got {repr_of(event.value)}{hint}"
+        )
+    if said == "InstantiationFailure" and argument is not None:
+        came = re.search(r"""\[?("[^"]*"|'[^']*')\]?""", event.message)
+        expected = _expected(str(argument.field.type_stripped))
+        raise InputError(f"{_flag(argument)}: expected {expected}, got {came[1] if came else '?'}")
+    raise InputError(getattr(event, "message", said))
+
+
+def _flag(argument: Any) -> str:
+    flags = argument.lowered.name_or_flags or (argument.field.intern_name.upper(),)
+    return str(flags[-1])
+
+
+def _expected(annotation: str) -> str:
+    number = "a whole number" if "int" in annotation else "a number"
+    words = re.findall(r"Literal\[(.*?)\]", annotation)
+    return " or ".join([number, *words])

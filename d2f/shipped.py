@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from d2f.command import command, parse
+from d2f.command import command
 from d2f.errors import InputError, did_you_mean
+from d2f.flags import parse
 
 HERE = Path(__file__).resolve().parent
 # What a command's --config takes by name: folders of the configurations.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
-from d2f import command as command_line
+from d2f import flags as command_line
 from d2f.command import DONE as DONE
 from d2f.command import FAILED as FAILED
 from d2f.command import command as command
@@ -24,7 +24,8 @@ from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.flags import Switch as Switch
 from d2f.flags import Verbose as Verbose
 from d2f.flags import check_least as check_least
-from d2f.models import names, resolve
+from d2f.flags import check_model_name as check_model_name
+from d2f.models import names
 from d2f.rank_number import check_processes, rank
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
@@ -221,17 +222,6 @@ class DecoderOptions:
 def require_ray() -> None:
     """Raise InputError if there can be no more than one process here."""
     require_extra("ray", "more than one process", "ray")
-
-
-def check_model_name(name: str) -> None:
-    """Raise InputError unless a model may have this name; a hub is not asked."""
-    owner, *rest = name.split("/")
-    is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
-    if not os.path.isdir(resolve(name)) and not is_hub_name:
-        raise InputError(
-            f"--model {name}: expected a folder, a hub name as owner/name, or one of "
-            f"{', '.join(names())}{did_you_mean(name, names())}"
-        )
 
 
 def check_samples(flag: str, count: int) -> None:

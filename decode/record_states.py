@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Suppress
 
-from d2f import command as command_line
+from d2f import flags as command_line
 from d2f.errors import InputError
 from d2f.files import locked_file, make_folder
 from d2f.quiet import quiet

@@ -20,7 +20,7 @@ from rich.console import Console
 from tyro.conf import Suppress, arg
 
 from d2f import __version__
-from d2f import command as command_line
+from d2f import flags as command_line
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.files import locked

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2f import command as command_line
+from d2f import flags as command_line
 from d2f.command import command
 from d2f.errors import CheckpointError, InputError
-from d2f.flags import Verbose
+from d2f.flags import Verbose, check_model_name
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class Options:
     """a new token, or a special one that the tokenizer has (default: the tokenizer's own mask
     token, else <|mask|>)"""
     verbose: Verbose = False
+
+    def check(self) -> None:
+        """Raise InputError for a model that cannot be."""
+        check_model_name(self.model)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Suppress, arg
 
-from d2f import command as command_line
+from d2f import flags as command_line
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.quiet import quiet

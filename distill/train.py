@@ -14,10 +14,10 @@ from tyro.conf import arg
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, parse_known, say
+from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, say
 from d2f.errors import InputError, out_of_memory
 from d2f.files import locked
-from d2f.flags import Switch, Verbose
+from d2f.flags import Switch, Verbose, parse_known
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from d2f.command import parse_known, program
+from d2f.command import program
 from d2f.errors import InputError
 from d2f.files import locked
+from d2f.flags import parse_known
 from d2f.quiet import quiet
 from decode.cli import DONE, FAILED, Verbose, command, require_matplotlib, say
 from decode.display import ShownProgress, standard_output

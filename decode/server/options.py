@@ -20,6 +20,7 @@ from decode.cli import (
     Switch,
     check_least,
     check_model_name,
+    read_settings,
 )
 from decode.decoders import find_decoder
 
@@ -287,6 +288,11 @@ class Options(
     cancels them. Exit status: 0 ended so; 2 bad input, found before a model is loaded where it can
     be.
     """
+
+    def check(self) -> None:
+        """Raise InputError for decoder options that no model could be decoded with."""
+        settings = read_settings(self)
+        settings.check([settings.given.get("max_new_tokens") or 1])
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

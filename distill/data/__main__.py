@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import arg
 
-from d2f.command import command, parse_known
+from d2f.command import command
 from d2f.errors import InputError
-from d2f.flags import Switch, Verbose, check_least
+from d2f.flags import Switch, Verbose, check_least, parse_known
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:
