@@ -80,7 +80,7 @@ class SettingsOptions:
 
     @cached_property
     def lists(self) -> dict[str, list[int | float]]:
-        """The values of each option that was given. Raises InputError."""
+        """Read the values of each option that was given. Raises InputError."""
         whole = {o.name for o in options_of(find_decoder(self.decoder)) if o.kind is int}
         return {
             name: _numbers(name, text, int if name in whole else float)
@@ -102,7 +102,7 @@ def _numbers(name: str, text: str, kind: type[int] | type[float]) -> list[int | 
 
 @dataclass(kw_only=True)
 class SearchOptions:
-    """How settings are searched, and which one is chosen."""
+    """Search and choice."""
 
     search: Literal["halving", "grid", "tpe"] = "halving"
     """halving: every setting, on more problems as long as it may reach the bound; grid: all on all;
@@ -236,8 +236,8 @@ class Tuning:
         self.grid()  # a bad value of an option is found here
 
     def grid(self, contract: Contract | None = None) -> dict[str, tuple[int | float, ...]]:
-        """The values of each option that is searched: those given, else the decoder's default
-        ones, and of a model's contract what it was trained with, such as its block size.
+        """Return the values to search of each option: those given, else the decoder's default ones,
+        and of a model's contract what it was trained with, such as its block size.
 
         Raises InputError for an option that the decoder does not have, a value that it refuses for
         a task, and a model that it cannot decode.
@@ -271,13 +271,12 @@ class Tuning:
         return grid
 
     def build(self, setting: Setting, task: Task) -> Decoder:
-        """The decoder with this setting, for responses of the task."""
+        """Make the decoder with this setting, for responses of the task."""
         values: dict[str, Any] = {"max_new_tokens": task.response_length, "stop": task.stop}
         return find_decoder(self.decoder)(**values | dict(setting))
 
     def defaults(self, grid: Mapping[str, object], contract: Contract) -> Setting:
-        """What the decoder takes for the searched options where nothing is given; an option whose
-        default is None is not in it."""
+        """Return the decoder's defaults of the searched options, without those that are None."""
         kind = find_decoder(self.decoder)
         decoder = kind(**kind.with_model_defaults({}, contract))
         values = {name: getattr(decoder, name) for name in searchable(kind) if name in grid}
@@ -285,7 +284,7 @@ class Tuning:
 
     @property
     def rungs(self) -> list[tuple[int, int]]:
-        """The problems ``[first, stop)`` that a setting decodes before it is looked at again: 200
+        """Return the problems ``[first, stop)`` after which settings are looked at again: 200
         problems and eta 3 are [0, 23), [23, 67), [67, 200)."""
         stops = [self.problems]
         # Enough problems for the batch to be full most of the time.
@@ -298,8 +297,8 @@ class Tuning:
 def describe(
     model: DiffusionModel, tuning: Tuning, grid: Mapping[str, Any], weights: str, count: int = 1
 ) -> dict[str, Any]:
-    """What decides a run's measurements. The goal, the budget and the final measurement's size
-    are not in it: they may change over one output."""
+    """Collect what decides a run's measurements. The goal, the budget and the final measurement's
+    size are not in it: they may change over one output."""
     around = environment(model)
     return {
         "version": __version__,
@@ -338,8 +337,8 @@ _WARM: WeakKeyDictionary[DiffusionModel, set[Decoder]] = WeakKeyDictionary()
 def measure_jobs(
     model: DiffusionModel, jobs: Iterable[tuple[str, Job]]
 ) -> Iterator[tuple[str, Measurements]]:
-    """Each job, measured. A setting decodes one problem untimed before its first job on this model
-    in this process."""
+    """Measure each job. A setting decodes one problem untimed before its first job on this model in
+    this process."""
     from decode.evaluate import decode_and_judge
 
     warm = _WARM.setdefault(model, set())
@@ -352,12 +351,12 @@ def measure_jobs(
 
 
 def to_json(measured: Measurements) -> dict[str, list[Any]]:
-    """A value a problem, as the ledger keeps it."""
+    """Return lists with a value for each problem, as the ledger keeps them."""
     return {name: values.tolist() for name, values in vars(measured).items()}
 
 
 def from_json(values: Mapping[str, Any]) -> Measurements:
-    """What `to_json` wrote."""
+    """Read what `to_json` wrote."""
     columns = [field.name for field in fields(Measurements)]
     return Measurements(*(np.array(values[name]) for name in columns))
 
@@ -366,8 +365,8 @@ def from_json(values: Mapping[str, Any]) -> Measurements:
 
 
 def choose(goal: Goal, measured: Sequence[Measurements]) -> tuple[int, int, float]:
-    """The places of the chosen and of the most accurate setting, measured on the same problems,
-    and the bound. Where none reaches a fixed bound, the most accurate one is chosen."""
+    """Choose among settings measured on the same problems; return the places of the chosen and of
+    the most accurate one, and the bound. If none reaches it, the most accurate one is chosen."""
     best = max(one.accuracy for one in measured)
     bound = goal.bound(best)
 
@@ -382,8 +381,8 @@ def choose(goal: Goal, measured: Sequence[Measurements]) -> tuple[int, int, floa
 
 
 def frontier(measured: Sequence[Measurements]) -> list[int]:
-    """The places of those that no other one dominates, fastest first: none is at least as fast and
-    as accurate and better in one of the two."""
+    """Return the places of those that no other one dominates, fastest first: none is at least as
+    fast and as accurate and better in one of the two."""
     points = [(one.tokens_per_second, one.accuracy) for one in measured]
     front: list[int] = []
     # In order of speed a slower one must be more accurate than the last on the front.
@@ -595,15 +594,15 @@ def _about(
     grid: Mapping[str, Any],
     count: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of a loaded model: what decides the run, and what it is measured on."""
+    """Describe the run and the machine where the model is loaded."""
     return describe(model, tuning, grid, weights, count), environment(model)
 
 
 def draw_problems_of(
     tuning: Tuning, model: DiffusionModel, grid: Mapping[str, Sequence[int | float]]
 ) -> dict[tuple[str, str], list[Problem]]:
-    """The problems by task and split. Raises InputError unless the model can take every one with
-    the task's response length."""
+    """Draw the problems by task and split. Raises InputError unless the model can take every one
+    with the task's response length."""
     found = {}
     setting = {name: values[0] for name, values in grid.items()}
     for task in tuning.chosen:
@@ -648,7 +647,7 @@ def run(options: Options, console: Console | None = None) -> None:
 
 
 def _adapter(options: Options, model: DiffusionModel, weights: str) -> str | None:
-    """That beside a loaded model: one that was named alone, in its place, finds its base."""
+    """Return the adapter that was named beside a model, not one named in its place."""
     adapter: str | None = options.adapter
     return None if adapter == options.model else adapter
 

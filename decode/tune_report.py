@@ -42,7 +42,7 @@ class Goal:
             raise InputError(f"min_accuracy must lie in [0, 1], got {self.min_accuracy}")
 
     def bound(self, best: float) -> float:
-        """The accuracy to reach where the best has `best`."""
+        """Return the accuracy to reach where the best setting has `best`."""
         return best - self.within / 100 if self.min_accuracy is None else self.min_accuracy
 
     @property
@@ -68,7 +68,7 @@ class Final:
 
     @property
     def speeds(self) -> list[float]:
-        """Visible tokens per second of each repetition."""
+        """Return visible tokens per second of each repetition."""
         return [one.tokens_per_second for one in self.repetitions]
 
 
@@ -94,14 +94,14 @@ class Outcome:
     finals: list[Final]
 
     def final(self, role: str) -> Final:
-        """The final measurement of the setting with that role."""
+        """Find the final measurement of the setting with that role."""
         return next(final for final in self.finals if role in final.roles)
 
     @property
     def margin(self) -> tuple[float, float, float]:
-        """How far the chosen setting's held-out accuracy is above the bound (negative: below), a
-        share, and its 95 % interval. With a bound below the reference that is of the paired
-        difference."""
+        """Compute how far the chosen setting's held-out accuracy is above the bound (negative:
+        below), a share, and its 95 % interval. With a bound below the reference that is of the
+        paired difference."""
         chosen, reference = self.final(ROLES[0]).measured, self.final(ROLES[1]).measured
         if self.goal.min_accuracy is not None:
             values = (chosen.accuracy, *chosen.interval)
@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def sentences(self) -> list[str]:
-        """What was searched, whether the choice holds up, and what it gains."""
+        """Say what was searched, whether the choice holds up, and what it gains."""
         problems = self.searched[self.chosen][1].problems
         lines = [
             f"{len(self.searched)} settings were measured, {len(self.compared)} of them on "
@@ -146,7 +146,7 @@ class Outcome:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was measured, in sums, and what was made of it."""
+        """Return everything that was measured, in sums, and what follows from it."""
         margin, low, high = self.margin
         return {
             "task": self.task,
@@ -179,7 +179,7 @@ class Outcome:
 
 
 def numbers(measured: Measurements) -> dict[str, Any]:
-    """Sums and rates of what was measured."""
+    """Return sums and rates."""
     return measured.numbers() | {
         "tokens_per_second": measured.tokens_per_second,
         "seconds_per_problem": measured.seconds_per_problem,
@@ -187,7 +187,7 @@ def numbers(measured: Measurements) -> dict[str, Any]:
 
 
 def paired_interval(a: Measurements, b: Measurements) -> tuple[float, float]:
-    """95 % interval of the accuracy of a minus that of b, on the same problems."""
+    """Compute the 95 % interval of the accuracy of a minus that of b, on the same problems."""
     return paired(int((a.right & ~b.right).sum()), int((~a.right & b.right).sum()), a.problems)
 
 
@@ -208,11 +208,11 @@ class TuningReport:
     tasks: Sequence[Task]
 
     def config(self, task: str) -> Path:
-        """The YAML of a task's choice."""
+        """Return the path of a task's YAML."""
         return self.folder / f"{Path(self.model).resolve().name}-{task}.yaml"
 
     def use(self, task: str) -> str:
-        """The command that decodes with a task's choice."""
+        """Return the command that decodes with a task's choice."""
         words = ["python", "-m", "decode.pipeline"]
         if self.model != DEFAULT_MODEL:
             words += ["--model", self.model]
@@ -223,7 +223,7 @@ class TuningReport:
 
     @property
     def counted(self) -> str:
-        """What the numbers are."""
+        """Say what was counted, and on what."""
         e = self.environment
         compiled = ", compiled" if e["compiled"] else ""
         return (
@@ -253,7 +253,8 @@ class TuningReport:
             draw(self)
 
     def yaml(self, outcome: Outcome) -> str:
-        """Decoder options for `decode.pipeline --config`, with their provenance above them."""
+        """Return decoder options for `decode.pipeline --config` below comments that say where they
+        come from."""
         run, final = self.run, outcome.final(ROLES[0])
         setting, tuned = outcome.searched[outcome.chosen]
         around = self.environment
@@ -273,7 +274,7 @@ class TuningReport:
         return comments + dump({"decoder": run["decoder"], **setting})
 
     def markdown(self, *, figures: bool) -> str:
-        """The report for reading."""
+        """Write the report for reading."""
         lines = [f"# Settings of {self.run['decoder']} for {self.model}", ""]
         if figures:
             lines += ["![accuracy against speed](frontier.png)", ""]
@@ -310,7 +311,7 @@ FINAL_COLUMNS = (
 
 
 def search_rows(outcome: Outcome) -> list[list[str]]:
-    """The measured settings for a table: the compared ones, fastest first, then the dropped."""
+    """Return the rows of the settings: the compared ones, fastest first, then the dropped."""
     rows = []
     for place, (setting, measured) in enumerate(outcome.searched):
         marks = ["chosen"] * (place == outcome.chosen) + ["frontier"] * (place in outcome.front)
@@ -323,7 +324,7 @@ def search_rows(outcome: Outcome) -> list[list[str]]:
 
 
 def final_cells(final: Final) -> list[str]:
-    """A held-out measurement for a table with `FINAL_COLUMNS`."""
+    """Return a held-out measurement as a row of `FINAL_COLUMNS`."""
     measured, speeds = final.measured, final.speeds
     return [
         ", ".join(final.roles),
@@ -353,7 +354,7 @@ def _measured(measured: Measurements, speed: float) -> str:
 
 
 def described(setting: Setting) -> str:
-    """A setting for reading: ``tau_conf 0.9, tau_add 0.1``."""
+    """Format a setting: ``tau_conf 0.9, tau_add 0.1``."""
     return ", ".join(f"{name} {value:g}" for name, value in setting.items())
 
 
@@ -404,7 +405,7 @@ def draw(report: TuningReport) -> None:
 
 
 def _short(setting: Setting, grid: Mapping[str, Sequence[object]]) -> str:
-    """The values by which a setting is told apart: ``add 0.1, conf 0.9``."""
+    """Format the values by which a setting is told apart: ``add 0.1, conf 0.9``."""
     told = [name for name in setting if len(grid[name]) > 1]
     return ", ".join(f"{name.removeprefix('tau_')} {setting[name]:g}" for name in told)
 

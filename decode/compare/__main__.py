@@ -132,7 +132,7 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
 
 
 def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any]:
-    """What the report says beside the measurements."""
+    """Collect what the report says beside the measurements."""
     import os
     import platform
 
@@ -167,7 +167,7 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
 def write_report(
     about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, figures: bool
 ) -> ComparisonReport:
-    """Write what follows from the rows of a ledger, if anything was measured; the report."""
+    """Make the report of a ledger's rows, and write it if anything was measured."""
     from decode.compare.report import ComparisonReport, draw
     from decode.compare.results import Record
 
@@ -288,7 +288,7 @@ def _check(entry: str, run: Run) -> None:
 
 
 def _summary(record: Record) -> str:
-    """A run in a line."""
+    """Say in a line how a run went."""
     errors = [answer.error for answer in record.answers if answer.error is not None]
     note = f", {len(errors)} of {len(record.answers)} failed, e.g. {errors[0]}" if errors else ""
     if record.repetition is None:

@@ -243,7 +243,7 @@ def _parse(data: str) -> tuple[Any, int | None, str | None]:
 
 
 def quote(text: str) -> str:
-    """The beginning of what a server sent, in one printable line."""
+    """Shorten what a server sent to one printable line."""
     return one_line(text[:QUOTED])
 
 

@@ -328,7 +328,7 @@ def _check_options(entry: Ours, task: Task | None, config: CompareConfig, path: 
 
 
 def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
-    """The decoder and options of an entry for a task. Raises InputError."""
+    """Read the decoder and options of an entry for a task. Raises InputError."""
     from decode.cli import DecoderSettings, split
 
     path = options_file(entry, task)
@@ -340,7 +340,7 @@ def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
 
 
 def options_file(entry: Ours, task: str | None) -> str | None:
-    """The path of an entry's decoder options for a task. Raises InputError where there are none."""
+    """Find the file of an entry's decoder options for a task. Raises InputError without one."""
     if entry.config is None:
         return None
     try:
@@ -444,8 +444,8 @@ def _read_items(path: str) -> list[Item]:
 def identity(
     config: CompareConfig, workloads: Sequence[Workload], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """Everything that decides a measurement, under dotted keys so that a difference can be named:
-    settings, machine, versions, and digests of prompts, option files and model folders."""
+    """Collect everything that decides a measurement, under dotted keys so that a difference can be
+    named: settings, machine, versions, and digests of prompts, option files and model folders."""
     found: dict[str, Any] = {"device": about["device"]}
     found |= {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
     found |= {f"version of {name}": version for name, version in about["versions"].items()}

@@ -147,9 +147,11 @@ def make_ready(
     verbose: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Contestant]:
-    """Start what the entries need, which `stack` stops; the contestants by name. verbose: workers
-    show what libraries say.
-    Raises InputError."""
+    """Start what the entries need, which `stack` stops; return the contestants by name.
+
+    verbose: workers show what libraries say. say: is told of each entry before it starts. Raises
+    InputError.
+    """
     workers: dict[str, Worker] = {}
     servers: dict[str, VllmServer] = {}
     contestants: dict[str, Contestant] = {}
@@ -182,7 +184,7 @@ def make_ready(
 
 
 def _key(entry: Endpoint) -> str:
-    """The key that an endpoint asks for. Raises InputError."""
+    """Read an endpoint's API key from the environment. Raises InputError."""
     if entry.api_key_env is None:
         return NO_KEY
     key = os.environ.get(entry.api_key_env)
@@ -192,7 +194,7 @@ def _key(entry: Endpoint) -> str:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all that it started, and they in turn."""
+    """List a process and all its descendants."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:
@@ -218,7 +220,7 @@ def wait_for_calm(most: float = 5.0) -> None:
 
 
 def _computed() -> float:
-    """Seconds that these processes have computed."""
+    """Sum the CPU seconds of this process's descendants."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -102,8 +102,8 @@ class OursRunner:
 def prepare(
     entry: Ours, workload: Workload, model: DiffusionModel
 ) -> tuple[Decoder, list[list[int]]]:
-    """An entry's decoder and prompt ids for a workload, checked; no weights are needed for it.
-    Raises InputError."""
+    """Make and check an entry's decoder and prompt ids for a workload; no weights are needed. Raises
+    InputError."""
     chosen = decoder_settings(entry, workload.task)
     settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})
     decoder = settings.decoder(model, workload.max_new_tokens)
@@ -115,8 +115,8 @@ def prepare(
 
 
 def _load(entry: Ours) -> DiffusionModel:
-    """The entry's model, merged (a LoRA beside the weights costs products in every layer of every
-    forward) and compiled."""
+    """Load the entry's model, merge its adapter (beside the weights it costs matrix products in
+    every layer) and compile it."""
     import torch
 
     model = d2f.load(
@@ -199,7 +199,7 @@ class TransformersRunner:
     def _batch(
         self, prompts: list[list[int]], answers: list[Answer], workload: Workload, began: float
     ) -> int:
-        """Fill in the answers of one batch; the calls of the model."""
+        """Fill in the answers of one batch; return the calls of the model."""
         import torch
         from transformers import StoppingCriteriaList
 
@@ -213,7 +213,7 @@ class TransformersRunner:
         steps: list[float] = []  # when each ended
 
         def note(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-            """A stopping criterion that stops nothing."""
+            """Note the time of a step; stop nothing."""
             steps.append(time.perf_counter() - began)
             return torch.zeros(len(prompts), dtype=torch.bool, device=input_ids.device)
 
@@ -285,7 +285,7 @@ class Worker:
         self.stop()
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer of a function of this module in the process."""
+        """Call a function in the process and return what it returns."""
         try:
             return self._pool.submit(function, *arguments).result()
         except InputError:
@@ -370,8 +370,8 @@ def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
 
 
 def tokenizer_of(name: str) -> Any:
-    """The tokenizer of a folder, hub name or bundled model; nothing else of it is fetched.
-    Raises InputError."""
+    """Load the tokenizer of a folder, hub name or bundled model, and nothing else of it. Raises
+    InputError."""
     try:
         place = resolve(name)
         tokenizer = load_tokenizer(resolve(base_of_adapter(place) or place))
@@ -400,8 +400,8 @@ def reset_peak(pids: Iterable[int]) -> None:
 
 
 def peak_bytes(pids: Iterable[int]) -> int | None:
-    """Sum of the processes' peaks (pages that two of them share count twice), None where they
-    cannot be read."""
+    """Sum the processes' peaks (pages that two of them share count twice); None where they cannot
+    be read."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):

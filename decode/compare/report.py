@@ -54,7 +54,7 @@ class ComparisonReport:
 
     @staticmethod
     def of(about: dict[str, Any], records: Sequence[Record]) -> ComparisonReport:
-        """What follows from records, in the order of the configuration's entries."""
+        """Compute the results of records, in the order of the configuration's entries."""
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
         names = list(series)
         came = {level: n for n, level in enumerate(dict.fromkeys(map(_level, records)))}
@@ -88,14 +88,14 @@ class ComparisonReport:
 
     @property
     def ranked(self) -> list[Speed]:
-        """The speeds of entries without failed requests in the workload."""
+        """Leave out the entries with failed requests in the workload."""
         return [speed for speed in self.speeds if self._is_ranked(speed.entry, speed.workload)]
 
     def _is_ranked(self, entry: str, workload: str) -> bool:
         return not any((f.entry, f.workload) == (entry, workload) for f in self.failures)
 
     def speedup(self, speed: Speed) -> float | None:
-        """Throughput over the baseline's at the same concurrency, None where one is not ranked."""
+        """Divide throughput by the baseline's at this concurrency; None where one is not ranked."""
         if not self._is_ranked(speed.entry, speed.workload):
             return None
         key = speed.workload, speed.concurrency, self.baseline
@@ -109,7 +109,7 @@ class ComparisonReport:
         return next(own, None)
 
     def markdown(self) -> str:
-        """The report for reading."""
+        """Write the report for reading."""
         about = self.about
         lines = [f"# Comparison of {about['date']}", ""]
         if about["cut_short"]:
@@ -133,7 +133,7 @@ class ComparisonReport:
         return "\n".join(lines)
 
     def verdict(self, workload: str) -> list[str]:
-        """Who won where, in sentences; who has failed requests has won nothing."""
+        """Say who won where; an entry with failed requests has won nothing."""
         lines = [
             f"- **{f.entry} is not ranked**: {f.failed} of its {f.requests} requests failed, "
             f"e.g. {f.example}"
@@ -156,7 +156,7 @@ class ComparisonReport:
         return lines
 
     def _beside_baseline(self, entry: str, own: Sequence[Speed], workload: str) -> str:
-        """Where the baseline is faster than an entry, and the difference of their accuracies."""
+        """Say where the baseline is faster than an entry, and how their accuracies differ."""
         base = self.baseline
         wins = (
             ", ".join(map(str, faster_at(own, workload, base, entry))) or "none of those measured"
@@ -192,7 +192,7 @@ class ComparisonReport:
         return [*markdown_table(header, rows), ""]
 
     def _counts_table(self, workload: str) -> list[str]:
-        """What decoders counted of themselves, a request."""
+        """Tabulate what decoders counted of themselves, a request."""
         own = [speed for speed in self.speeds if speed.workload == workload and speed.counts]
         names = list(dict.fromkeys(name for speed in own for name in speed.counts))
         if not names:
@@ -205,7 +205,7 @@ class ComparisonReport:
         return [*markdown_table(header, rows), ""]
 
     def speed_table(self, workload: str) -> list[str]:
-        """How fast the entries are, as Markdown."""
+        """Tabulate how fast the entries are."""
         return self._table(workload, SPEED)
 
     def _table(self, workload: str, columns: Sequence[Column]) -> list[str]:
@@ -219,7 +219,7 @@ def _level(record: Record) -> tuple[str, int]:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A value for a table, - where it is unknown."""
+    """Format a value for a table; - where it is unknown."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -309,8 +309,8 @@ def _caption(report: ComparisonReport) -> str:
 
 
 def throughput(report: ComparisonReport, workloads: list[str], levels: list[int]) -> Figure:
-    """A panel a workload: visible tokens a second over the requests in flight, a line an entry,
-    its band from the slowest to the fastest repetition."""
+    """Draw visible tokens a second over the requests in flight: a panel for each workload, a line
+    for each entry with a band from its slowest to its fastest repetition."""
     figure, panels = new_figure(len(workloads), _caption(report), inches=(5.6, 4.6))
     for axes, workload in zip(panels, workloads, strict=True):
         for place, entry in enumerate(report.about["entries"]):
@@ -344,8 +344,8 @@ def throughput(report: ComparisonReport, workloads: list[str], levels: list[int]
 def _panel(
     report: ComparisonReport, workload: str, model: str | None, swept: set[str], *, forwards: bool
 ) -> Panel:
-    """A line an entry through its concurrencies. Of a swept model a line a sweep through its
-    values, at the lowest concurrency; entries of models without sweeps are points beside them.
+    """Draw a line for each entry through its concurrencies; of a swept model a line for each sweep
+    through its values, at the lowest concurrency, with entries of models without sweeps as points.
     forwards: over the tokens of a forward, not of a second."""
     levels = sorted({speed.concurrency for speed in report.ranked})
     models = {entry["name"]: entry["model"] for entry in report.about["config"]["entries"]}

@@ -34,7 +34,7 @@ class Record:
         return sum(answer.tokens for answer in self.answers)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, times to the microsecond."""
+        """Return plain values, times to the microsecond."""
         answers = [{k: _short(v) for k, v in vars(answer).items()} for answer in self.answers]
         return {**vars(self), "seconds": _short(self.seconds), "answers": answers}
 
@@ -152,7 +152,7 @@ class Failures:
 
 
 def failures(records: Sequence[Record]) -> list[Failures]:
-    """The entries and workloads with failed requests, in the order of the records."""
+    """List the entries and workloads with failed requests, in the order of the records."""
     found = []
     for workload, entry in dict.fromkeys((r.workload, r.entry) for r in records):
         answers = [a for r in _of(records, workload, entry) for a in r.answers]
@@ -169,8 +169,8 @@ def _of(records: Sequence[Record], workload: str, entry: str) -> list[Record]:
 def speeds_of(
     records: Sequence[Record], series: dict[str, str | None] | None = None
 ) -> list[Speed]:
-    """A speed for each workload, concurrency and entry, in the order of the records. series: of the
-    entries that a sweep made."""
+    """Compute the speed of each workload, concurrency and entry, in the order of the records.
+    series: of the entries that a sweep made."""
     groups: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
         if record.repetition is not None:
@@ -227,15 +227,15 @@ def _speed_of(runs: list[Record], series: str | None) -> Speed:
 
 
 def _request_speed(answer: Answer) -> float | None:
-    """Visible tokens a second of one request, from its submission to its end."""
+    """Compute visible tokens a second of one request, from its submission to its end."""
     if answer.finished is None or not answer.tokens:
         return None
     return answer.tokens / max(1e-9, answer.finished - answer.submitted)
 
 
 def _decode_speed(answer: Answer) -> float | None:
-    """Visible tokens a second of one request after its first forward, whose own tokens are left
-    out as its time is."""
+    """Compute visible tokens a second of one request after its first forward, whose own tokens are
+    left out as its time is."""
     if answer.finished is None or answer.prefill is None or answer.finished <= answer.prefill:
         return None
     return (answer.tokens - answer.first_tokens) / (answer.finished - answer.prefill)
@@ -247,7 +247,8 @@ def _percentile(values: Sequence[float | None], share: int) -> float | None:
 
 
 def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
-    """One for each entry and workload that has a judge, from the run with most problems."""
+    """Compute the accuracy of each entry and workload that has a judge, from its run with most
+    problems."""
     keys = dict.fromkeys((r.workload, r.entry) for r in records)
     runs = {key: _of(records, *key) for key in keys}
     judged = {key: max(own, key=lambda r: len(r.answers)).answers for key, own in runs.items()}
@@ -285,7 +286,7 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Accuracy]:
 
 
 def faster_at(table: Sequence[Speed], workload: str, one: str, other: str) -> list[int]:
-    """The concurrencies at which `one` is faster than `other`."""
+    """List the concurrencies at which `one` is faster than `other`."""
     speed = {(r.entry, r.concurrency): r.throughput for r in table if r.workload == workload}
     counts = sorted({c for e, c in speed if e == one} & {c for e, c in speed if e == other})
     return [c for c in counts if speed[one, c] > speed[other, c]]

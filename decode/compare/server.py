@@ -65,7 +65,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Its first process."""
+        """Return the id of its first process."""
         assert self._process is not None
         return self._process.pid
 
@@ -137,7 +137,7 @@ class Server:
         return False
 
     def get(self, path: str) -> httpx.Response:
-        """The answer to a GET of a path beside /v1. Raises httpx.HTTPError."""
+        """GET a path beside /v1. Raises httpx.HTTPError."""
         return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=5, trust_env=False)
 
     def _quote(self) -> str:
@@ -173,7 +173,7 @@ class VllmServer(Server):
         super().__init__(name, command, port, log, env=entry.env, patience=patience)
 
     def version(self) -> str | None:
-        """vLLM's version as the server tells it."""
+        """Ask the server for vLLM's version."""
         with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
             return str(self.get("/version").json()["version"])
         return None
@@ -194,8 +194,8 @@ def check_python(entry: Vllm, python: str) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now. Where another process takes it first, the
-    server ends and is reported with its log."""
+    """Find a port that nobody listens on now. If another process takes it first, the server ends
+    and is reported with its log."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
