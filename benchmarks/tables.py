@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ class Summary:
 
     speeds: a row for each workload, concurrency and entry; throughput counts visible tokens a
     second of all requests together, the median repetition. accuracies: a row for each workload and
-    entry.
+    entry. failures: entries with failed requests. It is the results.json of `d2f compare`.
     """
 
     about: dict[str, Any]
     speeds: list[dict[str, Any]]
     accuracies: list[dict[str, Any]]
+    failures: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def load(cls, name: str) -> Summary:

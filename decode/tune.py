@@ -477,17 +477,18 @@ class Search:
         self, what: str, settings: Sequence[Setting], problems: Sequence[Problem]
     ) -> list[Measurements]:
         """Decode problems with each setting that the ledger does not have. what: names them."""
-        jobs = {}
+        names, jobs = [], {}
         for setting in settings:
             name = f"{self.task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
-            decoder = self.tuning.build(setting, self.task)
-            jobs[name] = Job(self.task, decoder, problems, self.tuning.batch_size)
-        new = [(name, job) for name, job in jobs.items() if name not in self.ledger.rows]
-        self.display.advance((len(jobs) - len(new)) * len(problems))
-        for name, measured in self.crew.spread(measure_jobs, new, 1):
+            names.append(name)
+            if name not in self.ledger.rows:
+                decoder = self.tuning.build(setting, self.task)
+                jobs[name] = Job(self.task, decoder, problems, self.tuning.batch_size)
+        self.display.advance((len(names) - len(jobs)) * len(problems))
+        for name, measured in self.crew.spread(measure_jobs, jobs.items(), 1):
             self.ledger.add({"id": name, **to_json(measured)})
             self.display.advance(len(problems))
-        return [from_json(self.ledger.rows[name]) for name in jobs]
+        return [from_json(self.ledger.rows[name]) for name in names]
 
     def outcome(self, heldout: Sequence[Problem], contract: Contract) -> Outcome:
         """Choose among what was searched, and measure the choice on held-out problems, beside the
@@ -607,10 +608,13 @@ def draw_problems_of(
     setting = {name: values[0] for name, values in grid.items()}
     for task in tuning.chosen:
         decoder = tuning.build(setting, task)
-        for split, count in (("tuning", tuning.problems), ("heldout", tuning.heldout)):
-            where = f"{task.name}, split {split}:"
-            found[task.name, split] = draw_problems(task, split, count, tuning.seed, where)
-            encode_problems(model, found[task.name, split], decoder, f" of the {split} split")
+        for split, count, option in (
+            ("tuning", tuning.problems, "--problems"),
+            ("heldout", tuning.heldout, "--heldout"),
+        ):
+            problems = draw_problems(task, split, count, tuning.seed, option)
+            encode_problems(model, problems, decoder, f" of the {split} split")
+            found[task.name, split] = problems
     return found
 
 

@@ -102,7 +102,7 @@ class OursRunner:
 def prepare(
     entry: Ours, workload: Workload, model: DiffusionModel
 ) -> tuple[Decoder, list[list[int]]]:
-    """Make and check an entry's decoder and prompt ids for a workload; no weights are needed. Raises
+    """Make and check an entry's decoder and prompt ids for a workload, without weights. Raises
     InputError."""
     chosen = decoder_settings(entry, workload.task)
     settings = DecoderSettings(chosen.name, chosen.given | {"stop": workload.stop})

@@ -26,6 +26,7 @@ from decode.compare.config import Vllm
 LOG_LINES_QUOTED = 30
 STOP_SECONDS = 20.0
 POLL_SECONDS = 0.5
+_LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 
 
 class ServerError(InputError):
@@ -148,8 +149,7 @@ class Server:
 
 def _end_with_parent() -> None:
     """Let the kernel end this process with the one that started it, also by kill -9 (Linux)."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    _LIBC.prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 class VllmServer(Server):

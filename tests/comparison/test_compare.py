@@ -316,7 +316,7 @@ def changed(**more):
     ("values", "said"),
     [
         (changed(tasks=[]), "exactly one of tasks and prompts_file"),
-        (changed(tasks=["chess"]), "expected a task among story"),
+        (changed(tasks=["chess"]), "no task or task file 'chess'"),
         (changed(problem=3), "problem: there is no such key"),
         (changed(concurrency=[2, 1]), "concurrency must rise"),
         (changed(concurrency=[]), "concurrency"),

@@ -42,7 +42,7 @@ def test_vllm_and_this_engine_decode_the_same_model_to_the_same_answers(tmp_path
     command = [sys.executable, "-m", "decode.compare", "--config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900)
     assert done.returncode == 0, done.stderr
-    report = ComparisonReport.load(tmp_path / "out" / "report.json")
+    report = ComparisonReport.load(tmp_path / "out" / "results.json")
     assert report.about["entries"]["vLLM"]["vllm"]
     assert len(report.speeds) == 6 and all(row.failed == 0 for row in report.speeds)
     assert [(a.entry, a.same, a.problems) for a in report.accuracies] == [

@@ -57,7 +57,7 @@ def test_it_is_tuned(task, tmp_path, capsys):
     assert "--tasks mine.yaml" in Path("out/report.md").read_text()  # the command that uses it
     assert Path("out/tiny-d2f-mine.yaml").is_file()
     assert tune([*words.split(), "--heldout", "400", "--output", "o", "--no-figures"]) == 2
-    assert "mine, split heldout: count must be at most" in capsys.readouterr().err
+    assert "--heldout 400: count must be at most 17" in capsys.readouterr().err
 
 
 def test_its_training_problems_are_collected(task):

@@ -221,7 +221,7 @@ def test_another_run_in_the_output(tmp_path, made_up, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "chess"], "expected a task among story, countdown, sudoku"),
+        (["--tasks", "chess"], "there is no task or task file 'chess'"),
         (["--decoder", "beam"], f"decoder must be one of {', '.join(DECODERS)}, got 'beam'"),
         (["--steps", "4"], "the decoder d2f has no option steps; of those that can be searched"),
         (["--decoder", "static"], "the decoder static has no default grid: give block_size, steps"),
