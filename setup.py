@@ -72,6 +72,7 @@ setup(
         "pydantic>=2.10",
         "pyyaml>=6.0",
         "rich>=13.7",
+        "tyro>=1.0.17,<1.1",  # its hook for parse errors is private
         "httpx>=0.28",
         "psutil>=6.0",
         "filelock>=3.24",

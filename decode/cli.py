@@ -103,8 +103,7 @@ class ModelOptions:
 
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
-        if self.model is not None:  # it is where a benchmark takes it from elsewhere
-            check_model_name(self.model)
+        check_model_name(self.model)
         if not self.merge and self.adapter is None:
             raise InputError("--no-merge needs --adapter")
         for flag, given in (("quantize", self.quantize is not None), ("compile", self.compile)):
