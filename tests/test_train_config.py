@@ -28,6 +28,9 @@ UNREAD = "nothing reads it here"
     [
         ("masked_diffusion", INIT | {"tokenizer": "/nonexistent"}, f"tokenizer: {UNREAD}"),
         ("masked_diffusion", INIT | {"init_adapter": "x"}, "leave out init_adapter"),
+        ("masked_diffusion", {"quantize": "4bit"}, "are of frozen weights"),
+        ("masked_diffusion", {"base_dtype": "bfloat16"}, "are of frozen weights"),
+        ("d2f", INIT | {"block_size": 97}, "block_size must not exceed data.row_length 96, got 97"),
         ("masked_diffusion", {"lora": {"r": 4}}, f"objective.lora: {NO_KEY}"),
         ("masked_diffusion", {"block_size": 8}, f"objective.block_size: {NO_KEY}"),
         ("masked_diffusion", {"distill_target": "hard"}, f"objective.distill_target: {NO_KEY}"),
