@@ -316,9 +316,10 @@ def test_the_classes_are_those_of_their_files():
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
-        ("half", r"objective\.name: expected 'd2f', .* or 'wino_plus', .* got 'half'"),
-        (3, r"objective\.name: expected 'd2f', .* got 3"),
-        ({}, r"objective\.name: expected 'd2f', .* got None"),
+        ("half", r"objective\.name: expected one of d2f, .* wino_plus, .* got 'half'$"),
+        ("next_tokn", "got 'next_tokn'; did you mean next_token"),
+        (3, r"objective\.name: expected one of d2f, .* got 3"),
+        ({}, r"objective\.name: expected one of d2f, .* got None"),
         ("no_such_module:Half", "objective.name: .* cannot be imported: No module"),
         ("test_objectives:None", "objective.name: .* cannot be imported: .* no attribute 'None'"),
         ({"name": HALF, "wait": 1}, r"objective\.wait: there is no such key"),

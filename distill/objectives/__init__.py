@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from d2f.errors import InputError
+from d2f.errors import InputError, did_you_mean
 
 Kind = Any  # a subclass of `distill.objectives.base.Objective`, which imports torch
 
@@ -46,9 +46,9 @@ class _Objectives(Mapping[str, Kind]):
         """Return the objective of that name, or at ``module:Class``. Raises InputError."""
         known = isinstance(name, str) and (name in self.names or name.count(":") == 1)
         if not known:
-            *most, last = map(repr, self.names)
             raise InputError(
-                f"expected {', '.join(most)} or {last}, or your own as module:Class, got {name!r}"
+                f"expected one of {', '.join(self.names)}, or your own as module:Class, "
+                f"got {name!r}{did_you_mean(str(name), self.names)}"
             )
         try:
             return self[str(name)]
