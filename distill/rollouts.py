@@ -19,10 +19,8 @@ from tyro.conf import Suppress, arg
 
 from d2f import flags as command_line
 from d2f.errors import InputError
-from d2f.model import DiffusionModel
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, before_stop
-from decode.api import stream
 from decode.cli import (
     DecoderSettings,
     OneProcessModel,
@@ -41,6 +39,7 @@ from decode.step import Event, Result
 from distill.data.trajectories import HEADER, Rollout, tokenizer_hash
 
 if TYPE_CHECKING:
+    from d2f.model import DiffusionModel
     from decode.workers import Crew
 
 RECORDED = ("wino", "d2f")
@@ -338,6 +337,8 @@ def _decode(
     batch_size: int,
 ) -> Iterator[tuple[int, Rollout]]:
     """Decode each job once, and yield the rollouts whose answers are right."""
+    from decode.api import stream
+
     # Seeded by the job's number: what it draws does not depend on where a run was resumed.
     decoders = [
         replace(job.decoder, temperature=temperature, seed=seed + number)
