@@ -372,9 +372,8 @@ def _is_allowed(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr == "append"
     if isinstance(node, ast.Constant):  # text is a docstring
-        return type(node.value) in (int, str) and (
-            isinstance(node.value, str) or node.value <= LARGEST
-        )
+        value = node.value
+        return isinstance(value, str) or (type(value) is int and value <= LARGEST)
     if isinstance(node, ast.Call) and node.keywords:
         return False
     return isinstance(node, SYNTAX)
@@ -384,7 +383,7 @@ def _interpreter(builtins: dict[str, Any]) -> Any:
     """Make an asteval interpreter that knows only these functions and bounds steps and values."""
     from asteval import Interpreter
 
-    class Bounded(Interpreter):  # type: ignore[misc]
+    class Bounded(Interpreter):
         steps = 0
 
         def run(self, node: Any, *arguments: Any, **options: Any) -> Any:
