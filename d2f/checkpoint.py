@@ -173,23 +173,15 @@ def fingerprint(place: str) -> str:
 def read_object(path: str | Path, error: type[InputError] = InputError) -> dict[str, Any]:
     """Read the JSON object in a file. Raises `error`, which names the file, for anything else."""
     try:
-        values = parse(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except OSError as cause:
         raise error(f"{path}: cannot be read: {cause.strerror or cause}") from cause
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise error(f"{path} is not JSON: {cause}") from cause
     if not isinstance(values, dict):
         raise error(f"{path} must be a JSON object, got {type(values).__name__}")
     return values
 
 
-def parse(text: str | bytes, *, nan: bool = False) -> Any:
-    """Read a JSON text. nan: accept NaN and Infinity, which Python writes. Raises ValueError."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no number of JSON")
-
-    try:
-        return json.loads(text, parse_constant=None if nan else refuse)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -111,14 +111,6 @@ class GrowingFile:
         self.close()
 
 
-def new_file(path: Path) -> BinaryIO:
-    """Replace `path` by an empty file that can be read while it is written. Raises OutputError."""
-    make_folder(path.parent)
-    with says_what_is_kept(path):
-        path.unlink(missing_ok=True)
-        return path.open("xb")
-
-
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it. Raises OutputError."""
     try:

@@ -1,14 +1,26 @@
-"""What is written is whole or not there, whatever lies beside it and whatever fails."""
+"""What is written is whole or not there, whatever fails; one command at a time writes it."""
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from d2f.errors import OutputError
-from d2f.files import GrowingFile, write_beside, writing, writing_folder
+from d2f.files import (
+    GrowingFile,
+    locked,
+    locked_file,
+    says_what_is_kept,
+    write_beside,
+    writing,
+    writing_folder,
+)
+
+ROOT = Path(__file__).parents[1]
 
 
 def fill_folder(place):
@@ -126,3 +138,74 @@ def test_a_growing_file_has_whole_lines_only(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match=r"log could not.*No space left.*before is kept"):
             file.write("third\n")
         assert (tmp_path / "log").read_text() == "one\nsecond\n"
+
+
+def test_the_file_that_failed_is_named_not_the_folder_it_was_for(tmp_path):
+    part, full_disk = tmp_path / "part", "No space left on device"
+    for error in (OSError(errno.ENOSPC, full_disk, str(part)), OSError(full_disk)):
+        named = part if error.filename else tmp_path
+        with (
+            pytest.raises(
+                OutputError, match=f"^{named} could not be written: {full_disk}; as it was"
+            ),
+            says_what_is_kept(tmp_path, "as it was"),
+        ):
+            raise error
+
+
+# Locks.
+
+HOLDER = (
+    "import pathlib, sys, d2f.files as l\n"
+    "with l.locked(pathlib.Path(sys.argv[1])):\n"
+    "    print('held', flush=True); sys.stdin.read()\n"
+)
+
+
+def hold(folder):
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    process = subprocess.Popen(command, **pipes)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_second_is_refused_until_the_first_is_killed(tmp_path):
+    out = tmp_path / "out"
+    with hold(out) as process:
+        with pytest.raises(OutputError, match="out is being written by another command"):
+            with locked(out):
+                raise AssertionError("it is held")
+        process.send_signal(signal.SIGKILL)
+    assert [p.name for p in out.iterdir()] == [".lock"]
+    with locked(out):
+        pass
+    assert not list(out.iterdir())
+
+
+def test_a_folder_made_for_the_lock_goes_unless_something_is_in_it(tmp_path):
+    with pytest.raises(ZeroDivisionError), locked(tmp_path / "a" / "b"):
+        raise ZeroDivisionError
+    with locked(tmp_path / "c") as folder:
+        (folder / "result").touch()
+    (tmp_path / "d").mkdir()
+    with locked(tmp_path / "d"):
+        pass
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["a", "c", "d", "result"]
+
+
+def test_a_file_is_held_by_a_lock_beside_it(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with locked_file(path):
+        with pytest.raises(OutputError, match="is being written by"), locked_file(path):
+            raise AssertionError("it is held")
+        with locked_file(tmp_path / "other.jsonl"):
+            pass
+        assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.lock"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_locked(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="file cannot be made"), locked(tmp_path / "file"):
+        raise AssertionError("it is no folder")
