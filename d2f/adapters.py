@@ -34,7 +34,7 @@ from d2f.errors import CheckpointError, UnverifiedBaseWarning, did_you_mean
 from d2f.families import FAMILIES, Family, check_ids
 from d2f.models import resolve
 from d2f.parts import ModelParts
-from d2f.saving import merged_module
+from d2f.saving import base_of, merged_module
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -122,7 +122,7 @@ class FittingAdapter:
                 "it before it is loaded in parts"
             )
         layer: Any = self.shape.base_model.model.get_submodule(name)
-        base = layer.original_module if hasattr(layer, "original_module") else layer.base_layer
+        base: Any = base_of(layer)
         base.load_state_dict(dict(weights), assign=True)
         return merged_module(layer)
 
@@ -169,12 +169,13 @@ def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
     problem = _difference(wanted, known, weights)
     if problem:
         raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
+    modules = [name for name, module in empty.named_modules() if base_of(module) is not None]
+    for name in modules:
+        # PEFT moves the adapter to where its base is: not to meta, and no memory is taken.
+        base: Any = base_of(empty.get_submodule(name))
+        for key, value in list(base.named_parameters()):
+            setattr(base, key, nn.Parameter(torch.zeros(()).expand(value.shape), False))
     set_peft_model_state_dict(shape, weights, low_cpu_mem_usage=True)
-    modules = [
-        name
-        for name, module in empty.named_modules()
-        if hasattr(module, "original_module") or hasattr(module, "base_layer")
-    ]
     return FittingAdapter(config, weights, contract, modules, shape)
 
 

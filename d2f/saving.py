@@ -206,11 +206,7 @@ def weights_of(backbone: Any) -> dict[str, Weight]:
     """List a model's weights by transformers' names, those of an adapter merged into them as they
     are read. Output weights that are the embeddings are left out."""
     found: dict[str, Weight] = {}
-    adapted = [
-        name
-        for name, module in backbone.named_modules()
-        if hasattr(module, "original_module") or hasattr(module, "base_layer")
-    ]
+    adapted = [name for name, module in backbone.named_modules() if base_of(module) is not None]
     for name, value in backbone.state_dict().items():
         inside = next((one for one in adapted if name.startswith(f"{one}.")), None)
         if inside is None:
@@ -219,7 +215,7 @@ def weights_of(backbone: Any) -> dict[str, Weight]:
         layer = backbone.get_submodule(name)
         if any(name.startswith(f"{other}.") for other in adapted):
             continue  # a wrapper's own parts
-        base = layer.original_module if hasattr(layer, "original_module") else layer.base_layer
+        base: Any = base_of(layer)
         for key, value in base.state_dict().items():
             found[f"{name}.{key}"] = Weight(tuple(value.shape), partial(_merged, layer, key))
     if backbone.config.tie_word_embeddings:  # safetensors does not write one tensor twice
@@ -227,9 +223,16 @@ def weights_of(backbone: Any) -> dict[str, Weight]:
     return found
 
 
+def base_of(module: Any) -> nn.Module | None:
+    """Return the module that PEFT has put an adapter around, None for others."""
+    return getattr(module, "original_module", None) or getattr(module, "base_layer", None)
+
+
 def merged_module(layer: Any) -> Any:
     """Return a copy of a module that PEFT adapts, on the CPU in fp32, with the adapter merged."""
-    layer = copy.deepcopy(layer).to("cpu", torch.float32)
+    base: Any = base_of(layer)
+    dtype = torch.promote_types(base.weight.dtype, torch.float32)
+    layer = copy.deepcopy(layer).to("cpu", dtype)
     if hasattr(layer, "unload_and_optionally_merge_module"):
         return layer.unload_and_optionally_merge_module(True, False, None)
     layer.merge()
