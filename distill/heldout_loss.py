@@ -26,8 +26,7 @@ from torch import Tensor
 
 from d2f.errors import InputError
 from distill.data.samples import HeldOut, Placed, Sample
-from distill.objectives.base import Objective, weighted_cross_entropy
-from distill.sharding import gathered
+from distill.objectives.base import Objective, gathered, weighted_cross_entropy
 from triton_kernels.masked_kl import masked_linear_kl
 
 Sums = NDArray[np.float64]

@@ -32,9 +32,6 @@ class Progress:
         self._prints = shown and self.bar.disable
         self._next = -float("inf")
 
-    def step(self) -> None:
-        self.bar.update()
-
     def report(self, step: int, loss: float, over: int, rate: float, *, last: bool) -> None:
         """Show what `step` (counted from 1) gave. loss: the mean of the last `over` steps."""
         self.bar.set_postfix_str(f"loss={loss:.4f} (mean of {over})")

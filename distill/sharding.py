@@ -19,21 +19,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from d2f.errors import CompileError, InputError
+from distill.objectives.base import gathered
 
 Parameters = Mapping[str, nn.Parameter]
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Return a tensor whole and without gradient, where a wrapper holds a shard of it (FSDP2:
-    DTensor; ZeRO-3: partitioned); any other tensor as it is. All processes call this."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach()
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    return tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -38,10 +38,10 @@ from distill.export import export_run, prepare_model
 from distill.heldout_loss import HeldoutLoss
 from distill.log import Log, Progress, result_text
 from distill.objectives import OBJECTIVES
+from distill.objectives.base import gathered
 from distill.sharding import (
     check_compile,
     compile_layers,
-    gathered,
     own_part,
     prepare,
     read_state,
@@ -177,7 +177,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             norm = norm.to(device)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            progress.step()
+            progress.bar.update()
             done, sample = done + 1, following
             watch.see(done, f"{packed[0][0].sample.index} to {sample - 1}", loss, norm)
             recent.append(loss)

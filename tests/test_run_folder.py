@@ -52,7 +52,6 @@ def test_lines_come_first_last_and_apart(capsys):
     progress = Progress(100, 110, shown=True, clock=clock)
     for step in range(101, 111):
         clock.now += 10
-        progress.step()
         progress.report(step, 0.5, 3, 1e-3, last=step == 110)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["101", "104", "107", "110"]
@@ -66,7 +65,7 @@ def test_lines_come_first_last_and_apart(capsys):
 def test_a_terminal_has_a_bar_and_no_lines(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     progress = Progress(3, 5, shown=True)
-    progress.step()
+    progress.bar.update()
     progress.report(4, 0.5, 2, 1e-3, last=False)
     progress.bar.refresh()
     said = capsys.readouterr()

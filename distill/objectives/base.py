@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -72,7 +73,7 @@ class Objective(nn.Module):
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
         self.config = config
-        self.tail = config.objective.has_tail
+        self.tail, self.block_shares = config.objective.has_tail, config.objective.block_shares
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
 
@@ -137,12 +138,11 @@ class Objective(nn.Module):
 
     def block_size(self, sample: Sample) -> int:
         """Draw the size of a sample's blocks by the configured shares."""
-        shares = self.config.objective.block_shares
-        sizes = list(shares)
+        sizes = list(self.block_shares)
         if len(sizes) == 1:
             return sizes[0]
         rng = noise.sample_rng(self.config.seed, sample.index, noise.BLOCKS)
-        return int(rng.choice(sizes, p=list(shares.values())))
+        return int(rng.choice(sizes, p=list(self.block_shares.values())))
 
     def sample_spans(self, sample: Sample) -> Tensor:
         """Return the spans ``[len(sample), 1, 2]`` that the trained model sees."""
@@ -251,6 +251,19 @@ def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> T
     at least."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return (F.cross_entropy(wide, targets, reduction="none") * weight).sum()
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return a tensor whole and without gradient, where a wrapper holds a shard of it (FSDP2:
+    DTensor; ZeRO-3: partitioned); any other tensor as it is. All processes call this."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor
 
 
 def logit_bytes(config: TrainConfig) -> int:

@@ -49,12 +49,12 @@ from distill.objectives.base import (
     Batch,
     Objective,
     Rows,
+    gathered,
     logit_bytes,
     pack_bidirectional,
     rows_at_a_time,
     sum_in_parts,
 )
-from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
 
 # What a named schedule sets: the official code's noise, the paper's, blocks in no order, the states

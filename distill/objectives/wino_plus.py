@@ -54,12 +54,12 @@ from distill.objectives.base import (
     Batch,
     Objective,
     Rows,
+    gathered,
     pack,
     pack_bidirectional,
     rows_at_a_time,
     sum_in_parts,
 )
-from distill.sharding import gathered
 from triton_kernels.masked_kl import masked_linear_kl
 
 
