@@ -254,15 +254,19 @@ def test_a_lost_terminal_saves_the_step_and_nohup_goes_on(tmp_path, monkeypatch,
     assert checkpoint.newest(tmp_path / "checkpoints")["step"] == (6 if ignored else 3)
 
 
-def test_it_goes_on_where_nobody_reads_what_it_says(tmp_path, monkeypatch):
+def test_where_nobody_reads_what_it_says_it_ends_and_the_same_command_goes_on(
+    tmp_path, monkeypatch
+):
     """As `| head -1` has it."""
     settings(tmp_path / "run").save(tmp_path / "config.yaml")
+    monkeypatch.setattr("sys.argv", ["train", "--config", str(tmp_path / "config.yaml")])
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as unread:
-        monkeypatch.setattr("sys.stdout", unread)
-        monkeypatch.setattr("sys.argv", ["train", "--config", str(tmp_path / "config.yaml")])
-        main()
+    with os.fdopen(write, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", unread)
+        with pytest.raises(SystemExit, match="1"):
+            main()
+    main()
     assert len(curve(tmp_path / "run")) == 6
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
