@@ -353,11 +353,11 @@ plain = trainer.StopRequest.asked
 
 def between_two_steps(self):
     asked.append(None)
-    sys.setprofile(enter if len(asked) == 1 else None)
+    sys.setprofile(enter if len(asked) == 2 else None)
     return plain(self)
 
 trainer.StopRequest.asked = between_two_steps
-trainer.train(read_config(sys.argv[1]), stop_after=2)
+trainer.train(read_config(sys.argv[1]), stop_after=3)
 decoders = [name for name in sys.modules if name.partition(".")[0] == "decode"]
 print(json.dumps([sorted(entered), decoders]))
 """
@@ -367,7 +367,8 @@ def test_training_imports_no_decoder_and_enters_few_files(tmp_path, teacher):
     rows = [{"prompt": f"{i}+3?", "response": f"{i + 3}"} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"file": str(tmp_path / "rows.jsonl"), "row_length": 48, "rows": 2}
-    config = settings(tmp_path / "run", "d2f", init=str(teacher), data=data, log_every=100)
+    more = {"data": data, "log_every": 100, "save_every": 100}
+    config = settings(tmp_path / "run", "d2f", init=str(teacher), **more)
     config.save(tmp_path / "config.yaml")
     command = [sys.executable, "-c", PROBE, str(tmp_path / "config.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
