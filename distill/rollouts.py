@@ -36,11 +36,11 @@ from decode.decoders.base import common_options
 from decode.jobs import draw_problems, encode_problems
 from decode.ledger import Ledger, check_place, refuse_early
 from decode.step import Event, Result
-from distill.data.trajectories import HEADER, Rollout, tokenizer_hash
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
     from decode.workers import Crew
+    from distill.data.trajectories import Rollout
 
 RECORDED = ("wino", "d2f")
 _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's response is decoded
@@ -127,6 +127,7 @@ def run(options: Options) -> None:
     from decode.cli import check_options, outline
     from decode.jobs import give_notices
     from decode.workers import workers
+    from distill.data.trajectories import HEADER
 
     check_place(Path(options.output))
     # All of the response is wanted, also what follows the end token.
@@ -196,6 +197,7 @@ def describe(
     """What decides a run's rollouts, and what their reader checks."""
     from d2f import __version__
     from decode.decoders.session import mask_kind
+    from distill.data.trajectories import tokenizer_hash
 
     assert model.tokenizer is not None
     mask = "block-causal" if options.decoder == "d2f" else mask_kind(model.contract)
@@ -286,7 +288,9 @@ class Trajectory:
                     self.proposed.setdefault((position, token), step)
 
     def rollout(self, job: TrajectoryJob, result: Result, temperature: float) -> Rollout:
-        """The rollout of a request that is done and whose answer is right."""
+        """Make the rollout of a request that is done and whose answer is right."""
+        from distill.data.trajectories import Rollout
+
         place = range(len(result.raw_tokens))
         tokens = tuple(self.tokens[i] for i in place)
         # What the events showed adds up to the result.
