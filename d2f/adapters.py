@@ -113,6 +113,17 @@ class FittingAdapter:
     modules: list[str]
     shape: PeftModel
 
+    def fill(self) -> None:
+        """Give the copy the adapter's weights, before `merged`."""
+        from peft import set_peft_model_state_dict
+
+        for name in self.modules:
+            # PEFT moves the adapter to where its base is: not to meta, and no memory is taken.
+            base: Any = base_of(self.shape.base_model.model.get_submodule(name))
+            for key, value in list(base.named_parameters()):
+                setattr(base, key, nn.Parameter(torch.zeros(()).expand(value.shape), False))
+        set_peft_model_state_dict(self.shape, self.weights, low_cpu_mem_usage=True)
+
     def merged(self, name: str, weights: Mapping[str, Tensor]) -> nn.Module:
         """Return the module `name` of a base with these weights, the adapter merged into it."""
         start = getattr(self.config, "init_lora_weights", None)
@@ -129,7 +140,7 @@ class FittingAdapter:
 
 def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
     """Read an adapter for `model`, which stays as it is. Raises and warns as `attach`."""
-    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import PeftModel, get_peft_model_state_dict
 
     folder = folder_of(place)
     if model.adapter is not None:
@@ -170,12 +181,6 @@ def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
     if problem:
         raise CheckpointError(f"{folder}: the adapter does not fit this base: {problem}")
     modules = [name for name, module in empty.named_modules() if base_of(module) is not None]
-    for name in modules:
-        # PEFT moves the adapter to where its base is: not to meta, and no memory is taken.
-        base: Any = base_of(empty.get_submodule(name))
-        for key, value in list(base.named_parameters()):
-            setattr(base, key, nn.Parameter(torch.zeros(()).expand(value.shape), False))
-    set_peft_model_state_dict(shape, weights, low_cpu_mem_usage=True)
     return FittingAdapter(config, weights, contract, modules, shape)
 
 

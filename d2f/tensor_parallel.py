@@ -78,6 +78,7 @@ def merge_into_parts(model: ModelParts, place: str) -> None:
     """Add an adapter to the weights of which this rank has a part; its contract becomes the
     model's where it has one. Raises as `d2f.adapters.attach`."""
     adapter = fitting_adapter(model, place)
+    adapter.fill()
     for name in adapter.modules:
         part = model.backbone.get_submodule(name)
         # One module at a time: all of its base's weights here, merged, and of that the own part.
