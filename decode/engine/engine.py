@@ -33,9 +33,9 @@ from decode.engine.request import Request
 from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
 from decode.step import Event, Predictions, Step
 
-CPU_MAX_ROWS = 64
-"""On a CPU a row costs nearly as much as another one from a few dozen on: more rows than that
-speculate at the price of the other requests' (benchmarks/max_rows.py)."""
+CPU_MAX_ROWS = 256
+"""On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
+wide windows cost more than their tokens save (benchmarks/max_rows.py)."""
 GPU_MAX_ROWS = 256
 """A GPU reads all weights in the time that it computes about so many rows: up to there a row is
 nearly free."""
