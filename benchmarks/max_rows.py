@@ -93,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name}: {mean:.3f} of the best fixed window" for name, mean in means.items()))
     if options.json is not None:
         model = d2f.load(MODELS[options.tasks[0]], device="cpu", dtype="float32")
-        summary = {"environment": environment(model), "mean_over_best": means, "points": rows}
+        about = environment(model) | {"compiled": True}
+        summary = {"environment": about, "mean_over_best": means, "points": rows}
         options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 
