@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.browser import chromium, find_chromium
+from d2f.command import command
 from d2f.errors import InputError
-from decode.cli import command
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -25,21 +25,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
+from d2f.command import command, say
 from d2f.data import LINE, load_rows
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
+from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
 from decode import cli
-from decode.cli import (
-    DecoderOptions,
-    ModelOptions,
-    Switch,
-    WorkerOptions,
-    check_least,
-    command,
-    followed,
-    say,
-)
+from decode.cli import DecoderOptions, ModelOptions, WorkerOptions, followed
 from decode.decoders import Decoder
 from decode.display import ShownProgress, standard_output
 from decode.ledger import Ledger, check_folder, json_line, refuse_early
@@ -293,7 +286,7 @@ def _answer(options: Options, crew: Crew, ledger: Ledger, rows: Rows, decoder: D
 
         work = partial(answer_rows, decoder=decoder, raw=options.raw, batch_size=options.batch_size)
         size = chunk_size(options.batch_size, len(left), crew.count)
-        for _, answer in crew.spread(work, prompts(), size):
+        for _, answer in crew.map(work, prompts(), size):
             keep(answer)
 
 

@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from tyro.conf import Suppress, UseAppendAction, arg
 
 from d2f import flags as command_line
-from d2f.command import DONE as DONE
-from d2f.command import FAILED as FAILED
-from d2f.command import command as command
-from d2f.command import say as say
+from d2f.command import say
 from d2f.config import read_mapping, refuse_another_kind
 from d2f.errors import InputError, did_you_mean, repr_of
-from d2f.flags import Switch as Switch
-from d2f.flags import Verbose as Verbose
-from d2f.flags import check_least as check_least
-from d2f.flags import check_model_name as check_model_name
+from d2f.flags import Switch, Verbose, check_least, check_model_name
 from d2f.models import names
 from d2f.rank_number import check_processes, rank
 from d2f.shipped import DECODING, find_config

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from tyro.conf import arg
 
+from d2f.command import command, say
 from d2f.errors import InputError, OutputError
 from d2f.files import locked, write_beside
+from d2f.flags import check_least
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, find_task
 from decode import cli
@@ -31,11 +33,8 @@ from decode.cli import (
     ModelOptions,
     TaskOptions,
     WorkerOptions,
-    check_least,
     check_samples,
-    command,
     followed,
-    say,
 )
 from decode.decoders import Decoder
 from decode.display import ShownProgress, Silent, standard_output

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from d2f import __version__
+from d2f.command import say
 from d2f.config import Section, explain
 from d2f.errors import InputError, one_line
 from d2f.files import write_beside
 from d2f.tasks import Problem, Task
-from decode.cli import DecoderSettings, ModelOptions, say
+from decode.cli import DecoderSettings, ModelOptions
 from decode.decoders import Decoder, qualified_name
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.ledger import Ledger, check_place

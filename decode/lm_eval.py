@@ -30,9 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from d2f.command import program
+from d2f.command import command, program
 from d2f.errors import InputError
-from decode.cli import command
 
 if TYPE_CHECKING:
     from decode.harness.model import D2FLM as D2FLM

@@ -128,7 +128,7 @@ def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Even
     """Decode on several workers; yield the last event of each job."""
     items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
     size = chunk_size(batch_size, len(jobs), crew.count)
-    for place, result in crew.spread(partial(results, batch_size=batch_size), items, size):
+    for place, result in crew.map(partial(results, batch_size=batch_size), items, size):
         yield Event(place, result.forwards, [], result=result)
 
 

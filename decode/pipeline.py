@@ -19,14 +19,13 @@ from tyro.conf import arg
 
 from d2f.command import command, say
 from d2f.errors import InputError
+from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
 from decode import cli
 from decode.cli import (
     DecoderOptions,
     ModelOptions,
-    Switch,
     TaskOptions,
-    check_least,
     check_options,
     check_samples,
     followed,

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Suppress
 
 from d2f import flags as command_line
+from d2f.command import command
 from d2f.errors import InputError
 from d2f.files import locked_file, make_folder
+from d2f.flags import check_least
 from d2f.quiet import quiet
-from decode.cli import OneProcessModel, TaskOptions, check_least, command, decoder_flags
+from decode.cli import OneProcessModel, TaskOptions, decoder_flags
 from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f import D2F
 

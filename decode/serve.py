@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import DecoderSettings, command, followed, require_extra, require_ray, say
+from decode.cli import DecoderSettings, followed, require_extra, require_ray
 from decode.server.options import Options, parse
 
 NEEDS = ("fastapi", "uvicorn", "openai", "prometheus_client", "sse_starlette")

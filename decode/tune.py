@@ -21,6 +21,7 @@ from tyro.conf import Suppress, arg
 
 from d2f import __version__
 from d2f import flags as command_line
+from d2f.command import command
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.files import locked
@@ -31,7 +32,6 @@ from decode.cli import (
     OneProcessModel,
     TaskOptions,
     WorkerOptions,
-    command,
     help_of,
     offered,
     options_by_name,
@@ -485,7 +485,7 @@ class Search:
                 decoder = self.tuning.build(setting, self.task)
                 jobs[name] = Job(self.task, decoder, problems, self.tuning.batch_size)
         self.display.advance((len(names) - len(jobs)) * len(problems))
-        for name, measured in self.crew.spread(measure_jobs, jobs.items(), 1):
+        for name, measured in self.crew.map(measure_jobs, jobs.items(), 1):
             self.ledger.add({"id": name, **to_json(measured)})
             self.display.advance(len(problems))
         return [from_json(self.ledger.rows[name]) for name in names]

@@ -2,7 +2,7 @@
 
     with workers(options) as crew:                          # options.workers, options.address
         run = crew.ask(describe)                            # of a model that is loaded elsewhere
-        for key, found in crew.spread(work, items, 64):     # as they finish, each once
+        for key, found in crew.map(work, items, 64):     # as they finish, each once
             ...
 
 One worker needs no Ray and imports none. With several, this process reads no weights: it hands out
@@ -85,7 +85,7 @@ class OneWorker:
         """Call ``function(options, model, weights, *arguments)`` where a model is loaded."""
         return function(self.options, self.model, self.weights, *arguments)
 
-    def spread(
+    def map(
         self, work: Work[Key, Item, Found], items: Iterable[tuple[Key, Item]], size: int
     ) -> Iterator[tuple[Key, Found]]:
         """Yield each item's key and what `work` found. size: most items that one of several
@@ -121,10 +121,10 @@ class RayWorkers:
         found: Found = self._get(self._actors[0].ask.remote(function, *arguments))
         return found
 
-    def spread(
+    def map(
         self, work: Work[Key, Item, Found], items: Iterable[tuple[Key, Item]], size: int
     ) -> Iterator[tuple[Key, Found]]:
-        """Yield as `OneWorker.spread` does, a chunk at a time. Raises InputError where the workers
+        """Yield as `OneWorker.map` does, a chunk at a time. Raises InputError where the workers
         of a chunk died, and what `work` raises."""
         import ray
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Suppress, arg
 
 from d2f import flags as command_line
+from d2f.command import command
 from d2f.errors import InputError
+from d2f.flags import check_least
 from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, before_stop
 from decode.cli import (
@@ -26,8 +28,6 @@ from decode.cli import (
     OneProcessModel,
     TaskOptions,
     WorkerOptions,
-    check_least,
-    command,
     decoder_flags,
     options_by_name,
 )
@@ -178,7 +178,7 @@ def _write(options: Options, crew: Crew, jobs: list[TrajectoryJob], file: Ledger
     with display:
         display.begin(len(jobs))
         display.advance(first)
-        for number, rollout in crew.spread(work, left, size):
+        for number, rollout in crew.map(work, left, size):
             # None for a problem that no temperature solved: it takes its turn and leaves no line.
             waiting[number] = rollout
             display.advance()

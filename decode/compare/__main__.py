@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from d2f.command import program
+from d2f.command import DONE, FAILED, command, program, say
 from d2f.errors import InputError
 from d2f.files import locked
-from d2f.flags import parse_known
+from d2f.flags import Verbose, parse_known
 from d2f.quiet import quiet
-from decode.cli import DONE, FAILED, Verbose, command, require_matplotlib, say
+from decode.cli import require_matplotlib
 from decode.display import ShownProgress, standard_output
 from decode.ledger import Ledger, check_folder
 

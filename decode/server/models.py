@@ -11,10 +11,11 @@ from typing import Any
 
 from anyio import CapacityLimiter
 
+from d2f.command import say
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.cli import DecoderSettings, check_options, load, option_names, outline, say
+from decode.cli import DecoderSettings, check_options, load, option_names, outline
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import common_options
 from decode.engine.async_engine import AsyncEngine

@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import Suppress, UseAppendAction, arg
 
 from d2f.errors import InputError, did_you_mean
+from d2f.flags import Switch, check_least, check_model_name
 from decode import cli
-from decode.cli import (
-    DEFAULT_MODEL,
-    DecoderOptions,
-    ModelOptions,
-    Switch,
-    check_least,
-    check_model_name,
-    read_settings,
-)
+from decode.cli import DEFAULT_MODEL, DecoderOptions, ModelOptions, read_settings
 from decode.decoders import find_decoder
 
 KEY_VARIABLE = "D2F_API_KEY"

@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from d2f.command import say
 from d2f.errors import InputError
-from decode.cli import say
 from decode.server.middleware import LOGGER
 from decode.server.state import ServerState
 

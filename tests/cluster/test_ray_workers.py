@@ -66,7 +66,7 @@ def test_a_worker_is_a_process_of_its_own(crew):
 @pytest.mark.parametrize("kills", [{}, {0: 1, 13: 1, 19: 1}])
 def test_a_worker_that_dies_is_replaced_and_nothing_is_lost_or_given_twice(crew, tmp_path, kills):
     work = partial(items.doubled, deaths=tmp_path, kills=kills)
-    found = list(crew.spread(work, ((f"key {n}", n) for n in range(20)), 4))
+    found = list(crew.map(work, ((f"key {n}", n) for n in range(20)), 4))
     assert sorted(found) == sorted((f"key {n}", 2 * n) for n in range(20))
     assert len(list(tmp_path.iterdir())) == len(kills)
 
@@ -79,13 +79,13 @@ def test_a_worker_that_dies_as_it_loads_is_an_error_in_one_line(cluster, options
 
 def test_an_error_of_a_worker_is_raised_as_it_was(crew):
     with pytest.raises(NonFiniteLogitsError, match=r"^item 3$"):
-        list(crew.spread(items.failing, ((n, n) for n in range(8)), 4))
+        list(crew.map(items.failing, ((n, n) for n in range(8)), 4))
 
 
 def test_items_that_kill_every_worker_end_the_command(crew, tmp_path):
     work = partial(items.doubled, deaths=tmp_path, kills={5: 9})
     with pytest.raises(InputError, match=r"^a worker died and was restarted 3 times"):
-        list(crew.spread(work, ((n, n) for n in range(8)), 4))
+        list(crew.map(work, ((n, n) for n in range(8)), 4))
 
 
 def test_two_workers_answer_as_one(saved, tmp_path):
