@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from d2f.errors import InputError
 from decode.report import Measurements
-from decode.tune import choose, frontier
-from decode.tune_report import Final, Goal, Outcome, paired_interval
+from decode.tune import SearchOptions as Goal
+from decode.tune import choose, frontier, margin_of, paired_interval, say_gain, say_margin
 
 PROBLEMS, TOKENS = 40, 10
 
@@ -80,7 +80,7 @@ def test_the_bound():
 def test_a_bad_goal(values):
     name, value = next(iter(values.items()))
     with pytest.raises(InputError, match=rf"{name} must lie in .* got {value}"):
-        Goal(**values)
+        Goal(**values).check()
 
 
 def test_the_paired_interval_is_narrow_where_two_agree():
@@ -93,24 +93,16 @@ def test_the_paired_interval_is_narrow_where_two_agree():
     assert paired_interval(measured(second), measured(first)) == pytest.approx((-high, -low))
 
 
-def outcome(goal, chosen, reference):
-    finals = [
-        Final(["chosen"], {"a": 1}, [chosen]),
-        Final(["most accurate in the search", "defaults"], {"a": 2}, [reference]),
-    ]
-    return Outcome("story", goal, [({"a": 1}, chosen)], [0], [0], 0, 0.0, False, finals)
-
-
 def test_whether_the_choice_holds_up():
-    best = counted(95, 100, 1)
-    same = outcome(Goal(within=1), best, best)
-    assert same.margin[0] == pytest.approx(0.01) and same.margin[1] < 0 < same.margin[2]
-    assert "holds up: its accuracy is 1.0 points above" in same.sentences[1]
-    assert "do not settle it" in same.sentences[1]
-    assert "do not settle it" not in outcome(Goal(within=10), best, best).sentences[1]
-    worse = outcome(Goal(within=1), counted(60, 100, 2), best)
-    assert worse.margin[2] < 0 and "does not hold up" in worse.sentences[1]
-    assert "2.00 times as fast, its accuracy differs by -35.0 points" in worse.sentences[2]
-    least = outcome(Goal(min_accuracy=0.9), best, best)
+    best, worse = counted(95, 100, 1), counted(60, 100, 2)
+    margin = margin_of(Goal(within=1), best, best)
+    assert margin[0] == pytest.approx(0.01) and margin[1] < 0 < margin[2]
+    said = say_margin(margin)
+    assert "holds up: its accuracy is 1.0 points above" in said and "do not settle it" in said
+    assert "do not settle it" not in say_margin(margin_of(Goal(within=10), best, best))
+    lower = margin_of(Goal(within=1), worse, best)
+    assert lower[2] < 0 and "does not hold up" in say_margin(lower)
+    assert "2.00 times as fast, its accuracy differs by -35.0 points" in say_gain([worse], [best])
     low, high = best.interval
-    assert least.margin == pytest.approx((0.05, low - 0.9, high - 0.9))
+    least = margin_of(Goal(min_accuracy=0.9), best, best)
+    assert least == pytest.approx((0.05, low - 0.9, high - 0.9))

@@ -11,7 +11,7 @@ from decode.decoders import DECODERS
 from decode.evaluate import Judged
 from decode.ledger import Ledger
 from decode.step import Result
-from decode.tune import Goal, Tuning, main, tune
+from decode.tune import Tuning, main, tune
 
 SMALL = "--tasks story --problems 60 --heldout 45 --repetitions 2 --tau-add 0.1 --tau-act 1".split()
 SMALL += ["--no-figures"]
@@ -67,7 +67,7 @@ def test_end_to_end(tmp_path, capsys):
     assert list(options) == ["decoder", "block_size", "tau_add", "tau_act", "tau_conf"]
     assert options["decoder"] == "d2f" and options["tau_conf"] in (0.5, 0.9)
     use = f"python -m decode.pipeline --config {out}/tiny-d2f-sudoku.yaml --tasks sudoku"
-    assert f"  {use}\n" in printed and use in (out / "report.md").read_text()
+    assert f"{use}\n" in printed and use in (out / "report.md").read_text()
     assert pipeline.main([*use.split()[3:], "--problems", "1", "--quiet"]) == 0
 
 
@@ -77,7 +77,7 @@ def test_an_adapter_named_alone_is_used_as_it_was_tuned(tmp_path, made_up, capsy
     assert main([*SMALL, *arguments]) == 0
     chosen = tmp_path / "tiny-d2f-long-story.yaml"
     use = f"python -m decode.pipeline --model tiny-d2f-long --config {chosen}"
-    assert f"  {use} --tasks story\n" in capsys.readouterr().out
+    assert f"{use} --tasks story\n" in capsys.readouterr().out
 
 
 def test_what_is_chosen_and_measured(tmp_path, made_up, capsys):
@@ -148,12 +148,12 @@ def test_python(tmp_path, made_up):
         problems=20,
         heldout=20,
         repetitions=1,
-        goal=Goal(min_accuracy=0.0),
+        min_accuracy=0.0,
     )
     report = tune(d2f.load("tiny-d2f"), tuning, tmp_path, figures=False)
-    (outcome,) = report.outcomes
-    assert outcome.searched[outcome.chosen][0]["tau_conf"] == 0.6 and len(outcome.searched) == 4
-    assert report.config("sudoku").is_file()
+    (task,) = report["tasks"]
+    assert task["chosen"]["tau_conf"] == 0.6 and len(task["settings"]) == 4
+    assert (tmp_path / task["config"]).is_file() and report == report_of(tmp_path)
 
 
 # Cut short, and going on.
@@ -251,16 +251,11 @@ def test_bad_arguments(tmp_path, made_up, capsys, arguments, message):
     assert not captured.out and not made_up and not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("module", "place", "said"),
-    [
-        ("optuna", "decode.tune.find_spec", "optuna is not installed: pip install"),
-        ("matplotlib", "decode.cli.find_spec", "matplotlib, not installed"),
-    ],
-)
-def test_without_a_library(tmp_path, made_up, monkeypatch, capsys, module, place, said):
-    monkeypatch.setattr(place, lambda name: None)
+@pytest.mark.parametrize(("module", "extra"), [("optuna", "tune"), ("matplotlib", "plot")])
+def test_without_a_library(tmp_path, made_up, monkeypatch, capsys, module, extra):
+    monkeypatch.setattr("decode.cli.find_spec", lambda name: name != module or None)
     arguments = [*SMALL, "--figures", "--tau-conf", "0.9", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
+    said = f"needs {module}, not installed: pip install 'd2f-toolkit[{extra}]'"
     assert said in capsys.readouterr().err
     assert not made_up and not (tmp_path / "out").exists()
