@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -32,16 +32,25 @@ from d2f.files import locked, writing
 from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
 from decode import cli
-from decode.cli import DecoderOptions, ModelOptions, WorkerOptions, followed
-from decode.decoders import Decoder
+from decode.cli import (
+    DecoderOptions,
+    ModelOptions,
+    WorkerOptions,
+    checked_outline,
+    followed,
+    read_settings,
+)
+from decode.decoders import Decoder, qualified_name
+from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.display import ShownProgress, standard_output
+from decode.jobs import model_header
 from decode.ledger import Ledger, check_folder, json_line, refuse_early
+from decode.loop import EncodedPrompt, results
 from decode.step import Result
 from decode.workers import Crew, chunk_size, workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
-    from decode.engine.prompts import Prompt
 
 COLUMNS = ("messages", "prompt", "question", "ids")
 FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
@@ -183,41 +192,34 @@ class Rows:
         raise InputError(f"expected {' or '.join(self.columns)}, got the keys {keys}")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A row of the ledger. row: its number in the input, from 0. tokens: visible ids, cut before
-    the end token or stop string. error: why there is no answer."""
+def answer(row: int, result: Result) -> dict[str, Any]:
+    """Make the ledger's line of a row, numbered from 0. Its tokens are the visible ids, cut before
+    the end token or stop string; error says why there are none."""
+    error = result.error
+    return {
+        "row": row,
+        "text": result.text,
+        "tokens": result.tokens,
+        "forwards": result.forwards,
+        "finish_reason": "" if error else result.finish_reason,
+        "seed": 0 if error else result.seed,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+    }
 
-    row: int
-    text: str | None = None
-    tokens: Sequence[int] = ()
-    forwards: int = 0
-    finish_reason: str = ""
-    seed: int = 0
-    error: str | None = None
 
-    @staticmethod
-    def of(row: int, result: Result) -> Answer:
-        if result.error is not None:
-            error = f"{type(result.error).__name__}: {result.error}"
-            return Answer(row, forwards=result.forwards, error=error)
-        return Answer(
-            row, result.text, result.tokens, result.forwards, result.finish_reason, result.seed
-        )
+def bad_row(row: int, error: InputError) -> dict[str, Any]:
+    """Make the ledger's line of a row that nothing can be decoded for."""
+    return answer(row, Result.failed(error)) | {"error": one_line(str(error))[:400]}
 
 
 def run(options: Options) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
-    from decode.cli import check_options, outline, read_settings
-    from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
-
     # From the cheapest check to the dearest: flags, rows, the model's shape, whose the folder is.
     settings = read_settings(options)
-    settings.check([settings.given.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS])
-    check_options(options)
+    settings.check([DEFAULT_MAX_NEW_TOKENS])
     rows = Rows(options.input, options.dataset_config, options.split, options.column)
-    shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
+    shape = checked_outline(options)
     # Without a length where none was given: what the context leaves.
     decoder = settings.decoder(shape)
     decoder.check(shape.contract)
@@ -235,7 +237,8 @@ def run(options: Options) -> None:
             # In memory are counts alone, not what the answers say.
             kept = ("row", "forwards", "error")
             with Ledger(folder / LEDGER, run, key="row", fields=kept) as ledger:
-                _answer(options, crew, ledger, rows, decoder)
+                ledger.say_what_is_there(len(rows), "rows")
+                _answer(options, crew, shape, ledger, rows, decoder)
         write_files(ledger.path, rows, folder)
         _say_what_is_there(ledger, rows, folder)
 
@@ -244,9 +247,6 @@ def describe(
     options: Options, model: DiffusionModel, weights: str, decoder: Decoder, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """Return what decides a run's answers. facts: of the input."""
-    from decode.decoders import qualified_name
-    from decode.jobs import model_header
-
     return {
         **model_header(options, model, weights),
         "decoder": qualified_name(type(decoder)),
@@ -257,77 +257,46 @@ def describe(
     }
 
 
-def _answer(options: Options, crew: Crew, ledger: Ledger, rows: Rows, decoder: Decoder) -> None:
-    """Answer the rows that the ledger does not have."""
-    if ledger.torn:
-        say(f"notice: {ledger.path}: its last line was cut short and is decoded again")
-    if ledger.rows:
-        say(f"notice: {len(ledger.rows)} of {len(rows)} rows are already in {ledger.path}")
+def _answer(
+    options: Options,
+    crew: Crew,
+    shape: DiffusionModel,
+    ledger: Ledger,
+    rows: Rows,
+    decoder: Decoder,
+) -> None:
+    """Answer the rows that the ledger does not have. At a temperature a row has a seed of its own,
+    made of the decoder's and the row's number."""
+    from decode.engine.prompts import checked
+
     left = [number for number in range(len(rows)) if number not in ledger.rows]
     ledger.start()
     with ShownProgress(standard_output(), "rows") as shown:
         shown.begin(len(left))
         count = 0
 
-        def keep(answer: Answer) -> None:
+        def keep(line: dict[str, Any]) -> None:
             nonlocal count
-            ledger.add(asdict(answer))
+            ledger.add(line)
             count += 1
             shown.advance()
             if not shown.is_live and count * 10 // len(left) > (count - 1) * 10 // len(left):
                 shown.say(f"{count} of {len(left)} rows")
 
-        def prompts() -> Iterator[tuple[int, Prompt]]:
+        def items() -> Iterator[tuple[int, EncodedPrompt]]:
             for number in left:
                 try:
-                    yield number, rows.prompt(number)
+                    prompt = rows.prompt(number)
+                    ids, own = checked(shape, prompt, decoder, f"row {number}", raw=options.raw)
                 except InputError as error:
-                    keep(Answer(number, error=one_line(str(error))[:400]))
+                    keep(bad_row(number, error))
+                else:
+                    yield number, (ids, own.sampled(number, 0))
 
-        work = partial(answer_rows, decoder=decoder, raw=options.raw, batch_size=options.batch_size)
+        work = partial(results, batch_size=options.batch_size)
         size = chunk_size(options.batch_size, len(left), crew.count)
-        for _, answer in crew.map(work, prompts(), size):
-            keep(answer)
-
-
-def answer_rows(
-    model: DiffusionModel,
-    rows: Iterable[tuple[int, Prompt]],
-    *,
-    decoder: Decoder,
-    raw: bool,
-    batch_size: int,
-) -> Iterator[tuple[int, Answer]]:
-    """Yield each row's answer as it is finished. At a temperature a row has a seed of its own, made
-    of the decoder's and the row's number."""
-    from decode.api import stream
-    from decode.engine.prompts import checked
-
-    numbers: list[int] = []
-    decoders: deque[Decoder] = deque()
-    bad: deque[Answer] = deque()
-
-    def prompts() -> Iterator[list[int]]:
-        for number, prompt in rows:
-            try:
-                ids, own = checked(model, prompt, decoder, f"row {number}", raw=raw)
-            except InputError as error:
-                bad.append(Answer(number, error=str(error)))
-                continue
-            numbers.append(number)
-            decoders.append(own.sampled(number, 0))
-            yield ids
-
-    # A prompt is drawn as its request enters, then its decoder.
-    chosen = iter(decoders.popleft, None)
-    events = stream(model, prompts(), chosen, batch_size=batch_size, on_error="return", views=False)
-    for event in events:
-        if event.result is not None:
-            number = numbers[event.request]
-            yield number, Answer.of(number, event.result)
-        while bad:
-            yield bad[0].row, bad.popleft()
-    yield from ((answer.row, answer) for answer in bad)
+        for number, result in crew.map(work, items(), size):
+            keep(answer(number, result))
 
 
 def renamed(names: Iterable[str]) -> list[str]:
@@ -342,28 +311,30 @@ def renamed(names: Iterable[str]) -> list[str]:
 
 def write_files(ledger: Path, rows: Rows, folder: Path) -> None:
     """Write the answers in the order of the rows, and the bad rows. Raises OutputError."""
-    good = (answer for answer in _in_order(ledger) if answer.error is None)
+    good = (line for line in _in_order(ledger) if line["error"] is None)
     with writing(folder / _answers_name(rows)) as file:
         if rows.is_table:
             _write_parquet(good, rows, file)
         else:
-            for answer in good:
-                row = rows[answer.row]
+            for line in good:
+                row = rows[line["row"]]
                 own = dict(zip(renamed(row), row.values(), strict=True))
-                file.write(json_line(own | _fields(answer)).encode())
+                file.write(json_line(own | {name: line[name] for name in FIELDS}).encode())
     with writing(folder / BAD) as file:
-        for answer in _in_order(ledger):
-            if answer.error is not None:
-                where = {"row": answer.row, "where": rows.where(answer.row), "error": answer.error}
-                line = json.dumps(where | _input(rows, answer.row), default=str)
-                file.write(line.encode() + b"\n")
+        for line in _in_order(ledger):
+            if line["error"] is not None:
+                number = line["row"]
+                said = {"row": number, "where": rows.where(number), "error": line["error"]}
+                with suppress(InputError):  # it cannot be read
+                    said["input"] = rows[number]
+                file.write(json.dumps(said, default=str).encode() + b"\n")
 
 
 def _answers_name(rows: Rows) -> str:
     return "answers.parquet" if rows.is_table else "answers.jsonl"
 
 
-def _in_order(ledger: Path) -> Iterator[Answer]:
+def _in_order(ledger: Path) -> Iterator[dict[str, Any]]:
     """Yield the answers in the order of the rows; in memory is only where their lines begin."""
     with ledger.open("rb") as file:
         file.readline()  # the run's
@@ -372,41 +343,30 @@ def _in_order(ledger: Path) -> Iterator[Answer]:
             places[json.loads(line)["row"]] = file.tell() - len(line)
         for row in sorted(places):
             file.seek(places[row])
-            yield Answer(**json.loads(file.readline()))
+            yield json.loads(file.readline())
 
 
-def _fields(answer: Answer) -> dict[str, Any]:
-    values = asdict(answer)
-    return {name: values[name] for name in FIELDS}
-
-
-def _input(rows: Rows, number: int) -> dict[str, Any]:
-    try:
-        return {"input": rows[number]}
-    except InputError:
-        return {}
-
-
-def _write_parquet(answers: Iterator[Answer], rows: Rows, file: Any) -> None:
+def _write_parquet(answers: Iterator[dict[str, Any]], rows: Rows, file: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = (
-        pa.int64(),
-        pa.string(),
-        pa.list_(pa.int32()),
-        pa.int32(),
-        pa.string(),
-        pa.uint64(),
+    ours = pa.schema(
+        {
+            "row": pa.int64(),
+            "text": pa.string(),
+            "tokens": pa.list_(pa.int32()),
+            "forwards": pa.int32(),
+            "finish_reason": pa.string(),
+            "seed": pa.uint64(),
+        }
     )
-    ours = pa.schema(list(zip(FIELDS, kinds, strict=True)))
     stored = rows.rows.with_format("arrow")
     writer = None
     while (some := list(islice(answers, CHUNK))) or writer is None:
         # Without the metadata that say what `datasets` makes of the columns.
-        table = stored[[answer.row for answer in some]].replace_schema_metadata(None)
+        table = stored[[line["row"] for line in some]].replace_schema_metadata(None)
         table = table.rename_columns(renamed(table.column_names))
-        columns = pa.Table.from_pylist([_fields(answer) for answer in some], ours)
+        columns = pa.Table.from_pylist(some, ours)
         for name in FIELDS:
             table = table.append_column(ours.field(name), columns[name])
         writer = writer or pq.ParquetWriter(file, table.schema)

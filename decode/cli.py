@@ -308,7 +308,10 @@ class DecoderSettings:
 
     def check(self, lengths: Iterable[int]) -> None:
         """Raise InputError where no model could be decoded with the options for responses of these
-        lengths. It needs no model, so it comes before anything is read."""
+        lengths, or of the one that was given. It needs no model, so it comes before anything is
+        read."""
+        if "max_new_tokens" in self.given:
+            lengths = [self.given["max_new_tokens"]]
         for length in lengths:
             if self.name is not None:
                 self._build(find_decoder(self.name), length)
@@ -429,6 +432,12 @@ def check_options(options: ModelOptions) -> None:
         raise InputError(f"--{error}") from error
     if options.tensor_parallel > 1:
         check_parallel(options.tensor_parallel, device)
+
+
+def checked_outline(options: ModelOptions) -> DiffusionModel:
+    """Check the device, and outline the model that the options name. Raises InputError."""
+    check_options(options)
+    return outline(options.model, options.adapter, options.family, options.tensor_parallel)
 
 
 def outline(

@@ -1,4 +1,4 @@
-"""What a command shows while it works: the pipeline live, plain lines, a bar, or nothing."""
+"""Show a command's work: the pipeline live, plain lines, a bar, or nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from d2f.errors import one_line
-from decode.jobs import PromptJob, Record
-from decode.step import Event
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from decode.jobs import Job, Record
+    from decode.step import Event
 
 LABEL_WIDTH = 12
 NARROWEST = 10  # columns of text below which the states are left out
@@ -50,40 +51,42 @@ def standard_output(plain_width: int | None = None) -> Console:
 
 
 def is_live(console: Console) -> bool:
-    """Whether what is shown there can be drawn again."""
+    """Tell whether lines that are shown there can be drawn again."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
-class Silent:
-    """A display that shows nothing. The others have its methods."""
+class Display:
+    """Show nothing. Others show, or keep, what they are told while jobs are decoded."""
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> Display:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Close the display."""
 
-    def show(self, job: PromptJob, event: Event) -> None:
+    def begin(self, total: int) -> None:
+        """Learn how many requests there are."""
+
+    def show(self, job: Job, event: Event) -> None:
         """Show one forward of a request."""
 
-    def finish(self, job: PromptJob, record: Record) -> None:
+    def finish(self, job: Job, record: Record) -> None:
         """Show a request that is done."""
 
 
-class Plain(Silent):
-    """A line a result, without control codes."""
+class Plain(Display):
+    """Print a line a result, without control codes."""
 
     def __init__(self, console: Console):
         self.console = console
 
-    def finish(self, job: PromptJob, record: Record) -> None:
+    def finish(self, job: Job, record: Record) -> None:
         print(record.line, file=self.console.file, flush=True)
 
 
-class LiveDisplay(Silent):
-    """The running requests' blocks, redrawn as they advance; a finished one is printed above.
+class LiveDisplay(Display):
+    """Redraw the running requests' blocks as they advance; print a finished one above.
 
-    total: number of prompts.
     pause: seconds that each forward stays on the screen, 0 for as short as it takes, with a limited
         rate of redrawing; None begins with `FIRST_PAUSE` and goes over into that, with `ALL_PAUSES`
         at most in all.
@@ -95,17 +98,16 @@ class LiveDisplay(Silent):
         tokenizer: PreTrainedTokenizerBase | None,
         end_ids: tuple[int, ...],
         *,
-        total: int,
         pause: float | None,
     ):
         self.console = console
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        self.total, self.pause, self.paused = total, pause, 0.0
+        self.pause, self.paused = pause, 0.0
         # Drawn when an event comes: a thread that refreshes would take time from decoding.
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self._panels: dict[int, RequestPanel] = {}
         self._pieces: dict[int, str] = {}
-        self._done, self._drawn = 0, float("-inf")
+        self._total, self._done, self._drawn = 0, 0, float("-inf")
 
     def __enter__(self) -> LiveDisplay:
         self.live.start()
@@ -114,7 +116,10 @@ class LiveDisplay(Silent):
     def __exit__(self, *exception: object) -> None:
         self.live.stop()
 
-    def show(self, job: PromptJob, event: Event) -> None:
+    def begin(self, total: int) -> None:
+        self._total = total
+
+    def show(self, job: Job, event: Event) -> None:
         self._panels[event.request] = self._panel(job, event)
         pause = self.next_pause()
         if pause:
@@ -134,10 +139,10 @@ class LiveDisplay(Silent):
         pause = FIRST_PAUSE * (1 - self.paused / ALL_PAUSES)
         return pause if pause >= LEAST_PAUSE else 0.0
 
-    def finish(self, job: PromptJob, record: Record) -> None:
+    def finish(self, job: Job, record: Record) -> None:
         self._done += 1
         self._draw()
-        title = Text(f"{one_line(job.source.where)} · {self._done} of {self.total}", "bold")
+        title = Text(f"{one_line(job.source.where)} · {self._done} of {self._total}", "bold")
         table = Table.grid(padding=(0, 2))
         if record.question is not None:
             table.add_row(Text("question", "dim"), _lines(record.question))
@@ -150,14 +155,14 @@ class LiveDisplay(Silent):
         self.live.update(Running(list(self._panels.values())), refresh=True)
         self._drawn = time.perf_counter()
 
-    def _panel(self, job: PromptJob, event: Event) -> RequestPanel:
+    def _panel(self, job: Job, event: Event) -> RequestPanel:
         fresh = {revealed.position for revealed in event.revealed}
         shown = []
-        for number, block in enumerate(event.blocks, 1):
+        for block in event.blocks:
             label = job.decoder.labels.get(block.state, block.state)
             text, focus = self._tokens(block.start, block.tokens, fresh)
-            settled = block.state in SETTLED
-            shown.append(ShownBlock(number, label, STYLES[block.state], text, settled, focus))
+            at = None if block.state in SETTLED else focus
+            shown.append(ShownBlock(Text(label, STYLES[block.state]), text, at))
         where = one_line(job.source.where)
         return RequestPanel(
             Text(f"{where} · forward {event.forward} · {len(fresh)} revealed"), shown
@@ -166,8 +171,8 @@ class LiveDisplay(Silent):
     def _tokens(
         self, start: int, tokens: tuple[int | None, ...], fresh: set[int]
     ) -> tuple[Text, int]:
-        """A block's tokens: masked ones as dots, new ones highlighted, ends discreet; and the
-        place of the first that is masked or new, in characters."""
+        """Draw a block's tokens, masked ones as dots, new ones highlighted, ends discreet; and find
+        the place of the first that is masked or new, in characters."""
         text, places = Text(overflow="fold"), []
         for position, token in enumerate(tokens, start):
             new = position in fresh
@@ -189,155 +194,106 @@ class LiveDisplay(Silent):
 
 
 def _lines(text: str) -> Text:
-    """Text of several lines without control characters."""
+    """Make text of several lines, without control characters."""
     return Text("\n".join(map(one_line, text.split("\n"))), overflow="fold")
 
 
-# The running requests on a terminal of any size: what is being decoded stays in view, and what does
-# not fit is said in a line.
+# The running requests on a terminal of any size: what is being decoded stays in view, and the
+# border says what does not fit.
 
 
 @dataclass(frozen=True)
 class ShownBlock:
-    """A block as it is drawn. settled: nothing of it may change any more. focus: where in its text
-    decoding goes on, in characters."""
+    """A block as it is drawn. focus: where in its text decoding goes on, in characters; None where
+    nothing of it may change any more."""
 
-    number: int
-    label: str
-    style: str
+    label: Text
     text: Text
-    settled: bool
-    focus: int
+    focus: int | None
 
 
 @dataclass(frozen=True)
 class RequestPanel:
-    """A request's blocks, numbered from 1. title: what it is and how far."""
+    """Draw a request's blocks, numbered from 1. title: what it is and how far."""
 
     title: Text
     blocks: Sequence[ShownBlock]
 
-    def lines(self, console: Console, width: int) -> tuple[list[tuple[ShownBlock, Text]], int]:
-        """Break the blocks to a width; return the lines and the place of the one where decoding
-        goes on: in the first block that is not settled, else at the end."""
-        found: list[tuple[ShownBlock, Text]] = []
-        focus = None
-        for block in self.blocks:
-            parts = list(block.text.wrap(console, self._widths(width)[-1], overflow="fold"))
-            if not block.settled and focus is None:
-                ends, focus = 0, len(found) + max(0, len(parts) - 1)
-                for place, part in enumerate(parts):
-                    ends += len(part.plain) + 1  # a space may have gone with the break
-                    if block.focus < ends:
-                        focus = len(found) + place
-                        break
-            found += [(block, part) for part in parts or [Text()]]
-        return found, len(found) - 1 if focus is None else focus
-
-    def render(self, console: Console, width: int, height: int) -> RenderableType:
+    def render(self, console: Console, width: int, height: int) -> tuple[RenderableType, int]:
         """Draw the panel in at most `height` lines, at least one; without a border where one would
-        leave nothing inside."""
+        leave nothing inside. Return it with the lines that it takes."""
         framed = height >= LEAST
-        found, focus = self.lines(console, width)
         room = height - BORDER if framed else height
-        first, stop = window(len(found), focus, room)
-        parts: list[RenderableType] = [self._table(found[first:stop], width)]
-        if first and room > 2:  # else all lines are for the blocks, as in `window`
-            parts.insert(0, _dim(_above(found, first)))
-        if stop < len(found) and room > 2:
-            parts.append(_dim(f"… {len(found) - stop} more lines, to block {len(self.blocks)}"))
-        if not framed:
-            return Group(*parts)
-        return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim")
-
-    def _widths(self, width: int) -> list[int]:
-        """Columns of number, state (left out where it is narrow) and text."""
-        number = len(str(len(self.blocks)))
-        text = width - 4 - number - 2  # borders and their padding, the gap
-        if text - LABEL_WIDTH - 2 >= NARROWEST:
-            return [number, LABEL_WIDTH, text - LABEL_WIDTH - 2]
-        return [number, max(1, text)]
-
-    def _table(self, lines: Sequence[tuple[ShownBlock, Text]], width: int) -> Table:
-        widths = self._widths(width)
+        digits = len(str(len(self.blocks)))
+        text = width - 4 - digits - 2  # borders and their padding, the gap
+        labelled = text - LABEL_WIDTH - 2 >= NARROWEST
+        text = max(1, text - LABEL_WIDTH - 2 if labelled else text)
+        rows: list[tuple[int, Text, Text]] = []  # number and label of its block, and a line
+        focus = None
+        for number, block in enumerate(self.blocks, 1):
+            parts = list(block.text.wrap(console, text, overflow="fold")) or [Text()]
+            if focus is None and block.focus is not None:
+                focus = len(rows) + _line_at(parts, block.focus)
+            rows += [(number, block.label, part) for part in parts]
+        # The oldest lines go first, but none from the one on where decoding goes on.
+        first = max(0, min(len(rows) - 1 if focus is None else focus, len(rows) - room))
+        shown = rows[first : first + room]
         table = Table.grid(padding=(0, 2))
-        for part in widths:
-            table.add_column(width=part, no_wrap=True, overflow="crop")
-        before = None
-        for block, text in lines:
-            number = Text(str(block.number) if block is not before else "", "dim")
-            label = Text(block.label if block is not before else "", block.style)
-            table.add_row(*([number, label, text] if len(widths) == 3 else [number, text]))
-            before = block
-        return table
+        for columns in [digits, LABEL_WIDTH, text] if labelled else [digits, text]:
+            table.add_column(width=columns, no_wrap=True, overflow="crop")
+        before = 0
+        for number, label, part in shown:
+            named = [Text(str(number), "dim"), label] if number != before else [Text(), Text()]
+            table.add_row(*named[: 1 + labelled], part)
+            before = number
+        if not framed:
+            return table, len(shown)
+        hidden = [f"{first} lines above, to block {shown[0][0]}"] if first else []
+        if below := len(rows) - first - len(shown):
+            hidden.append(f"{below} below, to block {len(self.blocks)}")
+        note = Text("… " + "; ".join(hidden), "dim") if hidden else None
+        panel = Panel(
+            table, title=self.title, title_align="left", subtitle=note, border_style="dim"
+        )
+        return panel, len(shown) + BORDER
+
+
+def _line_at(parts: Sequence[Text], place: int) -> int:
+    """Find which line of a wrapped text has a character, the last one for a place behind it."""
+    ends = 0
+    for number, part in enumerate(parts):
+        ends += len(part.plain) + 1  # a space may have gone with the break
+        if place < ends:
+            return number
+    return len(parts) - 1
 
 
 class Running:
-    """All running requests, in what lines the terminal has."""
+    """Draw all running requests in the lines that the terminal has."""
 
     def __init__(self, panels: Sequence[RequestPanel]):
         self.panels = list(panels)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width, height = options.max_width, max(1, console.height - 1)  # a line for the cursor
+        left = max(1, console.height - 1)  # a line for the cursor
         shown = self.panels
-        if len(shown) * LEAST > height:  # a line is left to say how many are not shown
-            shown = shown[: max(1, (height - 1) // LEAST)]
+        if len(shown) * LEAST > left:  # a line is left to say how many are not shown
+            shown = shown[: max(1, (left - 1) // LEAST)]
         hidden = len(self.panels) - len(shown)
-        needs = [BORDER + len(panel.lines(console, width)[0]) for panel in shown]
-        for panel, room in zip(shown, shares(needs, height - bool(hidden)), strict=True):
-            yield panel.render(console, width, max(1, room))
-        if hidden and height > 1:
-            yield _dim(f"… and {hidden} more")
-
-
-def window(count: int, focus: int, room: int) -> tuple[int, int]:
-    """Choose which of `count` lines are shown, ``[first, stop)`` with `focus` among them: the
-    oldest go first, but none from the focus on, then the last. A line is left for what is above and
-    one for what is below, where there are more than two."""
-    if count <= room:
-        return 0, count
-    if room <= 2:
-        first = min(focus, count - room)
-        return first, first + room
-    first = min(focus, count - (room - 1))
-    if first == 0:
-        return 0, room - 1
-    stop = first + room - 1
-    return first, stop if stop >= count else stop - 1
-
-
-def shares(needs: Sequence[int], height: int) -> list[int]:
-    """Give each the lines that it needs, where that is less than an even share of what is left."""
-    found, left = [0] * len(needs), height
-    # From the smallest need on: what one leaves of its even share goes to the others.
-    for done, i in enumerate(sorted(range(len(needs)), key=lambda i: needs[i])):
-        found[i] = min(needs[i], left // (len(needs) - done))
-        left -= found[i]
-    return found
-
-
-def _dim(text: str) -> Text:
-    return Text(text, "dim", no_wrap=True, overflow="ellipsis")
-
-
-def _above(lines: Sequence[tuple[ShownBlock, Text]], first: int) -> str:
-    """Say what the lines before `first` were: whole blocks by their numbers and state."""
-    kept = lines[first][0]
-    above = [block for block, _ in lines[:first] if block is not kept]
-    if not above:
-        return f"… {first} lines of block {kept.number} above"
-    labels = {block.label for block in above}
-    state = labels.pop() if len(labels) == 1 else "done"
-    ends = above[0].number, above[-1].number
-    return (
-        f"block {ends[0]} {state}" if ends[0] == ends[1] else f"blocks {ends[0]}-{ends[1]} {state}"
-    )
+        left -= bool(hidden) and left > 1
+        for place, panel in enumerate(shown):
+            # What one leaves of its even share goes to those after it.
+            share = max(1, left // (len(shown) - place))
+            drawn, lines = panel.render(console, options.max_width, share)
+            left -= lines
+            yield drawn
+        if hidden and console.height > 2:
+            yield Text(f"… and {hidden} more", "dim", no_wrap=True, overflow="ellipsis")
 
 
 class ShownProgress:
-    """Lines, and in a terminal a bar of what is left; nothing without a console. unit: what is
-    counted."""
+    """Print lines, and draw a bar of what is left in a terminal; do nothing without a console.
+    unit: what is counted."""
 
     def __init__(self, console: Console | None, unit: str):
         self.console = console

@@ -34,24 +34,33 @@ from decode.cli import (
     TaskOptions,
     WorkerOptions,
     check_samples,
+    checked_outline,
     followed,
+    read_settings,
 )
 from decode.decoders import Decoder
-from decode.display import ShownProgress, Silent, standard_output
-from decode.jobs import Output, PromptJob, Record, draw_problems, encode_problems, task_sources
+from decode.display import Display, ShownProgress, standard_output
+from decode.jobs import (
+    Job,
+    Record,
+    draw_problems,
+    encode_problems,
+    give_notices,
+    header,
+    make_jobs,
+    task_sources,
+)
 from decode.judging import JudgePool, default_jobs
-from decode.ledger import check_folder, check_place, refuse_early
-from decode.loop import decode
-from decode.report import Measurements, wilson
-from decode.step import Event, Result, p_cache_of
+from decode.ledger import Ledger, check_folder, check_place, refuse_early
+from decode.loop import decode_jobs
+from decode.report import Measurements, doubt_of, environment, wilson
+from decode.step import Result, p_cache_of
 from decode.workers import Crew, OneWorker, workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
 
 ANSWERS = "answers.jsonl"  # in the folder of --output
-Jobs = dict[str, list[PromptJob]]
-"""What is decoded of each task, by its name."""
 
 
 @dataclass(kw_only=True)
@@ -144,21 +153,31 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _run(options: Options, folder: Path | None) -> dict[str, Any]:
-    given, jobs = _jobs(options, folder)
-    _give_notices(options, jobs)
+    # From the cheapest check to the dearest: flags, data, the model's shape, whose the folder is.
+    settings = read_settings(options)
+    settings.check(task.response_length for task in options.chosen)
+    sources = {}
+    for task in options.chosen:
+        problems = draw_problems(task, options.split, options.problems or task.default_count)
+        sources[task.name] = task_sources(task, problems)
+    shape = checked_outline(options)
+    samples = ("--samples", options.samples)
+    jobs = {
+        name: make_jobs(shape, known, settings, raw=False, samples=samples)
+        for name, known in sources.items()
+    }
     every = [job for some in jobs.values() for job in some]
+    if folder is not None:
+        refuse_early(folder / ANSWERS, describe(options, shape, "", every))
+    _give_notices(options, jobs)
     with workers(options) as crew, ExitStack() as stack:
         settled, around, doubt = crew.ask(_about, every)
         if doubt is not None:
             say(f"notice: {doubt}")
-        output = None
+        ledger = None
         if folder is not None:
-            output = stack.enter_context(Output(folder / ANSWERS, settled))
-            if output.torn:
-                say(f"notice: {output.path}: its last line was cut short and is decoded again")
-            if output.done:
-                there = f"{len(output.done)} of {len(every)} answers are already in {output.path}"
-                say(f"notice: {there}")
+            ledger = stack.enter_context(Ledger(folder / ANSWERS, settled))
+            ledger.say_what_is_there(len(every), "answers")
         judges = stack.enter_context(JudgePool(options.judge_jobs or default_jobs()))
         shown = stack.enter_context(ShownProgress(standard_output(), "answers"))
         rows = []
@@ -171,7 +190,7 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
                 batch_size=options.batch_size,
                 samples=options.samples,
                 pass_at=options.passes,
-                output=output,
+                ledger=ledger,
                 shown=shown,
                 judges=judges,
             )
@@ -183,47 +202,16 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
         "model": options.model,
         "adapter": settled["adapter"],
         "decoder": every[0].decoder.name,
-        "settings": given,
+        "settings": settings.given,
         "environment": around,
         "rows": rows,
     }
 
 
-def _jobs(options: Options, folder: Path | None) -> tuple[dict[str, Any], Jobs]:
-    """Return the decoder options that were given, and what is to be decoded.
-
-    Checks from the cheapest to the dearest: flags, data, the model's shape, whose the folder is.
-    Raises InputError.
-    """
-    from decode.cli import check_options, outline, read_settings
-    from decode.jobs import make_jobs, refuse_equal_samples
-
-    settings = read_settings(options)
-    length = settings.given.get("max_new_tokens")
-    settings.check([length or task.response_length for task in options.chosen])
-    check_options(options)
-    sources = {}
-    for task in options.chosen:
-        problems = draw_problems(task, options.split, options.problems or task.default_count)
-        sources[task.name] = task_sources(task, problems)
-    shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
-    jobs = {
-        name: make_jobs(shape, known, settings, raw=False, n=options.samples)
-        for name, known in sources.items()
-    }
-    every = [job for some in jobs.values() for job in some]
-    if folder is not None:
-        refuse_early(folder / ANSWERS, describe(options, shape, "", every))
-    refuse_equal_samples("--samples", options.samples, every)
-    return settings.given, jobs
-
-
 def describe(
-    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Options, model: DiffusionModel, weights: str, jobs: Sequence[Job]
 ) -> dict[str, Any]:
     """Return what decides a run's answers and verdicts."""
-    from decode.jobs import header
-
     return {
         **header(options, model, weights, jobs),
         "tasks": {task.name: task.identity for task in options.chosen},
@@ -233,18 +221,14 @@ def describe(
 
 
 def _about(
-    options: Options, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Options, model: DiffusionModel, weights: str, jobs: Sequence[Job]
 ) -> tuple[dict[str, Any], dict[str, Any], str | None]:
     """Return, where the model is loaded, what decides the run, the environment, and a warning."""
-    from decode.report import doubt_of, environment
-
     settled = describe(options, model, weights, jobs)
     return settled, environment(model), doubt_of(model, jobs[0].decoder)
 
 
-def _give_notices(options: Options, jobs: Jobs) -> None:
-    from decode.jobs import give_notices
-
+def _give_notices(options: Options, jobs: dict[str, list[Job]]) -> None:
     give_notices(options.chosen)
     for task in options.chosen:
         kept = task.kept_back(options.split)
@@ -297,12 +281,10 @@ def evaluate(
         raise InputError(f"count must be at least 1, got {count}")
     task = find_task(task) if isinstance(task, str) else task
     problems = draw_problems(task, split, count, seed)
-    prompts = zip(
-        task_sources(task, problems), encode_problems(model, problems, decoder), strict=True
-    )
+    ids = encode_problems(model, problems, decoder)
     jobs = [
-        PromptJob(source, ids, decoder.sampled(place, 0))
-        for place, (source, ids) in enumerate(prompts)
+        Job(source, ids[place], decoder.sampled(place, 0))
+        for place, source in enumerate(task_sources(task, problems))
     ]
     return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
 
@@ -310,52 +292,47 @@ def evaluate(
 def evaluate_jobs(
     crew: Crew,
     task: Task,
-    jobs: Sequence[PromptJob],
+    jobs: Sequence[Job],
     *,
     split: str,
     batch_size: int,
     samples: int = 1,
     pass_at: Sequence[int] = (),
-    output: Output | None = None,
+    ledger: Ledger | None = None,
     shown: ShownProgress | None = None,
     judges: JudgePool | None = None,
 ) -> dict[str, Any]:
-    """Decode a task's jobs, `samples` for each problem, except those that `output` has already.
+    """Decode a task's jobs, `samples` for each problem, except those that the ledger has already.
 
     `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
     many responses it was for, `workers` how many processes decoded them at a time.
     """
-    done = {} if output is None else output.done
-    pending = [job for job in jobs if job.source.id not in done]
-    display = Silent() if shown is None else _Counting(shown, len(pending), task.name)
-    new, seconds = decode(
-        crew, pending, batch_size=batch_size, display=display, output=output, judges=judges
+    displays = [] if shown is None else [_Counting(shown, task.name)]
+    decoded = decode_jobs(
+        crew, jobs, batch_size=batch_size, ledger=ledger, judges=judges, displays=displays
     )
-    by_id = {**done, **{record.id: record for record in new}}
-    records = [by_id[job.source.id] for job in jobs]
     return {
-        **score(task, records, samples=samples, pass_at=pass_at),
+        **score(task, decoded.records, samples=samples, pass_at=pass_at),
         "split": split,
         "batch_size": batch_size,
         "workers": crew.count,
-        "decoded": len(new),
-        "seconds": seconds if new else None,
+        "decoded": len(decoded.new),
+        "seconds": decoded.seconds if decoded.new else None,
         "max_new_tokens": jobs[0].decoder.length,
     }
 
 
-class _Counting(Silent):
+class _Counting(Display):
     """Show how many responses are done, and how many of them are right."""
 
-    def __init__(self, shown: ShownProgress, total: int, name: str):
+    def __init__(self, shown: ShownProgress, name: str):
         self.shown, self.name = shown, name
         self.done = self.right = 0
-        shown.begin(total, name)
 
-    def show(self, job: PromptJob, event: Event) -> None:
-        pass
+    def begin(self, total: int) -> None:
+        self.shown.begin(total, self.name)
 
-    def finish(self, job: PromptJob, record: Record) -> None:
+    def finish(self, job: Job, record: Record) -> None:
         self.done, self.right = self.done + 1, self.right + bool(record.right)
         self.shown.advance(1, f"{self.name}: {self.right} of {self.done} right")
 

@@ -1,11 +1,12 @@
-"""What a command decodes: held-out problems or prompts, each checked, with its decoder; and what it
-says of each result."""
+"""Make jobs of held-out problems or prompts, and records of their results.
+
+Source (as it was given)  ->  Job (ids and a decoder, checked)  ->  Record (a line of --output)
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,13 +20,10 @@ from d2f import __version__
 from d2f.command import say
 from d2f.config import Section, explain
 from d2f.errors import InputError, one_line
-from d2f.files import write_beside
 from d2f.tasks import Problem, Task
 from decode.cli import DecoderSettings, ModelOptions
 from decode.decoders import Decoder, qualified_name
-from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
-from decode.ledger import Ledger, check_place
-from decode.step import Event, Result
+from decode.step import Result
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -38,9 +36,8 @@ Prompt = str | list[int] | list[dict[str, Any]]
 class Source:
     """A prompt as it was given.
 
-    id: its name in the output.
-    where: its name in messages.
-    problem, task: what it is of, None for a prompt of one's own.
+    id: its name in the output. where: its name in messages. problem, task: None for a prompt of
+    one's own.
     """
 
     id: int | str
@@ -51,23 +48,96 @@ class Source:
 
     @property
     def question(self) -> str | None:
-        """What is asked, as a person reads it; None where it was given as ids."""
+        """The question as a person reads it; None where it was given as ids."""
         if self.problem is not None:
             return self.problem.question
         last = self.prompt if isinstance(self.prompt, str) else self.prompt[-1]
-        return (
-            last["content"] if isinstance(last, dict) else last if isinstance(last, str) else None
-        )
+        text = last["content"] if isinstance(last, dict) else last
+        return text if isinstance(text, str) else None
 
 
 @dataclass(frozen=True)
-class PromptJob:
+class Job:
     """A prompt that is checked and ready to decode: its ids, and the decoder with its length and
     seed."""
 
     source: Source
     ids: list[int]
     decoder: Decoder
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the output.
+
+    task, right: None for a prompt of one's own.
+    tokens: visible ids, cut before the end token or stop string.
+    rows: fed in all forwards.
+    counts: what the decoder counted, by name.
+    seconds: decoding alone, without what the command does between forwards.
+    """
+
+    id: int | str
+    task: str | None
+    question: str | None
+    text: str | None
+    right: bool | None
+    finish_reason: str
+    prompt_tokens: int
+    max_new_tokens: int
+    forwards: int
+    rows: int
+    counts: dict[str, int]
+    seconds: float
+    tokens: list[int]
+    raw_tokens: list[int]
+
+    @staticmethod
+    def of(job: Job, result: Result, seconds: float, right: bool | None) -> Record:
+        """Make the record of a result. right: the verdict on its text."""
+        return Record(
+            id=job.source.id,
+            task=job.source.problem.task if job.source.problem else None,
+            question=job.source.question,
+            text=result.text,
+            right=right,
+            finish_reason=result.finish_reason,
+            prompt_tokens=result.prompt_tokens,
+            max_new_tokens=job.decoder.length,
+            forwards=result.forwards,
+            rows=sum(rows for rows, _ in result.calls),
+            counts=result.counts,
+            seconds=seconds,
+            tokens=result.tokens,
+            raw_tokens=result.raw_tokens,
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Say right or wrong; of a prompt of one's own, why the response ended."""
+        if self.right is None:
+            return {"end": "ended", "stop": "stopped", "length": "cut off"}[self.finish_reason]
+        return "right" if self.right else "wrong"
+
+    @property
+    def numbers(self) -> str:
+        """Give tokens, speed and forwards."""
+        tokens = len(self.tokens)
+        return (
+            f"{tokens} tokens  {tokens / self.seconds:.1f} tokens/s  {self.forwards} forwards  "
+            f"{tokens / self.forwards:.2f} tokens/forward"
+        )
+
+    @property
+    def shown(self) -> str:
+        """The response as text, or as ids for a model without a tokenizer."""
+        return self.text if self.text is not None else " ".join(map(str, self.tokens))
+
+    @property
+    def line(self) -> str:
+        """All of it in one line, without control characters."""
+        name, text = one_line(str(self.id)), one_line(self.shown)
+        return f"{name}  {self.verdict}  {self.numbers}  {text}"
 
 
 # Problems of tasks.
@@ -153,13 +223,11 @@ def read_prompts(path: str) -> list[Source]:
     sources: dict[int | str, Source] = {}
     # Not splitlines: JSON text may hold U+2028 and other characters that it would break at.
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            source = _read_line(line, number, f"{name}, line {number}")
-            if source.id in sources:
-                raise InputError(
-                    f"{source.where}: the id {source.id!r} is that of {sources[source.id].where}"
-                )
-            sources[source.id] = source
+        if not line.strip():
+            continue
+        source = _read_line(line, number, f"{name}, line {number}")
+        if (other := sources.setdefault(source.id, source)) is not source:
+            raise InputError(f"{source.where}: the id {source.id!r} is that of {other.where}")
     if not sources:
         raise InputError(f"{name}: expected at least one line, got none")
     return list(sources.values())
@@ -182,22 +250,23 @@ def _read_line(line: str, number: int, where: str) -> Source:
 # Jobs.
 
 
-def known_lengths(sources: list[Source], settings: DecoderSettings) -> list[int]:
-    """Return the response lengths that the run asks for, as far as no model is needed for it."""
-    if "max_new_tokens" in settings.given:
-        return [settings.given["max_new_tokens"]]
-    lengths = {s.task.response_length if s.task else DEFAULT_MAX_NEW_TOKENS for s in sources}
-    return sorted(lengths)
-
-
 def make_jobs(
-    model: DiffusionModel, sources: list[Source], settings: DecoderSettings, *, raw: bool, n: int
-) -> list[PromptJob]:
-    """Return each prompt's ids and decoder, n times, with the seeds of `decode.generate`. raw: text
-    is taken without the chat template. Raises InputError for the first prompt that cannot be
-    decoded."""
+    model: DiffusionModel,
+    sources: list[Source],
+    settings: DecoderSettings,
+    *,
+    raw: bool,
+    samples: tuple[str, int],
+) -> list[Job]:
+    """Make each prompt's jobs, with the seeds of `decode.generate`. No weights are needed for it.
+
+    raw: text is taken without the chat template. samples: how many jobs a prompt, behind the flag
+    that asked for them. Raises InputError for the first prompt that cannot be decoded, and where
+    several samples would be one and the same answer.
+    """
     from decode.engine.prompts import check, encode, fitted
 
+    flag, count = samples
     jobs = []
     for place, source in enumerate(sources):
         # Text that a task gives is the whole prompt: it said itself whether it wants a template.
@@ -209,31 +278,27 @@ def make_jobs(
             decoder = fitted(model, ids, settings.decoder(model), source.where)
         decoder.check(model.contract)
         check(model, ids, decoder, source.where)
-        for sample in range(n):
-            own = source if n == 1 else replace(source, id=f"{source.id}#{sample + 1}")
-            jobs.append(PromptJob(own, ids, decoder.sampled(place, sample)))
+        for sample in range(count):
+            own = source if count == 1 else replace(source, id=f"{source.id}#{sample + 1}")
+            jobs.append(Job(own, ids, decoder.sampled(place, sample)))
     # An id of the file may look like one made here, such as a#2.
-    name, count = Counter(job.source.id for job in jobs).most_common(1)[0]
-    if count > 1:
+    name, most = Counter(job.source.id for job in jobs).most_common(1)[0]
+    if most > 1:
         raise InputError(
-            f"{n} samples a prompt: two samples would have the id {name!r}; give other ids"
+            f"{count} samples a prompt: two samples would have the id {name!r}; give other ids"
+        )
+    if count > 1 and any(job.decoder.sampling.greedy for job in jobs):
+        raise InputError(
+            f"{flag} {count}: greedy answers of one problem are all the same: give a --temperature"
         )
     return jobs
-
-
-def refuse_equal_samples(flag: str, n: int, jobs: list[PromptJob]) -> None:
-    """Raise InputError where several samples of a prompt would be one and the same answer."""
-    if n > 1 and any(job.decoder.sampling.greedy for job in jobs):
-        raise InputError(
-            f"{flag} {n}: greedy answers of one problem are all the same: give a --temperature"
-        )
 
 
 # What decides a run's results: the first line of its file of results.
 
 
 def header(
-    options: Any, model: DiffusionModel, weights: str, jobs: list[PromptJob]
+    options: Any, model: DiffusionModel, weights: str, jobs: Sequence[Job]
 ) -> dict[str, Any]:
     """Return what decides a run's results: the resolved settings, and the hashes of weights and
     prompts. max_new_tokens and stop are null where they differ between prompts."""
@@ -253,7 +318,7 @@ def header(
 
 
 def model_header(options: ModelOptions, model: DiffusionModel, weights: str) -> dict[str, Any]:
-    """Return what decides a run's results of its model."""
+    """Return what of its model decides a run's results."""
     return {
         "version": __version__,
         "model": options.model,
@@ -264,153 +329,3 @@ def model_header(options: ModelOptions, model: DiffusionModel, weights: str) -> 
         "dtype": model.precision,
         "device": model.device.type,
     }
-
-
-class Trace:
-    """Collect events and write them at the end; meant for a few prompts, it is kept in memory.
-
-    The file: ``run`` (the settings) and ``requests``, each with id, prompt (ids), tokens, and
-    ``forwards``: rows fed, rows already cached, blocks (response positions ``[start, end)``, state,
-    tokens, null where masked) and what was revealed (position, token, confidence).
-    """
-
-    def __init__(self, path: str):
-        self.path = Path(os.path.realpath(path))
-        check_place(self.path, "--trace")
-        self._requests: dict[int | str, dict[str, Any]] = {}
-
-    def add(self, job: PromptJob, event: Event) -> None:
-        """Take one forward of a request."""
-        name, result = job.source.id, event.result
-        entry = self._requests.setdefault(name, {"id": name, "prompt": job.ids, "forwards": []})
-        entry["forwards"].append(
-            {
-                "forward": event.forward,
-                "blocks": [asdict(block) for block in event.blocks],
-                "revealed": [asdict(revealed) for revealed in event.revealed],
-            }
-        )
-        if result is not None:
-            for forward, (fed, cached) in zip(entry["forwards"], result.calls, strict=True):
-                forward |= {"fed": fed, "cached": cached}
-            for key in ("tokens", "raw_tokens", "finish_reason"):
-                entry[key] = getattr(result, key)
-
-    def write(self, run: dict[str, Any]) -> None:
-        """Write the file, whole or not at all."""
-        content = {"run": run, "requests": list(self._requests.values())}
-        write_beside(self.path, json.dumps(content) + "\n")
-
-
-# One result as the command reports it, and the totals over many.
-
-
-@dataclass(frozen=True)
-class Record:
-    """A line of the output.
-
-    task, right: None for a prompt of one's own.
-    tokens: visible ids, cut before the end token or stop string.
-    rows: fed in all forwards.
-    counts: what the decoder counted, by name.
-    seconds: decoding alone, without what the command does between forwards.
-    """
-
-    id: int | str
-    task: str | None
-    question: str | None
-    text: str | None
-    right: bool | None
-    finish_reason: str
-    prompt_tokens: int
-    max_new_tokens: int
-    forwards: int
-    rows: int
-    counts: dict[str, int]
-    seconds: float
-    tokens: list[int]
-    raw_tokens: list[int]
-
-    @property
-    def group(self) -> str:
-        return self.task or "prompts"
-
-    @property
-    def verdict(self) -> str:
-        """right or wrong; for a prompt of one's own, why the response ended."""
-        if self.right is None:
-            return {"end": "ended", "stop": "stopped", "length": "cut off"}[self.finish_reason]
-        return "right" if self.right else "wrong"
-
-    @property
-    def numbers(self) -> str:
-        """Tokens, speed and forwards."""
-        tokens = len(self.tokens)
-        return (
-            f"{tokens} tokens  {tokens / self.seconds:.1f} tokens/s  {self.forwards} forwards  "
-            f"{tokens / self.forwards:.2f} tokens/forward"
-        )
-
-    @property
-    def shown(self) -> str:
-        """The response as text, or as ids for a model without a tokenizer."""
-        return self.text if self.text is not None else " ".join(map(str, self.tokens))
-
-    @property
-    def line(self) -> str:
-        """All of it in one line, without control characters."""
-        name, text = one_line(str(self.id)), one_line(self.shown)
-        return f"{name}  {self.verdict}  {self.numbers}  {text}"
-
-
-class Output(Ledger):
-    """The file of --output. done: its records, by the ids of their prompts."""
-
-    def __init__(self, path: str | Path, run: dict[str, Any]):
-        super().__init__(path, run)
-        self.done = {key: Record(**row) for key, row in self.rows.items()}
-
-    def add_record(self, record: Record) -> None:
-        """Append a record. Raises OutputError."""
-        self.add(asdict(record))
-        self.done[record.id] = record
-
-
-def make_record(job: PromptJob, result: Result, seconds: float, right: bool | None) -> Record:
-    """Make the record of a result. right: the judgement of its text."""
-    problem = job.source.problem
-    return Record(
-        id=job.source.id,
-        task=problem.task if problem else None,
-        question=job.source.question,
-        text=result.text,
-        right=right,
-        finish_reason=result.finish_reason,
-        prompt_tokens=result.prompt_tokens,
-        max_new_tokens=job.decoder.length,
-        forwards=result.forwards,
-        rows=sum(rows for rows, _ in result.calls),
-        counts=result.counts,
-        seconds=seconds,
-        tokens=result.tokens,
-        raw_tokens=result.raw_tokens,
-    )
-
-
-def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
-    """Write a line for each task: right k of n, tokens/s, tokens/forward."""
-    # In a batch the seconds of requests overlap, so this is what each of them had.
-    speed = "tokens/s" if batch_size == 1 else "tokens/s a prompt"
-    lines = []
-    for group in dict.fromkeys(record.group for record in records):
-        part = [record for record in records if record.group == group]
-        tokens = sum(len(record.tokens) for record in part)
-        forwards = sum(record.forwards for record in part)
-        seconds = sum(record.seconds for record in part)
-        judged = [record.right for record in part if record.right is not None]
-        what = f"right {sum(judged)} of {len(judged)}" if judged else f"{len(part)} decoded"
-        lines.append(
-            f"{group:<10} {what:<16} {tokens / seconds:.1f} {speed}  "
-            f"{tokens / forwards:.2f} tokens/forward"
-        )
-    return lines

@@ -17,6 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from d2f.command import say
 from d2f.errors import InputError
 from d2f.files import GrowingFile, locked_file, write_beside
 
@@ -120,6 +121,13 @@ class Ledger:
     def _keep(self, row: Row) -> None:
         kept = row if self._fields is None else {name: row[name] for name in self._fields}
         self.rows[self._key(row)] = kept
+
+    def say_what_is_there(self, count: int, what: str) -> None:
+        """Say on standard error what of the `count` results is not decoded again."""
+        if self.torn:
+            say(f"notice: {self.path}: its last line was cut short and is decoded again")
+        if self.rows:
+            say(f"notice: {len(self.rows)} of {count} {what} are already in {self.path}")
 
     def start(self) -> None:
         """Write the header if it is missing, and cut off a torn line."""

@@ -1,18 +1,22 @@
-"""The decoding of a run: a warm-up, then every job, with times that count decoding alone."""
+"""Decode the jobs of a run: a warm-up, then every job, with times that count decoding alone."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from d2f.errors import NonFiniteLogitsError
 from decode.decoders import Decoder
-from decode.display import Silent
-from decode.jobs import Output, PromptJob, Record, Trace, make_record
+from decode.display import Display
+from decode.jobs import Job, Record
 from decode.judging import JudgePool
+from decode.ledger import Ledger
 from decode.step import Event, Result
 from decode.workers import Crew, OneWorker, chunk_size
 
@@ -22,63 +26,81 @@ if TYPE_CHECKING:
 WARM_UP_FORWARDS = 2
 Key = TypeVar("Key")
 EncodedPrompt = tuple[list[int], Decoder]
-Finished = tuple[PromptJob, Result, float]
-"""A job, its result, and the seconds that it was decoded."""
 
 
-def decode(
+@dataclass(frozen=True)
+class Decoded:
+    """What came of jobs.
+
+    records: in the order of the jobs, those that the ledger had among them.
+    new: decoded in this run, as they were finished.
+    seconds: that the decoding took; of several workers, whose events come when a request is done,
+        all that passed.
+    """
+
+    records: list[Record]
+    new: list[Record]
+    seconds: float
+
+
+def decode_jobs(
     crew: Crew,
-    jobs: list[PromptJob],
+    jobs: Sequence[Job],
     *,
     batch_size: int,
-    display: Silent,
-    output: Output | None = None,
-    trace: Trace | None = None,
+    ledger: Ledger | None = None,
     judges: JudgePool | None = None,
-) -> tuple[list[Record], float]:
-    """Decode the jobs; return their records as they were finished, and the seconds that it took: of
-    several workers, whose events come when a request is done, all that passed.
+    displays: Sequence[Display] = (),
+) -> Decoded:
+    """Decode the jobs that the ledger does not have.
 
-    output, display: opened after the checks and the warm-up, so that neither bad input nor a
-        failing warm-up leaves a file.
-    judges: judges several responses at a time, while no decoding is timed: those of a task that
-        allows it wait until there are as many.
+    Args:
+        ledger, displays: begun after the checks and the warm-up, so that neither bad input nor a
+            failing warm-up leaves a file.
+        judges: judge several responses at a time, while no decoding is timed: those of a task that
+            allows it wait until there are as many.
 
     Raises InputError before any work, RequestError that names what was being decoded.
     """
-    records: list[Record] = []
-    waiting: list[Finished] = []
+    records = {} if ledger is None else {key: Record(**row) for key, row in ledger.rows.items()}
+    pending = [job for job in jobs if job.source.id not in records]
+    new: list[Record] = []
+    waiting: list[tuple[Job, Result, float]] = []
 
     def settle() -> None:
         """Judge and keep the responses that wait."""
-        for (job, result, seconds), right in zip(waiting, _verdicts(waiting, judges), strict=True):
-            record = make_record(job, result, seconds, right)
-            records.append(record)
-            if output is not None:
-                output.add_record(record)
-            display.finish(job, record)
+        verdicts = _verdicts(waiting, judges)
+        for (job, result, seconds), right in zip(waiting, verdicts, strict=True):
+            record = Record.of(job, result, seconds, right)
+            new.append(record)
+            if ledger is not None:
+                ledger.add(asdict(record))
+            for display in displays:
+                display.finish(job, record)
         waiting.clear()
 
     watch = Stopwatch()
     if isinstance(crew, OneWorker):
-        timed = watch.over(_events(crew.model, jobs, batch_size))
-        if jobs:
-            _warm_up(crew.model, jobs[0])
+        timed = watch.over(_events(crew.model, pending, batch_size))
+        if pending:
+            _warm_up(crew.model, pending[0])
     else:
-        timed = watch.over_workers(_spread(crew, jobs, batch_size))
-    if output is not None:
-        output.start()
-    with display:
+        timed = watch.over_workers(_last_events(crew, pending, batch_size))
+    if ledger is not None:
+        ledger.start()
+    with ExitStack() as stack:
+        for display in displays:
+            stack.enter_context(display)
+            display.begin(len(pending))
         for event, seconds in timed:
-            job = jobs[event.request]
+            job = pending[event.request]
             if event.error is not None:
-                settle()  # the records before it stay in the output
+                settle()  # the records before it stay in the ledger
                 raise type(event.error)(
                     f"{job.source.where}: {event.error}; no token was taken from it"
                 ) from event.error
-            if trace is not None:
-                trace.add(job, event)
-            display.show(job, event)
+            for display in displays:
+                display.show(job, event)
             if event.result is not None:
                 waiting.append((job, event.result, seconds))
                 task = job.source.task
@@ -86,14 +108,17 @@ def decode(
                 if judges is None or not may_wait or len(waiting) >= judges.jobs:
                     settle()
         settle()
-    return records, watch.seconds
+    records |= {record.id: record for record in new}
+    return Decoded([records[job.source.id] for job in jobs], new, watch.seconds)
 
 
-def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool | None]:
+def _verdicts(
+    waiting: Sequence[tuple[Job, Result, float]], judges: JudgePool | None
+) -> list[bool | None]:
     """Judge the responses; None for a prompt of one's own."""
     asked = {
         place: (job.source.task, job.source.problem, result.text or "")
-        for place, (job, result, _) in enumerate(finished)
+        for place, (job, result, _) in enumerate(waiting)
         if job.source.task is not None and job.source.problem is not None
     }
     if judges is None:
@@ -101,10 +126,10 @@ def _verdicts(finished: list[Finished], judges: JudgePool | None) -> list[bool |
     else:
         right = judges.right(list(asked.values()))
     by_place = dict(zip(asked, right, strict=True))
-    return [by_place.get(place) for place in range(len(finished))]
+    return [by_place.get(place) for place in range(len(waiting))]
 
 
-def _events(model: DiffusionModel, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
+def _events(model: DiffusionModel, jobs: list[Job], batch_size: int) -> Iterator[Event]:
     """Begin the jobs, which checks them all; nothing is decoded before the first event is asked
     for."""
     from decode.api import stream
@@ -113,7 +138,7 @@ def _events(model: DiffusionModel, jobs: list[PromptJob], batch_size: int) -> It
     return stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
 
 
-def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
+def _warm_up(model: DiffusionModel, job: Job) -> None:
     """Decode the first forwards of a job, not timed: they pay for what is done only once."""
     from decode.api import stream
 
@@ -124,7 +149,7 @@ def _warm_up(model: DiffusionModel, job: PromptJob) -> None:
         raise NonFiniteLogitsError(f"{error} of the warm-up; no token was taken from it") from error
 
 
-def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Event]:
+def _last_events(crew: Crew, jobs: list[Job], batch_size: int) -> Iterator[Event]:
     """Decode on several workers; yield the last event of each job."""
     items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
     size = chunk_size(batch_size, len(jobs), crew.count)
@@ -135,14 +160,25 @@ def _spread(crew: Crew, jobs: list[PromptJob], batch_size: int) -> Iterator[Even
 def results(
     model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
 ) -> Iterator[tuple[Key, Result]]:
-    """Yield the result of each prompt, by its key, as it is done; one that failed has its error."""
+    """Yield the result of each prompt, by its key, as it is done; one that failed has its error.
+    Items are drawn as requests enter."""
     from decode.api import stream
 
-    given = list(items)
-    ids, decoders = [ids for _, (ids, _) in given], [decoder for _, (_, decoder) in given]
-    for event in stream(model, ids, decoders, batch_size=batch_size, on_error="return"):
+    keys: list[Key] = []
+    decoders: deque[Decoder] = deque()
+
+    def prompts() -> Iterator[list[int]]:
+        for key, (ids, decoder) in items:
+            keys.append(key)
+            decoders.append(decoder)
+            yield ids
+
+    # A prompt is drawn as its request enters, then its decoder.
+    chosen = iter(decoders.popleft, None)
+    events = stream(model, prompts(), chosen, batch_size=batch_size, on_error="return", views=False)
+    for event in events:
         if event.result is not None:
-            yield given[event.request][0], event.result
+            yield keys[event.request], event.result
 
 
 class Stopwatch:

@@ -5,13 +5,14 @@ python -m decode.pipeline --tau-add 0.1
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -19,6 +20,7 @@ from tyro.conf import arg
 
 from d2f.command import command, say
 from d2f.errors import InputError
+from d2f.files import write_beside
 from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
 from decode import cli
@@ -26,32 +28,29 @@ from decode.cli import (
     DecoderOptions,
     ModelOptions,
     TaskOptions,
-    check_options,
     check_samples,
+    checked_outline,
     followed,
     load,
-    outline,
     read_settings,
 )
-from decode.display import LiveDisplay, Plain, Silent, is_live, standard_output
+from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
+from decode.display import Display, LiveDisplay, Plain, is_live, standard_output
 from decode.jobs import (
-    Output,
-    PromptJob,
+    Job,
     Record,
     Source,
-    Trace,
     draw_problems,
     give_notices,
     header,
-    known_lengths,
     make_jobs,
     read_prompts,
-    refuse_equal_samples,
     task_sources,
-    totals,
 )
-from decode.ledger import check_place, refuse_early
-from decode.loop import WARM_UP_FORWARDS, decode
+from decode.ledger import Ledger, check_place, refuse_early
+from decode.loop import WARM_UP_FORWARDS, Decoded, decode_jobs
+from decode.report import doubt_of
+from decode.step import Event
 from decode.workers import OneWorker
 
 if TYPE_CHECKING:
@@ -148,42 +147,41 @@ def run(options: Options, console: Console | None = None) -> None:
     settings = read_settings(options)
     _check_paths(options)
     sources = read_sources(options)
-    settings.check(known_lengths(sources, settings))
+    settings.check(s.task.response_length if s.task else DEFAULT_MAX_NEW_TOKENS for s in sources)
     if followed(options):
         return
     console = console or standard_output()
+    trace = None if options.trace is None else Trace(options.trace)
     with ExitStack() as stack:
         with _waiting(options, console):
             # From the cheapest check to the dearest: the model's shape, then its weights.
-            check_options(options)
-            shape = outline(options.model, options.adapter, options.family, options.tensor_parallel)
-            jobs = make_jobs(shape, sources, settings, raw=options.raw, n=options.n)
-            refuse_equal_samples("--n", options.n, jobs)
+            shape = checked_outline(options)
+            samples = ("--n", options.n)
+            jobs = make_jobs(shape, sources, settings, raw=options.raw, samples=samples)
             if options.output is not None:
                 refuse_early(options.output, header(options, shape, "", jobs))
-            trace = None if options.trace is None else Trace(options.trace)
             model, weights = load(options)
             run = header(options, model, weights, jobs)
-            output = None
+            ledger = None
             if options.output is not None:
-                output = stack.enter_context(Output(options.output, run))
-        _give_notices(options, model, jobs, output)
-        done = {} if output is None else dict(output.done)
-        # Results of an earlier run of the same settings are not decoded again.
-        pending = [job for job in jobs if job.source.id not in done]
-        display = _display(options, console, model, len(pending))
-        new, seconds = decode(
+                ledger = stack.enter_context(Ledger(options.output, run))
+        give_notices(dict.fromkeys(source.task for source in sources if source.task is not None))
+        if (doubt := doubt_of(model, jobs[0].decoder)) is not None:
+            say(f"notice: {doubt}")
+        if ledger is not None:
+            ledger.say_what_is_there(len(jobs), "prompts")
+            if ledger.rows and trace is not None:
+                say("notice: they will not be in the trace")
+        shown = _display(options, console, model)
+        decoded = decode_jobs(
             OneWorker(model),
-            pending,
+            jobs,
             batch_size=options.batch_size,
-            display=display,
-            output=output,
-            trace=trace,
+            ledger=ledger,
+            displays=[shown] if trace is None else [trace, shown],
         )
-    order = {job.source.id: place for place, job in enumerate(jobs)}
-    records = sorted([*done.values(), *new], key=lambda record: order[record.id])
-    _report(options, console, model, records, new, seconds)
-    if trace is not None and new:
+    _report(options, console, model, decoded)
+    if trace is not None and decoded.new:
         trace.write(run)
 
 
@@ -217,32 +215,48 @@ def _check_paths(options: Options) -> None:
             check_place(Path(place), flag)
 
 
-def _give_notices(
-    options: Options, model: DiffusionModel, jobs: list[PromptJob], output: Output | None
-) -> None:
-    """Say on standard error what the user should know before it starts."""
-    from decode.report import doubt_of
+class Trace(Display):
+    """Collect events and write them at the end; meant for a few prompts, it is kept in memory.
 
-    give_notices(dict.fromkeys(job.source.task for job in jobs if job.source.task is not None))
-    notice = doubt_of(model, jobs[0].decoder)
-    if notice is not None:
-        say(f"notice: {notice}")
-    if output is not None and output.torn:
-        say(f"notice: {output.path}: its last line was cut short and is decoded again")
-    if output is not None and output.done:
-        say(f"notice: {len(output.done)} of {len(jobs)} prompts are already in {output.path}")
-        if options.trace is not None:
-            say("notice: they will not be in the trace")
+    The file: ``run`` (the settings) and ``requests``, each with id, prompt (ids), tokens, and
+    ``forwards``: rows fed, rows already cached, blocks (response positions ``[start, end)``, state,
+    tokens, null where masked) and what was revealed (position, token, confidence).
+    """
+
+    def __init__(self, path: str):
+        self.path = Path(os.path.realpath(path))
+        self._requests: dict[int | str, dict[str, Any]] = {}
+
+    def show(self, job: Job, event: Event) -> None:
+        name, result = job.source.id, event.result
+        entry = self._requests.setdefault(name, {"id": name, "prompt": job.ids, "forwards": []})
+        entry["forwards"].append(
+            {
+                "forward": event.forward,
+                "blocks": [asdict(block) for block in event.blocks],
+                "revealed": [asdict(revealed) for revealed in event.revealed],
+            }
+        )
+        if result is not None:
+            for forward, (fed, cached) in zip(entry["forwards"], result.calls, strict=True):
+                forward |= {"fed": fed, "cached": cached}
+            for key in ("tokens", "raw_tokens", "finish_reason"):
+                entry[key] = getattr(result, key)
+
+    def write(self, run: dict[str, Any]) -> None:
+        """Write the file, whole or not at all."""
+        content = {"run": run, "requests": list(self._requests.values())}
+        write_beside(self.path, json.dumps(content) + "\n")
 
 
-def _display(options: Options, console: Console, model: DiffusionModel, total: int) -> Silent:
+def _display(options: Options, console: Console, model: DiffusionModel) -> Display:
     if options.quiet:
-        return Silent()
+        return Display()
     if not is_live(console):
         return Plain(console)
     # Several prompts at once would each wait for the others' pauses.
     pause = options.pause if options.batch_size == 1 else 0.0
-    return LiveDisplay(console, model.tokenizer, model.end_ids, total=total, pause=pause)
+    return LiveDisplay(console, model.tokenizer, model.end_ids, pause=pause)
 
 
 def _waiting(options: Options, console: Console) -> AbstractContextManager[object]:
@@ -252,25 +266,15 @@ def _waiting(options: Options, console: Console) -> AbstractContextManager[objec
     return console.status(Text(f"loading {options.model}"))
 
 
-def _report(
-    options: Options,
-    console: Console,
-    model: DiffusionModel,
-    records: list[Record],
-    new: list[Record],
-    seconds: float,
-) -> None:
-    """Print the totals and what was counted; for a quiet single prompt its response instead.
-
-    new, seconds: the records of this run, not of the one that it goes on from, and its decoding.
-    """
+def _report(options: Options, console: Console, model: DiffusionModel, decoded: Decoded) -> None:
+    """Print the totals and what was counted; for a quiet single prompt its response instead."""
     if options.prompt is not None and options.quiet:
-        for record in records:
+        for record in decoded.records:
             print(record.shown, file=console.file)
         return
-    lines = totals(records, batch_size=options.batch_size)
-    if options.batch_size > 1 and new:
-        tokens = sum(len(record.tokens) for record in new)
+    lines = totals(decoded.records, batch_size=options.batch_size)
+    if options.batch_size > 1 and decoded.new:
+        tokens, seconds = sum(len(record.tokens) for record in decoded.new), decoded.seconds
         lines.append(
             f"together: {tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"
         )
@@ -282,6 +286,27 @@ def _report(
     )
     for line in lines:
         print(line, file=console.file)
+
+
+def totals(records: Sequence[Record], *, batch_size: int) -> list[str]:
+    """Write a line for each task: right k of n, tokens/s, tokens/forward."""
+    # In a batch the seconds of requests overlap, so this is what each of them had.
+    speed = "tokens/s" if batch_size == 1 else "tokens/s a prompt"
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.task or "prompts", []).append(record)
+    lines = []
+    for group, part in groups.items():
+        tokens = sum(len(record.tokens) for record in part)
+        forwards = sum(record.forwards for record in part)
+        seconds = sum(record.seconds for record in part)
+        judged = [record.right for record in part if record.right is not None]
+        what = f"right {sum(judged)} of {len(judged)}" if judged else f"{len(part)} decoded"
+        lines.append(
+            f"{group:<10} {what:<16} {tokens / seconds:.1f} {speed}  "
+            f"{tokens / forwards:.2f} tokens/forward"
+        )
+    return lines
 
 
 if __name__ == "__main__":

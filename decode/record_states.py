@@ -81,12 +81,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 def run(options: Options) -> None:
     """Record the states and write them. Raises InputError before weights are read."""
     from d2f.noise import PipelineStates
-    from decode.cli import check_options, load, outline
+    from decode.cli import checked_outline, load
     from decode.jobs import draw_problems, encode_problems
 
     given = options.given
-    check_options(options)
-    shape = outline(options.model, options.adapter)
+    shape = checked_outline(options)
     sizes = options.sizes or [shape.contract.block_size or DEFAULT_BLOCK_SIZE]
     work = []
     for size in sizes:

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(options: Options) -> None:
     """Collect what the options say. Raises InputError before any work."""
-    from decode.cli import check_options, outline
+    from decode.cli import checked_outline
     from decode.jobs import give_notices
     from decode.workers import workers
     from distill.data.trajectories import HEADER
@@ -133,8 +133,7 @@ def run(options: Options) -> None:
     # All of the response is wanted, also what follows the end token.
     settings = DecoderSettings(options.decoder, options.given | {"early_exit": False})
     settings.check([task.response_length for task in options.chosen])
-    check_options(options)
-    shape = outline(options.model, options.adapter)
+    shape = checked_outline(options)
     jobs = make_jobs(shape, settings, options.chosen, options.problems, options.seed)
     ledger: dict[str, Any] = {"key": "unique_id", "header": HEADER}
     refuse_early(options.output, describe(options, shape, "", jobs), **ledger)

@@ -17,10 +17,10 @@ from d2f.errors import InputError, RequestError
 from d2f.tasks import find_task
 from decode import loop
 from decode.decoders import find_decoder
-from decode.display import Silent
 from decode.evaluate import main
-from decode.jobs import Output, PromptJob, Source
+from decode.jobs import Job, Source
 from decode.judging import JudgePool
+from decode.ledger import Ledger
 from decode.step import Event, Result
 from decode.workers import OneWorker
 
@@ -85,19 +85,17 @@ def test_the_judges_that_take_long_are_judged_in_processes(pool, tmp_path, judge
 
 def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_path, monkeypatch):
     decoder = find_decoder("d2f")(max_new_tokens=16)
-    jobs = [PromptJob(Source(n, str(n), "?", PROBLEM, MadeUp()), [5, 6], decoder) for n in range(3)]
+    jobs = [Job(Source(n, str(n), "?", PROBLEM, MadeUp()), [5, 6], decoder) for n in range(3)]
     result = Result([7], [7], "yes", 1, [(2, 0)], 0.1, "end", prompt_tokens=2)
     events = [Event(n, 1, [], [], result) for n in (0, 1)]
     failed = Result([], [], "", 1, [], 0.1, "error", 2, error=RequestError("broken"))
     events.append(Event(2, 1, [], [], failed))
     monkeypatch.setattr("decode.api.stream", lambda *_, **__: iter(events))
     monkeypatch.setattr(loop, "_warm_up", lambda *_: None)
-    output = Output(tmp_path / "answers.jsonl", {})
+    ledger = Ledger(tmp_path / "answers.jsonl", {})
     with JudgePool(8) as pool, pytest.raises(RequestError, match=r"^2: broken"):
-        loop.decode(
-            OneWorker(None), jobs, batch_size=3, display=Silent(), output=output, judges=pool
-        )
-    assert {name: record.right for name, record in output.done.items()} == {0: True, 1: True}
+        loop.decode_jobs(OneWorker(None), jobs, batch_size=3, ledger=ledger, judges=pool)
+    assert {name: row["right"] for name, row in ledger.rows.items()} == {0: True, 1: True}
 
 
 def test_the_command_gives_the_same_answers_whatever_the_number(tmp_path, monkeypatch):

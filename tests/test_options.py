@@ -156,7 +156,6 @@ CASES += [(name, words, said) for name, cases in NONSENSE.items() for words, sai
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("decode.cli.outline", lambda *_: pytest.fail("read a model"))
-    monkeypatch.setattr("decode.pipeline.outline", lambda *_: pytest.fail("read a model"))
     return tmp_path
 
 

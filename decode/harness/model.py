@@ -1,4 +1,4 @@
-"""A model and a decoder of ours as lm-evaluation-harness asks for one: `D2FLM`."""
+"""Answer lm-evaluation-harness with a model and a decoder of ours: `D2FLM`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from decode.decoders.session import mask_kind
 from decode.engine.likelihood import Likelihood
 from decode.harness.monte_carlo import MonteCarlo, Score
 from decode.report import environment
-from decode.step import Result
 
 logger = logging.getLogger("lm_eval.d2f")  # below lm-eval's, whose level holds for it
 
@@ -45,8 +44,16 @@ NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}
 SET_BY_TASK = ("temperature", "top_p", "top_k", "stop", "max_new_tokens")  # not by model_args
 WAYS = ("mc", "left_to_right")
 CACHE_KEY = "d2f settings"
+LOADING = ("adapter", "family", "dtype", "quantize", "threads", "merge", "compile")
+KINDS = {  # method of lm-eval's: what its requests are called in reports
+    "generate_until": "generation",
+    "loglikelihood": "likelihood",
+    "loglikelihood_rolling": "rolling likelihood",
+}
 Pair = tuple[list[int], list[int]]
 """Ids of a prompt, one or more, and of its target."""
+Asked = tuple[Instance, int]
+"""A request, and how many times it came before."""
 
 
 def asked_decoder(decoder: Decoder, asked: Mapping[str, Any], seed: int) -> Decoder:
@@ -131,12 +138,12 @@ class TaskFigures:
             "truncated_prompts": self.truncated,
         }
         if self.standard_errors:
+            known = [error for error in self.standard_errors.values() if error is not None]
+            found["mean_standard_error"] = sum(known) / len(known) if known else None
             errors: dict[str, list[float | None]] = {}
             for (document, _), error in sorted(self.standard_errors.items()):
                 short = None if error is None else float(f"{error:.4g}")
                 errors.setdefault(str(document), []).append(short)
-            known = [error for error in self.standard_errors.values() if error is not None]
-            found["mean_standard_error"] = sum(known) / len(known) if known else None
             found["standard_errors"] = errors
         return found
 
@@ -147,15 +154,15 @@ class D2FLM(TemplateLM):
 
     Args:
         pretrained: folder, hub or bundled name, or a loaded model.
-        adapter, family, dtype, quantize, threads, device, merge, compile: as in `d2f.load`.
         decoder: a name, or a `Decoder`; default: the one that suits the model.
-        options: of that decoder. Length, stops and sampling come by a task's generation_kwargs.
         batch_size: most requests in a forward, ``auto`` is max_batch_size or 16; no answer depends
             on it.
         nll: ``mc``, LLaDA's Monte Carlo estimate, for a model that reads both sides, or
             ``left_to_right``, exact, for the others; default: what fits.
         mc_num, cfg, check_greedy: of the estimate (`MonteCarlo`).
         seed: of draws, from which each request has its own.
+        options: adapter, family, dtype, quantize, threads, merge and compile as in `d2f.load`, and
+            the decoder's. Length, stops and sampling come by a task's generation_kwargs.
 
     Raises InputError, before weights are read.
     """
@@ -164,17 +171,10 @@ class D2FLM(TemplateLM):
         self,
         pretrained: str | DiffusionModel,
         *,
-        adapter: str | None = None,
         decoder: str | Decoder | None = None,
-        family: str | None = None,
-        dtype: str | None = None,
-        quantize: str | None = None,
-        threads: int | str | None = None,
         device: str | None = None,
         batch_size: int | str = DEFAULT_BATCH_SIZE,
         max_batch_size: int | None = None,
-        merge: bool = True,
-        compile: bool = False,
         nll: str | None = None,
         mc_num: int = 128,
         cfg: float = 0.0,
@@ -190,8 +190,10 @@ class D2FLM(TemplateLM):
         whole_number("mc_num", mc_num)
         whole_number("seed", seed, least=0, most=2**64 - 1)
         number("cfg", cfg)
-        for name, value in (("merge", merge), ("compile", compile), ("check_greedy", check_greedy)):
-            boolean(name, value)
+        loading = {name: options.pop(name) for name in LOADING if name in options}
+        for name, value in {"check_greedy": check_greedy, **loading}.items():
+            if name in ("check_greedy", "merge", "compile"):
+                boolean(name, value)
         self.seed = seed
         self.monte_carlo = MonteCarlo(mc_num, self.batch_size, float(cfg), check_greedy)
         # As an Accelerator asks for it; without a GPU processes know of each other only with cpu.
@@ -199,27 +201,18 @@ class D2FLM(TemplateLM):
         self.processes = PartialState(cpu=on_cpu)
         self._rank, self._world_size = self.processes.process_index, self.processes.num_processes
         loaded = pretrained if isinstance(pretrained, DiffusionModel) else None
-        shape = loaded or outline(str(pretrained), adapter, family)
+        wanted = ModelOptions(
+            model=str(getattr(loaded, "path", pretrained)),
+            device=str(self.processes.device) if self.world_size > 1 else device,
+            **loading,
+        )
+        shape = loaded or outline(wanted.model, wanted.adapter, wanted.family)
         if shape.tokenizer is None:
             raise InputError(f"{shape.path}: lm-eval asks by text, and this has no tokenizer")
         self.way = _way(shape, nll, cfg)
         self.decoder = _decoder(shape, decoder, options)
         self.decoder.check(shape.contract)
-        if loaded is not None:
-            self.model, self.weights = loaded, weights_hash(loaded)
-        else:
-            wanted = ModelOptions(
-                model=str(pretrained),
-                adapter=adapter,
-                family=family,
-                dtype=dtype,  # type: ignore[arg-type]
-                quantize=quantize,  # type: ignore[arg-type]
-                merge=merge,
-                compile=compile,
-                device=str(self.processes.device) if self.world_size > 1 else device,
-                threads=threads,  # type: ignore[arg-type]
-            )
-            self.model, self.weights = load(wanted)
+        self.model, self.weights = (loaded, weights_hash(loaded)) if loaded else load(wanted)
         self._device = self.model.device
         self.tokenizer: Any = self.model.tokenizer
         self.figures: dict[tuple[str, str], TaskFigures] = {}  # by task and kind of request
@@ -303,7 +296,8 @@ class D2FLM(TemplateLM):
         figures.truncated += len(ids) > room
         return ids[-room:] or [self.prefix_token_id]
 
-    def _pair(self, figures: TaskFigures, context: str, continuation: str) -> list[Pair]:
+    def pairs(self, figures: TaskFigures, context: str, continuation: str) -> list[Pair]:
+        """Encode a prompt and its one target."""
         if context:
             prompt, target = self._encode_pair(context, continuation)
         else:
@@ -315,88 +309,100 @@ class D2FLM(TemplateLM):
         ids = self.tok_encode(text)
         # A window's targets may be as many as it is given, and one token stands before them.
         windows = get_rolling_token_windows(ids, self.prefix_token_id, self.room - 1, 1)
-        return [make_disjoint_window(window) for window in windows]
+        found = [make_disjoint_window(window) for window in windows]
+        return found or [([self.prefix_token_id], [])]
 
     # Requests.
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Decode responses, cut before the first end id or stop string."""
-        kept, answers = distinct(requests)
-        texts = [""] * len(kept)
-        for figures, places, bar in self._tasks(kept, "generation", disable_tqdm):
-            jobs = []
-            for i in places:
-                request, repeat = kept[i]
-                context, asked = request.args
-                place = (request.task_name, request.doc_id, request.idx, repeat)
-                seed = request_seed(self.seed, *place, context)
-                decoder = asked_decoder(self.decoder, asked, seed)
-                room = self.max_length - decoder.length - decoder.extra_positions
-                jobs.append((i, self._cut(self.tok_encode(context), room, figures), decoder))
-            jobs.sort(key=lambda job: -(len(job[1]) + job[2].length))
-            _, prompts, decoders = zip(*jobs, strict=True)
-            for event in stream(self.model, prompts, decoders, batch_size=self.batch_size):
-                if event.result is not None:
-                    i = jobs[event.request][0]
-                    texts[i] = event.result.text or ""
-                    figures.add(len(event.result.tokens), event.result.forwards)
-                    self.cache_hook.add_partial("generate_until", kept[i][0].args, texts[i])
-                    bar.update()
-        return [texts[i] for i in answers]
+        return self._answers("generate_until", requests, self._texts, disable_tqdm)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Score continuations, and find whether greedy decoding gives them."""
-        return self._score("loglikelihood", "likelihood", requests, self._pair, disable_tqdm)
+        return self._answers("loglikelihood", requests, self._likelihoods, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Score whole texts, a long one window by window."""
-        return self._score(
-            "loglikelihood_rolling",
-            "rolling likelihood",
-            requests,
-            lambda figures, text: self.windows(text),
-            disable_tqdm,
-        )
+        return self._answers("loglikelihood_rolling", requests, self._rolling, disable_tqdm)
 
-    def _score(
+    def _answers(
         self,
         method: str,
-        kind: str,
-        requests: list[Instance],
-        pairs_of: Callable[..., list[Pair]],
+        requests: Sequence[Instance],
+        answer: Callable[[TaskFigures, list[Asked]], Iterator[tuple[int, Any]]],
         quiet: bool,
     ) -> list[Any]:
-        kept, answers = distinct(requests)
-        found: list[Any] = [None] * len(kept)
-        for figures, places, bar in self._tasks(kept, kind, quiet):
-            parts = [pairs_of(figures, *kept[i][0].args) for i in places]
-            owners = [n for n, its in enumerate(parts) for _ in its]
-            scores: list[list[Score]] = [[] for _ in parts]
-            for at, score in self.scores([pair for its in parts for pair in its]):
-                n = owners[at]
-                scores[n].append(score)
-                if len(scores[n]) < len(parts[n]):
-                    continue
-                request = kept[places[n]][0]
-                figures.add(
-                    sum(len(target) for _, target in parts[n]), sum(s.forwards for s in scores[n])
-                )
-                errors = [s.standard_error for s in scores[n]]
-                if any(error != 0 for error in errors):
-                    # Windows are drawn apart: their variances add up.
-                    figures.standard_errors[request.doc_id or 0, request.idx] = (
-                        None if None in errors else sum(e**2 for e in errors if e) ** 0.5
-                    )
-                value = sum(s.loglikelihood for s in scores[n])
-                rolling = method == "loglikelihood_rolling"
-                found[places[n]] = value if rolling else (value, scores[n][0].greedy)
-                self.cache_hook.add_partial(method, request.args, found[places[n]])
-                bar.update()
-        return [found[i] for i in answers]
+        """Answer requests task by task: count what each costs, show how far it is, and give the
+        answers to lm-eval's cache as they come."""
+        kind = KINDS[method]
+        kept, places = distinct(requests)
+        tasks: dict[str, list[int]] = {}
+        for i, (request, _) in enumerate(kept):
+            tasks.setdefault(request.task_name or "", []).append(i)
+        found: dict[int, Any] = {}
+        for task, its in tasks.items():
+            figures = self.figures.setdefault((task, kind), TaskFigures())
+            began = time.perf_counter()
+            hidden = quiet or self.rank != 0
+            with tqdm(total=len(its), desc=f"{task} {kind}", disable=hidden) as bar:
+                for n, value in answer(figures, [kept[i] for i in its]):
+                    found[its[n]] = value
+                    self.cache_hook.add_partial(method, kept[its[n]][0].args, value)
+                    bar.update()
+            figures.seconds += time.perf_counter() - began
+            logger.info(
+                f"{task}, {kind} so far: {figures.requests} requests, {figures.tokens} tokens in "
+                f"{figures.forwards} forwards and {figures.seconds:.1f} s"
+            )
+        return [found[i] for i in places]
+
+    def _texts(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, str]]:
+        jobs = []
+        for n, (request, repeat) in enumerate(asked):
+            context, how = request.args
+            place = (request.task_name, request.doc_id, request.idx, repeat)
+            decoder = asked_decoder(self.decoder, how, request_seed(self.seed, *place, context))
+            room = self.max_length - decoder.length - decoder.extra_positions
+            jobs.append((n, self._cut(self.tok_encode(context), room, figures), decoder))
+        jobs.sort(key=lambda job: -(len(job[1]) + job[2].length))
+        _, prompts, decoders = zip(*jobs, strict=True)
+        for event in stream(self.model, prompts, decoders, batch_size=self.batch_size):
+            if event.result is not None:
+                figures.add(len(event.result.tokens), event.result.forwards)
+                yield jobs[event.request][0], event.result.text or ""
+
+    def _likelihoods(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, Any]]:
+        parts = [self.pairs(figures, *request.args) for request, _ in asked]
+        for n, score in self._scored(figures, asked, parts):
+            yield n, (score.loglikelihood, score.greedy)
+
+    def _rolling(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, float]]:
+        parts = [self.windows(*request.args) for request, _ in asked]
+        for n, score in self._scored(figures, asked, parts):
+            yield n, score.loglikelihood
+
+    def _scored(
+        self, figures: TaskFigures, asked: list[Asked], parts: list[list[Pair]]
+    ) -> Iterator[tuple[int, Score]]:
+        """Yield (a request's number, the score of all its pairs) as it is known."""
+        owners = [n for n, pairs in enumerate(parts) for _ in pairs]
+        scores: list[list[Score]] = [[] for _ in parts]
+        for at, score in self.scores([pair for pairs in parts for pair in pairs]):
+            n = owners[at]
+            scores[n].append(score)
+            if len(scores[n]) == len(parts[n]):
+                whole = Score.total(scores[n])
+                figures.add(sum(len(target) for _, target in parts[n]), whole.forwards)
+                if whole.standard_error != 0:
+                    request, _ = asked[n]
+                    place = (request.doc_id or 0, request.idx)
+                    figures.standard_errors[place] = whole.standard_error
+                yield n, whole
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -406,7 +412,7 @@ class D2FLM(TemplateLM):
 
     def scores(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, Score]]:
         """Yield (a pair's number, its score) as it is known, the longest first."""
-        yield from ((i, Score(0.0, 0.0, True, 0)) for i, pair in enumerate(pairs) if not pair[1])
+        yield from ((i, Score.total([])) for i, pair in enumerate(pairs) if not pair[1])
         order = [i for i, (_, target) in enumerate(pairs) if target]
         order.sort(key=lambda i: -sum(map(len, pairs[i])))
         if self.way == "mc":
@@ -418,28 +424,11 @@ class D2FLM(TemplateLM):
             kinds = [Likelihood.of(contract, given=len(pairs[i][0])) for i in order]
             texts = [[*pairs[i][0], *pairs[i][1]] for i in order]
             for event in stream(self.model, texts, kinds, batch_size=self.batch_size):
-                if event.result is not None:
-                    yield order[event.request], _exact(event.result)
-
-    def _tasks(
-        self, kept: Sequence[tuple[Instance, int]], kind: str, quiet: bool
-    ) -> Iterator[tuple[TaskFigures, list[int], Any]]:
-        """Yield, task by task, its figures, the numbers of its requests and its progress bar. The
-        time until the next one is asked for counts as the task's."""
-        tasks: dict[str, list[int]] = {}
-        for i, (request, _) in enumerate(kept):
-            tasks.setdefault(request.task_name or "", []).append(i)
-        for task, places in tasks.items():
-            figures = self.figures.setdefault((task, kind), TaskFigures())
-            hidden = quiet or self.rank != 0
-            with tqdm(total=len(places), desc=f"{task} {kind}", disable=hidden) as bar:
-                began = time.perf_counter()
-                yield figures, places, bar
-                figures.seconds += time.perf_counter() - began
-            logger.info(
-                f"{task}, {kind} so far: {figures.requests} requests, {figures.tokens} tokens in "
-                f"{figures.forwards} forwards and {figures.seconds:.1f} s"
-            )
+                if (result := event.result) is not None:
+                    each = result.likelihoods
+                    greedy = all(one.greedy for one in each)
+                    logprob = sum(one.logprob for one in each)
+                    yield order[event.request], Score(logprob, 0.0, greedy, result.forwards)
 
     # What is kept beside the answers.
 
@@ -507,14 +496,14 @@ class D2FLM(TemplateLM):
         }
 
 
-def distinct(requests: Sequence[Instance]) -> tuple[list[tuple[Instance, int]], list[int]]:
+def distinct(requests: Sequence[Instance]) -> tuple[list[Asked], list[int]]:
     """Return the requests to answer, each with how many times it came before; and for each that was
     given, which of them answers it.
 
     lm-eval gives one that wants k answers k times. To processes with fewer requests it gives their
     last again, so that all run as many forwards; ours wait for nobody, and a copy answers those.
     """
-    kept: list[tuple[Instance, int]] = []
+    kept: list[Asked] = []
     places: dict[int, list[int]] = {}
     answers = []
     for request in requests:
@@ -526,12 +515,6 @@ def distinct(requests: Sequence[Instance]) -> tuple[list[tuple[Instance, int]], 
         else:
             answers.append(its[0])
     return kept, answers
-
-
-def _exact(result: Result) -> Score:
-    each = result.likelihoods
-    greedy = all(one.greedy for one in each)
-    return Score(sum(one.logprob for one in each), 0.0, greedy, result.forwards)
 
 
 def _way(model: DiffusionModel, way: str | None, guidance: float) -> str:

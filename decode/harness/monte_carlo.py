@@ -13,6 +13,7 @@ of a group depend on each other, groups do not: the standard error is that of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,17 @@ class Score:
     standard_error: float | None
     greedy: bool
     forwards: int
+
+    @staticmethod
+    def total(scores: Sequence[Score]) -> Score:
+        """Add the scores of parts, whose masks are drawn apart: their variances add up."""
+        errors = [score.standard_error for score in scores]
+        return Score(
+            sum(score.loglikelihood for score in scores),
+            None if None in errors else sum(error**2 for error in errors if error) ** 0.5,
+            all(score.greedy for score in scores),
+            sum(score.forwards for score in scores),
+        )
 
 
 @dataclass(frozen=True)

@@ -122,8 +122,7 @@ def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) 
 
 def check_models(options: Options, settings: DecoderSettings) -> None:
     """Raise InputError for what is wrong before anything is read."""
-    length = settings.given.get("max_new_tokens")
-    settings.check([1 if length is None else length])
+    settings.check([1])
     for name in options.named.values():
         check_options(replace(options, model=name))
 

@@ -285,7 +285,7 @@ class Options(
     def check(self) -> None:
         """Raise InputError for decoder options that no model could be decoded with."""
         settings = read_settings(self)
-        settings.check([settings.given.get("max_new_tokens") or 1])
+        settings.check([1])
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

@@ -66,13 +66,13 @@ def test_live_display(student, decoder, batch_size):
 def test_live_display_states_and_marks(tokenizer):
     view, end = decode.step.BlockView, tokenizer.eos_token_id
     console = Console(file=io.StringIO(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    display = LiveDisplay(console, tokenizer, (end,), total=1, pause=0.0)
+    display = LiveDisplay(console, tokenizer, (end,), pause=0.0)
     newline = tokenizer("\n")["input_ids"][0]
     states = ["cached", "to cache", "fully active", "semi-active"]
     blocks = [view(2 * i, 2 * i + 2, state, (newline, None)) for i, state in enumerate(states)]
     blocks.append(view(8, 10, "semi-active", (end, None)))
     source = decode.jobs.Source("a", "[bold]a", "b")
-    job = decode.jobs.PromptJob(source, [1], decode.D2F())
+    job = decode.jobs.Job(source, [1], decode.D2F())
     with console.capture() as capture:
         console.print(Running([display._panel(job, decode.Event(0, 1, blocks))]))
     out = capture.get()

@@ -17,8 +17,6 @@ from decode.display import (
     Running,
     ShownBlock,
     ShownProgress,
-    shares,
-    window,
 )
 from decode.pipeline import main
 
@@ -33,11 +31,9 @@ def terminal(width, height):
 def panel(cached, active, words=6, name="a"):
     """Blocks of several words that are cached, then active ones that are masked."""
     blocks = [
-        ShownBlock(i, "cached", "", Text(f"word{i} " * words), True, 0)
-        for i in range(1, cached + 1)
+        ShownBlock(Text("cached"), Text(f"word{i} " * words), None) for i in range(1, cached + 1)
     ]
-    for i in range(cached + 1, cached + active + 1):
-        blocks.append(ShownBlock(i, "fully active", "", Text("·" * 12), False, 0))
+    blocks += [ShownBlock(Text("fully active"), Text("·" * 12), 0)] * active
     return RequestPanel(Text(f"{name} · forward 33"), blocks)
 
 
@@ -50,16 +46,17 @@ def shown(panels, width=80, height=12):
 def test_what_is_active_stays_in_view():
     lines = shown([panel(40, 3)])
     assert len(lines) == 11
-    assert lines[1].split()[1:4] == ["blocks", "1-35", "cached"]
+    assert "… 34 lines above, to block 35" in lines[-1]
+    assert lines[1].split()[1:3] == ["35", "cached"]
     assert lines[-2].split()[1:4] == ["43", "fully", "active"]
     assert "word40" in lines[-5] and "word1 " not in " ".join(lines)
-    assert "blocks" not in " ".join(shown([panel(3, 3)]))  # where there is room all is shown
+    assert "…" not in " ".join(shown([panel(3, 3)]))  # where there is room all is shown
 
 
 def test_every_panel_keeps_what_is_active():
     lines = " ".join(shown([panel(40, 1), panel(1, 1), panel(30, 1)], height=15))
     assert "41  fully active" in lines and "2  fully active" in lines
-    assert "31  fully active" in lines and "blocks 1-" in lines and "word1 word1" in lines
+    assert "31  fully active" in lines and "lines above" in lines and "word1 word1" in lines
     many = shown([panel(40, 1, name=f"r{i}") for i in range(9)], height=12)
     assert len(many) <= 11 and "… and 6 more" in many[-1]
 
@@ -72,16 +69,14 @@ def test_a_narrow_or_a_low_terminal():
         assert len(lines) == max(1, height - 1) and any("41" in line for line in lines)
 
 
-def test_the_tail_of_one_long_block():
+def test_the_part_of_one_long_block_where_decoding_is():
     """Autoregressive decoding and a static decoder's one block have nothing to leave out whole."""
     words = " ".join(f"w{i}" for i in range(400))
-    done = RequestPanel(Text("a"), [ShownBlock(1, "decoded", "", Text(words), True, 0)])
-    lines = shown([done])
-    assert "w399" in lines[-2] and "lines of block 1 above" in lines[1]
-    middle = words.index("w200")
-    active = RequestPanel(Text("a"), [ShownBlock(1, "current", "", Text(words), False, middle)])
-    lines = shown([active])
-    assert "w200" in lines[2] and "more lines, to block 1" in lines[-2]
+    lines = shown([RequestPanel(Text("a"), [ShownBlock(Text("decoded"), Text(words), None)])])
+    assert "w399" in lines[-2] and "lines above, to block 1" in lines[-1]
+    active = ShownBlock(Text("current"), Text(words), words.index("w200"))
+    lines = shown([RequestPanel(Text("a"), [active])])
+    assert "w200" in lines[1] and "below, to block 1" in lines[-1]
 
 
 @given(st.integers(0, 30), st.integers(0, 4), st.integers(1, 120), st.integers(1, 40))
@@ -91,38 +86,19 @@ def test_never_taller_than_the_terminal(cached, active, width, height):
     assert all(len(line) <= width for line in lines)
 
 
-@given(st.integers(1, 200), st.data())
-def test_the_window_has_the_focus_and_no_more_lines_than_there_are(count, data):
-    focus, room = data.draw(st.integers(0, count - 1)), data.draw(st.integers(1, 60))
-    first, stop = window(count, focus, room)
-    hidden = (first > 0) + (stop < count)
-    assert 0 <= first <= focus < stop <= count
-    assert stop - first + (hidden if room > 2 else 0) <= max(room, 1)
-    if count <= room:
-        assert (first, stop) == (0, count)
-
-
-@given(st.lists(st.integers(3, 50), min_size=1, max_size=8), st.integers(24, 90))
-def test_shares(needs, height):
-    found = shares(needs, height)
-    assert sum(found) <= height
-    assert all(3 <= got <= need for got, need in zip(found, needs, strict=True))
-    assert sum(needs) > height or found == needs
-
-
 def test_a_run_in_a_low_terminal(student):
     console = terminal(60, 9)
     arguments = ["--model", student, "--problems", "1", "--tasks", "story", "--pause", "0.001"]
     assert main([*arguments, *TAU, "--block-size", "4"], console) == 0
     frames = console.file.getvalue()
-    assert "blocks 1-" in frames and "answer" in frames
+    assert "lines above, to block" in frames and "answer" in frames
 
 
 @pytest.mark.parametrize("forwards", [10, 400, 5000])
 def test_the_pauses_of_a_run_are_bounded(monkeypatch, forwards):
     slept = []
     monkeypatch.setattr(display.time, "sleep", slept.append)
-    live = LiveDisplay(terminal(80, 20), None, (), total=1, pause=None)
+    live = LiveDisplay(terminal(80, 20), None, (), pause=None)
     monkeypatch.setattr(live, "_draw", lambda: None)
     monkeypatch.setattr(live, "_panel", lambda job, event: panel(1, 1))
     event = type("Event", (), {"request": 0, "result": None})()
@@ -134,7 +110,7 @@ def test_the_pauses_of_a_run_are_bounded(monkeypatch, forwards):
 
 
 def test_a_pause_that_is_asked_for_is_kept(monkeypatch):
-    live = LiveDisplay(terminal(80, 20), None, (), total=1, pause=0.5)
+    live = LiveDisplay(terminal(80, 20), None, (), pause=0.5)
     live.paused = 100.0
     assert live.next_pause() == 0.5
 
