@@ -83,7 +83,10 @@ def one_line(text: str) -> str:
 
 def repr_of(value: object) -> str:
     """Quote the beginning of a value for an error."""
-    return f"{value!r:.60}"
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # a whole number with more digits than Python writes
+        return "a number of thousands of digits"
 
 
 # What torch raises on a CPU is a plain RuntimeError.
