@@ -44,7 +44,7 @@ from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from decode.decoders import Decoder
 from decode.engine.batch import FlatRows, join
 from decode.engine.cuda_graphs import GraphForwards
-from decode.engine.engine import Engine, StartedForward
+from decode.engine.engine import Engine
 from decode.engine.prompts import encode
 from decode.engine.request import Request
 from decode.step import Step
@@ -90,6 +90,15 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
 
         return timed_run
 
+    def waited(start: Callable[..., Any]) -> Callable[..., Any]:
+        """Time also the wait for what is started."""
+
+        def started(*arguments: Any) -> Any:
+            pending = start(*arguments)
+            return None if pending is None else timed("wait", pending)
+
+        return started
+
     places: list[tuple[str, Any, str]] = [
         ("build", decode.engine.engine, "join"),
         ("build", FlatRows, "on"),
@@ -97,13 +106,14 @@ def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
         ("model", GraphForwards, "start"),
         ("predict", decode.engine.engine, "table_of"),
         ("predict", decode.engine.engine, "split"),
-        ("wait", StartedForward, "wait"),
         ("accept", Request, "accept"),
         ("event", Request, "event"),
     ]
     with ExitStack() as stack:
         for part, place, name in places:
             stack.enter_context(patch.object(place, name, timed(part, getattr(place, name))))
+        for place, name in ((GraphForwards, "start"), (Engine, "_compute")):
+            stack.enter_context(patch.object(place, name, waited(getattr(place, name))))
         yield seconds
 
 

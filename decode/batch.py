@@ -86,10 +86,13 @@ class OutputOptions:
     """folder for the answers; one of another run is refused"""
     batch_size: Annotated[int, arg(metavar="N")] = 32
     """rows that each worker decodes together, at least 1; the tokens do not depend on it"""
+    max_rows: Annotated[int | None, arg(metavar="N")] = None
+    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
+    tokens do not depend on it (default: a constant for the kind of device)"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1)
+        check_least(self, batch_size=1, max_rows=1)
 
 
 @dataclass(kw_only=True)
@@ -293,7 +296,7 @@ def _answer(
                 else:
                     yield number, (ids, own.sampled(number, 0))
 
-        work = partial(results, batch_size=options.batch_size)
+        work = partial(results, batch_size=options.batch_size, max_rows=options.max_rows)
         size = chunk_size(options.batch_size, len(left), crew.count)
         for number, result in crew.map(work, items(), size):
             keep(answer(number, result))

@@ -104,6 +104,9 @@ class OutputOptions:
 
     batch_size: Annotated[int, arg(metavar="N")] = 32
     """problems decoded together, at least 1; the tokens do not depend on it"""
+    max_rows: Annotated[int | None, arg(metavar="N")] = None
+    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
+    tokens do not depend on it (default: a constant for the kind of device)"""
     output: Annotated[str | None, arg(metavar="DIR")] = None
     """folder for answers.jsonl (every answer as it comes; the same command again goes on where it
     stopped) and report.json"""
@@ -115,7 +118,7 @@ class OutputOptions:
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1, judge_jobs=1)
+        check_least(self, batch_size=1, max_rows=1, judge_jobs=1)
 
 
 @dataclass(kw_only=True)
@@ -188,6 +191,7 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
                 jobs[task.name],
                 split=options.split,
                 batch_size=options.batch_size,
+                max_rows=options.max_rows,
                 samples=options.samples,
                 pass_at=options.passes,
                 ledger=ledger,
@@ -296,6 +300,7 @@ def evaluate_jobs(
     *,
     split: str,
     batch_size: int,
+    max_rows: int | None = None,
     samples: int = 1,
     pass_at: Sequence[int] = (),
     ledger: Ledger | None = None,
@@ -309,7 +314,13 @@ def evaluate_jobs(
     """
     displays = [] if shown is None else [_Counting(shown, task.name)]
     decoded = decode_jobs(
-        crew, jobs, batch_size=batch_size, ledger=ledger, judges=judges, displays=displays
+        crew,
+        jobs,
+        batch_size=batch_size,
+        max_rows=max_rows,
+        ledger=ledger,
+        judges=judges,
+        displays=displays,
     )
     return {
         **score(task, decoded.records, samples=samples, pass_at=pass_at),

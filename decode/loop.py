@@ -48,6 +48,7 @@ def decode_jobs(
     jobs: Sequence[Job],
     *,
     batch_size: int,
+    max_rows: int | None = None,
     ledger: Ledger | None = None,
     judges: JudgePool | None = None,
     displays: Sequence[Display] = (),
@@ -55,6 +56,7 @@ def decode_jobs(
     """Decode the jobs that the ledger does not have.
 
     Args:
+        max_rows: rows that a forward should have (`decode.engine.engine.Engine`).
         ledger, displays: begun after the checks and the warm-up, so that neither bad input nor a
             failing warm-up leaves a file.
         judges: judge several responses at a time, while no decoding is timed: those of a task that
@@ -81,11 +83,11 @@ def decode_jobs(
 
     watch = Stopwatch()
     if isinstance(crew, OneWorker):
-        timed = watch.over(_events(crew.model, pending, batch_size))
+        timed = watch.over(_events(crew.model, pending, batch_size, max_rows))
         if pending:
             _warm_up(crew.model, pending[0])
     else:
-        timed = watch.over_workers(_last_events(crew, pending, batch_size))
+        timed = watch.over_workers(_last_events(crew, pending, batch_size, max_rows))
     if ledger is not None:
         ledger.start()
     with ExitStack() as stack:
@@ -129,13 +131,17 @@ def _verdicts(
     return [by_place.get(place) for place in range(len(waiting))]
 
 
-def _events(model: DiffusionModel, jobs: list[Job], batch_size: int) -> Iterator[Event]:
+def _events(
+    model: DiffusionModel, jobs: list[Job], batch_size: int, max_rows: int | None
+) -> Iterator[Event]:
     """Begin the jobs, which checks them all; nothing is decoded before the first event is asked
     for."""
     from decode.api import stream
 
     prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
-    return stream(model, prompts, decoders, batch_size=batch_size, on_error="return")
+    return stream(
+        model, prompts, decoders, batch_size=batch_size, max_rows=max_rows, on_error="return"
+    )
 
 
 def _warm_up(model: DiffusionModel, job: Job) -> None:
@@ -149,16 +155,23 @@ def _warm_up(model: DiffusionModel, job: Job) -> None:
         raise NonFiniteLogitsError(f"{error} of the warm-up; no token was taken from it") from error
 
 
-def _last_events(crew: Crew, jobs: list[Job], batch_size: int) -> Iterator[Event]:
+def _last_events(
+    crew: Crew, jobs: list[Job], batch_size: int, max_rows: int | None
+) -> Iterator[Event]:
     """Decode on several workers; yield the last event of each job."""
     items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
     size = chunk_size(batch_size, len(jobs), crew.count)
-    for place, result in crew.map(partial(results, batch_size=batch_size), items, size):
+    work = partial(results, batch_size=batch_size, max_rows=max_rows)
+    for place, result in crew.map(work, items, size):
         yield Event(place, result.forwards, [], result=result)
 
 
 def results(
-    model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], *, batch_size: int
+    model: DiffusionModel,
+    items: Iterable[tuple[Key, EncodedPrompt]],
+    *,
+    batch_size: int,
+    max_rows: int | None = None,
 ) -> Iterator[tuple[Key, Result]]:
     """Yield the result of each prompt, by its key, as it is done; one that failed has its error.
     Items are drawn as requests enter."""
@@ -175,7 +188,15 @@ def results(
 
     # A prompt is drawn as its request enters, then its decoder.
     chosen = iter(decoders.popleft, None)
-    events = stream(model, prompts(), chosen, batch_size=batch_size, on_error="return", views=False)
+    events = stream(
+        model,
+        prompts(),
+        chosen,
+        batch_size=batch_size,
+        max_rows=max_rows,
+        on_error="return",
+        views=False,
+    )
     for event in events:
         if event.result is not None:
             yield keys[event.request], event.result

@@ -97,6 +97,9 @@ class OutputOptions:
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
     """prompts decoded together, at least 1; the tokens do not depend on it"""
+    max_rows: Annotated[int | None, arg(metavar="N")] = None
+    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
+    tokens do not depend on it (default: a constant for the kind of device)"""
     output: Annotated[str | None, arg(metavar="FILE")] = None
     """JSONL: the run's settings, then a line a result as it comes; the same command again goes on
     where it stopped"""
@@ -110,7 +113,7 @@ class OutputOptions:
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1)
+        check_least(self, batch_size=1, max_rows=1)
         if self.pause is not None and not 0 <= self.pause <= 60:
             raise InputError(f"--pause must lie in [0, 60] seconds, got {self.pause}")
 
@@ -177,6 +180,7 @@ def run(options: Options, console: Console | None = None) -> None:
             OneWorker(model),
             jobs,
             batch_size=options.batch_size,
+            max_rows=options.max_rows,
             ledger=ledger,
             displays=[shown] if trace is None else [trace, shown],
         )

@@ -26,6 +26,8 @@ D2F = (
     decode.D2F(4, tau_conf=0.2, max_new_tokens=N, revoke="commit", tau_revoke=0.3),
     decode.D2F(3, tau_conf=0.2, max_new_tokens=N, revoke="always", tau_revoke=0.5),
     decode.D2F(3, tau_conf=0.3, max_new_tokens=N, lossless=3),
+    decode.D2F(4, tau_conf=0.2, max_new_tokens=N, temperature=0.4, top_p=0.7, seed=2**64 - 1),
+    decode.D2F(4, tau_conf=0.2, max_new_tokens=N, temperature=1e300, top_k=3, seed=-(2**63)),
 )
 BLOCKWISE = (
     decode.Static(block_size=4, max_new_tokens=N, temperature=0.7, seed=3),
@@ -42,6 +44,7 @@ CAUSAL = (
     decode.Autoregressive(N),
     decode.Autoregressive(N, temperature=1.0, seed=7),
     decode.Autoregressive(3, temperature=0.5, top_k=20),
+    decode.Autoregressive(6, temperature=1e300, top_p=0.7, seed=2**64 - 1),
 )
 WINDOW = (
     decode.WeDLM(5, 0.6, max_new_tokens=N),

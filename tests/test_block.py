@@ -13,18 +13,15 @@ import torch
 from block_tiny import sdar
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode_reference import block_models, blocks, prompts, seeds
+from test_decode_reference import prompts, seeds
 
 import d2f
 import decode
 from d2f.contract import Contract
 from d2f.errors import CheckpointError
-from decode.engine.engine import Engine
-from decode.engine.request import Request
 from decode.engine.sampling import Sampler
 from decode.step import Predictions, Step
 from tests.references.d2f import predict_positions
-from triton_kernels.span_attention import span_mask
 
 
 @settings(max_examples=15)
@@ -40,27 +37,6 @@ def test_blocks_of_one_token_are_decoded_from_left_to_right(seed, prompt, reveal
         causal = torch.ones(len(x) + 1, len(x) + 1).tril().bool()
         x.append(predict_positions(model, [*x, model.mask_id], causal, [len(x)], 0, sampler)[0][0])
     assert events[-1].result.raw_tokens == x[len(prompt) :]
-
-
-@settings(max_examples=25)
-@given(block_models, prompts, blocks)
-def test_rows_see_their_block_and_all_before_it_and_no_mask_is_cached(model, prompt, decoder):
-    session = decoder.begin(prompt, model.contract)
-    size, absolute = decoder.size(model.contract), decoder.is_absolute(model.contract)
-    origin = 0 if absolute else len(prompt)
-    block_of = np.array([max((p - origin) // size, -1) for p in range(len(session.x))])
-    request = Request(0, prompt, decoder, model.contract, None)
-    engine = Engine(model, batch_size=1, slots=request.session.slots)
-    step = request.begin(session.width)
-    engine.submit(request)
-    while not request.done:
-        assert not request.session.masked[: step.cached].any()
-        assert step.slots.tolist() == step.positions.tolist()
-        spans = torch.from_numpy(step.spans).to(torch.int32)[None]
-        seen = span_mask(spans, len(block_of))[0].numpy()  # [T, slots]
-        assert (seen == (block_of[step.positions][:, None] >= block_of[None, :])).all()
-        engine.advance()
-        step = request.step
 
 
 def test_a_block_costs_its_steps_and_nothing_for_storing_it():
@@ -82,20 +58,6 @@ def predictions(step: Step, confidence: list[float]) -> Predictions:
 
 def tokens(session) -> list[tuple[int | None, ...]]:
     return [block.tokens for block in session.blocks()]
-
-
-def test_the_prompts_tail_is_part_of_the_first_block():
-    session = decode.Block(max_new_tokens=4).begin([5, 6, 7, 8, 9, 9], contract())
-    step = session.step()
-    assert step.spans[:, 0, 1].tolist() == [4] * 4 + [8] * 4
-    assert step.read.tolist() == [6, 7]
-    assert tokens(session) == [(None, None), (None, None)]
-    session.accept(predictions(step, [0.9, 0.9]))
-    step = session.step()
-    assert (step.cached, step.positions.tolist()) == (4, [4, 5, 6, 7, 8, 9])
-    assert [block.state for block in session.blocks()] == ["cached", "fully active"]
-    session.accept(predictions(step, [0.9, 0.9]))
-    assert session.step() is None
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from block_tiny import student
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shadows import models
 from test_decode_reference import block_models, blockwise, prompts, seeds
-from tiny import fresh_model, random_model
+from tiny import random_model
 
 import decode
-from d2f.model import DiffusionModel
 from decode.decoders.session import visible_ends
-from decode.engine.batch import join
-from decode.engine.engine import Engine
-from decode.engine.request import Request
 from decode.step import Predictions, Revealed
-from tests.references.blockwise import allowed_pairs, cached_forward, whole_forward
 
-CACHES = ("none", "prefix", "dual")
 FAMILIES = ("llada", "dream")
 
 
@@ -79,7 +72,7 @@ def test_a_cache_of_a_bidirectional_model_is_not(family, cache, seed):
         assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @settings(max_examples=6)
 @given(model=models, prompt=prompts, decoder=blockwise)
 def test_at_their_strictest_the_rules_are_static_decoding(cache, model, prompt, decoder):
@@ -129,103 +122,3 @@ def test_a_row_is_fed_until_it_cannot_change_and_then_no_more(model, prompt, dec
         assert all(final[row] == 1 for row in sees - fed)  # never fed again, and fed as it is now
         session.accept(made_up(session, rng))
     assert all(count == 1 for count in final.values() if count)
-
-
-def test_a_finished_block_costs_one_more_feeding_inside_the_next_ones_first_forward():
-    model = student("llada", 4, 0)
-    decoder = decode.Static(block_size=4, steps=4, max_new_tokens=8, early_exit=False)
-    result = decode.generate(model, [[5, 6, 7]], decoder)[0]
-    assert result.calls == [(7, 0), (4, 3), (8, 3), (4, 7)]
-
-
-@pytest.mark.parametrize(
-    ("cache", "calls"),
-    [
-        ("none", [(11, 0)] * 4),
-        ("prefix", [(11, 0), (8, 0), (11, 0), (4, 0)]),
-        ("dual", [(11, 0), (4, 0), (11, 0), (4, 0)]),
-    ],
-)
-def test_rows_that_each_policy_feeds_to_a_bidirectional_model(cache, calls):
-    decoder = decode.Static(4, 8, cache, early_exit=False, steps=4)
-    result = decode.generate(random_model("llada"), [[5, 6, 7]], decoder)[0]
-    assert result.calls == calls
-
-
-def logits_of(model: DiffusionModel, engine: Engine, request: Request) -> torch.Tensor:
-    """Logits of the rows that the request's next step reads, its slots written."""
-    rows = join([(request, request.begin(request.session.width))]).on(model.device)
-    engine.cache.slots = rows.slots
-    with torch.inference_mode():
-        return model.decode_rows(rows.tokens, rows.positions, rows.plan, engine.cache, rows.read)
-
-
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("block", [0, 1])
-def test_the_row_before_a_block_is_computed_again_to_predict_its_first_token(cache, block):
-    """In a shifted family: from the keys and values that the policy keeps, its own among them, and
-    without changing any; the logits of the block's first forward would be stale."""
-    model, prompt = random_model("dream"), [5, 6, 7, 8]
-    decoder = decode.Static(block_size=4, max_new_tokens=12, cache=cache)
-    request = Request(0, prompt, decoder, model.contract, None)
-    engine = Engine(model, batch_size=1, slots=request.session.slots)
-    session = request.session
-    start = len(prompt) + 4 * block
-
-    def reveal_last() -> None:
-        confidence = np.linspace(0, 1, len(session.wanted), dtype=np.float32)
-        tokens = np.arange(len(session.wanted)) + 20
-        request.accept(request.step, Predictions(tokens, confidence), 0.0)
-
-    for _ in range(4 * block):
-        logits_of(model, engine, request)
-        reveal_last()
-    allowed = allowed_pairs(model.contract, len(prompt), len(session.x))
-    logits, kept = whole_forward(model, session.x.tolist(), allowed)
-    torch.testing.assert_close(logits_of(model, engine, request)[0], logits[start - 1])
-    for _ in range(3):  # the block's first token stays masked and is predicted each time
-        reveal_last()
-        own_slots = [
-            tuple(part[:, :, start - 1].clone() for part in kv) for kv in engine.cache.layers
-        ]
-        found = logits_of(model, engine, request)[0]
-        fed = range(start, len(session.x) if cache == "prefix" else start + 4)
-        expected = cached_forward(model, session.x.tolist(), allowed, kept, fed)[start - 1]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert (found - logits[start - 1]).abs().max() > 1e-2
-        for before, now in zip(own_slots, engine.cache.layers, strict=True):
-            assert all(torch.equal(a, b[:, :, start - 1]) for a, b in zip(before, now, strict=True))
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("family", "shift"), [("llada", 0), ("dream", 1)])
-def test_changing_a_row_changes_only_the_prediction_that_it_makes(family, shift, cache):
-    """Row i predicts position i + 1 in a shifted family, position i in the others, in a block's
-    first forward and in the cached ones."""
-    model = fresh_model(family)
-    decoder = decode.EntropyBounded(block_size=4, max_new_tokens=12, cache=cache)
-    request = Request(0, [5, 6, 7], decoder, model.contract, None)
-    engine = Engine(model, batch_size=1, slots=request.session.slots)
-    session, rng = request.session, np.random.default_rng(0)
-    changed: list[int] = []
-
-    def change(module, args, output):
-        for row in changed:
-            output.last_hidden_state[:, row] += 1.0
-        return output
-
-    model.backbone.model.register_forward_hook(change)
-    forwards_seen = 0
-    request.begin(session.width)
-    while (step := request.step) is not None:
-        plain = logits_of(model, engine, request)
-        for row, position in enumerate(step.positions.tolist()):
-            changed[:] = [row]
-            differs = (logits_of(model, engine, request) - plain).abs().amax(-1) > 1e-3
-            changed.clear()
-            assert session.wanted[differs.numpy()].tolist() == [
-                p for p in session.wanted if p == position + shift
-            ]
-        request.accept(step, made_up(session, rng), 0.0)
-        forwards_seen += 1
-    assert forwards_seen > 6

@@ -68,19 +68,6 @@ def test_feeding_a_row_again_overwrites_its_slot_and_no_other(llada):
             assert changed.nonzero().flatten().tolist() == [4]
 
 
-def test_feeding_the_same_row_again_changes_nothing(dream):
-    """Why a shifted family may feed row p-1 again rather than carry logits between steps."""
-    cache = dream.new_cache(6)
-    spans = sp.causal(4)
-    first = feed(dream, cache, [5, 6, 7, 8], [0, 1, 2, 3], spans)
-    before = [(k.clone(), v.clone()) for k, v in cache.layers]
-    again = feed(dream, cache, [8], [3], spans[3:])
-    assert torch.allclose(again[0], first[3], rtol=1e-5, atol=1e-5)
-    for layer, old in zip(cache.layers, before, strict=True):
-        for new, was in zip(layer, old, strict=True):
-            assert torch.allclose(new, was, rtol=1e-5, atol=1e-6)
-
-
 def test_only_the_rows_read_get_logits(dream):
     cache = dream.new_cache(4)
     cache.slots = torch.arange(4)

@@ -19,11 +19,7 @@ import decode
 from d2f.contract import OBJECTIVES, PROMPT_RULES
 from d2f.errors import InputError
 from decode.decoders import DECODERS, as_decoder, default_decoder, find_decoder, qualified_name
-from decode.decoders.base import (
-    default_grid,
-    option,
-    options_of,
-)
+from decode.decoders.base import default_grid, option, options_of
 from decode.decoders.session import MOST
 from decode.decoders.unmask import bounded, reveal_count, sure, sure_together
 from decode.step import Predictions, Step
@@ -43,7 +39,6 @@ BAD = [
     ("d2f", {"forced_pick": "neg_entropy"}, "forced_pick must be one of .*; did you mean entropy"),
     ("d2f", {"lossless": 0}, f"lossless {WHOLE} 0"),
     ("d2f", {"lossless": True}, "lossless"),
-    ("d2f", {"lossless": "auto"}, "lossless auto is gone: .* the engine's max_rows narrows it"),
     ("d2f", {"lossless": 4, "temperature": 1.0}, r"lossless needs temperature 0.*got 1\.0"),
     ("d2f", {"lossless": 4, "revoke": "commit"}, "got lossless 4 and revoke 'commit'"),
     ("d2f", {"revoke": "never"}, "revoke must be one of always, commit, got 'never'"),
@@ -57,7 +52,6 @@ BAD = [
     ("entropy", {"gamma": None}, f"gamma {NUMBER} None"),
     ("entropy", {"proxy": "neg_entropy"}, "proxy must be one of entropy, confidence, margin, got"),
     ("freedave", {"drafts": 2.0}, f"drafts {WHOLE} 2.0"),
-    ("freedave", {"drafts": "auto"}, "drafts auto is gone"),
     ("freedave", {"drafting": "trees"}, "drafting must be one of tree, batch, got 'trees'"),
     ("freedave", {"tau": 0.9, "steps": 4}, "expected one of them, got steps 4 and tau 0.9"),
     ("freedave", {"eager": True, "cache": "dual"}, "eager needs cache none"),
@@ -69,7 +63,6 @@ BAD = [
     ("block", {"reveal": "all"}, "reveal must be one of static, dynamic, sequential, got 'all'"),
     ("block", {"align": "left"}, "align must be one of absolute, prompt, got 'left'"),
     ("wedlm", {"window": 0}, f"window {WHOLE} 0"),
-    ("wedlm", {"window": "auto", "verify": "ar"}, "window auto is gone: expected a whole number"),
     ("wedlm", {"entropy_threshold": float("nan")}, f"entropy_threshold {NUMBER} nan"),
     ("wedlm", {"distance_penalty": "far"}, f"distance_penalty {NUMBER} 'far'"),
     ("wedlm", {"refill": "block", "verify": "ar"}, "expected another refill, got block"),

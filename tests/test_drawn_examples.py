@@ -14,7 +14,7 @@ from tiny import random_model
 import decode
 from d2f.attention import SpanPlan
 from d2f.cache import SlotPool
-from d2f.noise import PipelineStates, clean_prefix_ratios, decoding_ratios, observed_first
+from d2f.noise import clean_prefix_ratios, decoding_ratios, observed_first
 from d2f.spans import (
     bidirectional,
     block_causal,
@@ -271,6 +271,8 @@ def test_d2f_revoke_always():
         revealed, decided = len(session.revealed), 4 - int(session.masked.sum())
         facts.append((revealed, spare, decided))
     assert facts == [(3, 0, 3), (1, 2, 2), (1, 0, 3), (1, 0, 4)]
+    counts = {"drafted": 6, "revoked": 2, "revoked_changed": 0}
+    assert counts.items() <= session.counts.items()
 
 
 def test_d2f_revoke_commit():
@@ -323,6 +325,9 @@ def test_wedlm_verified(rows, known):
     assert step.slots.tolist() == [2, 3, 4, 5] and step.tokens.tolist() == [A, B, C, M]
     answer(session, step, [*rows, 9], entropy=[0, 0, 0, 0.9])
     assert session.settled == known
+    accepted = len(known) - 2
+    counts = {"accepted": accepted, "rejected": 2 - accepted, "window_rows": 4 + 4}
+    assert session.counts == counts
     if len(known) == 2:
         step = session.step()
         assert step.slots.tolist() == [3, 4, 5, 6] and step.tokens.tolist() == [9, M, M, M]
@@ -386,9 +391,3 @@ def test_pack():
 def test_flat_spans():
     flat = SpanPlan(causal(3))._flat_spans(2, 3)[:, 0]
     assert flat.tolist() == [[0, 1], [0, 2], [0, 3], [3, 4], [3, 5], [3, 6]]
-
-
-def test_pipeline_states_draw():
-    states = PipelineStates({2: [(0.0, 0.5)]})
-    ratios, end = states.draw(5, 2, np.random.default_rng(0))
-    assert ratios.tolist() == [0, 0, 0.5, 0.5, 1] and end == 4

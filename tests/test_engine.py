@@ -3,9 +3,6 @@ it, and however its rows are fed."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 from every_decoder import KINDS, Visit, alone, decoders, exact_model, kinds, play, tokens, visits
@@ -16,13 +13,11 @@ from tiny import POISON, fresh_model, poisoned_model, random_model
 import decode
 import decode.engine.engine
 import triton_kernels.span_attention
-from d2f.attention import Segment
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.engine import cuda_graphs
-from decode.engine.batch import FlatRows, join
+from decode.engine.batch import FlatRows
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.step import Step
 from triton_kernels.span_attention import span_mask
 
 CPU = torch.device("cpu")
@@ -155,28 +150,6 @@ def test_a_lossless_request_speculates_within_its_share_of_the_rows(kind, decode
     assert sum(rows[1]) < sum(rows[8]) and (kind != "wedlm" or sum(rows[8]) < sum(rows[64]))
 
 
-def step(tokens: list[int], spans: list[list[tuple[int, int]]], read: list[int]) -> Step:
-    places = np.arange(len(tokens))
-    return Step(np.array(tokens), places + 3, places, np.array(spans), np.array(read), cached=0)
-
-
-def test_requests_lie_one_after_the_other_with_slots_from_their_bases():
-    first = step([7, 8], [[(0, 2), (3, 4)], [(0, 2), (2, 2)]], [1])
-    second = step([9, 10, 11], [[(0, 3)]] * 3, [0, 2])
-    rows = join([(SimpleNamespace(base=5), first), (SimpleNamespace(base=20), second)]).on(CPU)
-    assert rows.tokens.tolist() == [7, 8, 9, 10, 11]
-    assert rows.positions.tolist() == [3, 4, 3, 4, 5]
-    assert rows.slots.tolist() == [5, 6, 20, 21, 22]
-    assert rows.read.tolist() == [1, 2, 4]
-    assert rows.plan.spans.dtype == torch.int32
-    seen = [mask.nonzero().flatten().tolist() for mask in span_mask(rows.plan.spans, 30)[0]]
-    assert seen == [[5, 6, 8], [5, 6], [20, 21, 22], [20, 21, 22], [20, 21, 22]]
-    assert rows.plan.segments == [
-        Segment(slice(0, 2), slice(5, 9)),
-        Segment(slice(2, 5), slice(20, 23), whole=True),
-    ]
-
-
 @settings(max_examples=15)
 @given(
     st.sampled_from(["llada", "dream student"]),
@@ -208,9 +181,13 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     import d2f.attention
     import decode.engine.sampling
 
-    model, prompts = random_model(family), [[5, 6, 7, 8], [9]]
-    decoder = decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=9)
-    plain = decode.generate(model, prompts, decoder)
+    model, prompts = random_model(family), [[5, 6, 7, 8], [9], [10, 11]]
+    made = ({}, {"seed": 2**40}, {"top_k": 9, "top_p": 0.8})
+    decoders = [
+        decode.D2F(4, tau_conf=0.3, max_new_tokens=9, temperature=0.9 if one else 0.0, **one)
+        for one in made
+    ]
+    plain = decode.generate(model, prompts, decoders)
     used = []
 
     def chosen(name: str, x: torch.Tensor) -> bool:
@@ -220,7 +197,7 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     for module in (d2f.attention, decode.engine.sampling):
         monkeypatch.setattr(module, "use_kernel", chosen)
     monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (8,))
-    by_kernels = decode.generate(model, prompts, decoder)
+    by_kernels = decode.generate(model, prompts, decoders)
     assert [r.raw_tokens for r in by_kernels] == [r.raw_tokens for r in plain]
     assert {len(shape) for shape in used} == {2, 4}, "logits and queries"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from tiny import POISON, fresh_model, poisoned_model, random_model, tokenizer
 
 import d2f
 import decode
+import decode.api
 from d2f.errors import InputError, NonFiniteLogitsError
 from decode.decoders import DECODERS
 from decode.engine.prompts import fitted
@@ -207,15 +209,6 @@ def test_batch_size_bounds_what_runs_together(model):
     assert both[:2] == [0, 1] and 2 not in both[:4]
 
 
-def test_the_same_seed_gives_the_same_sample_whatever_the_batch(model):
-    hot = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=3)
-    other = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=4)
-    alone = decode.generate(model, "Use 3", hot)[0].raw_tokens
-    results = decode.generate(model, ["Use 9", "Use 3", "Use 3"], [other, hot, other])
-    assert results[1].raw_tokens == alone
-    assert results[2].raw_tokens != alone
-
-
 HOT = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=3)
 
 
@@ -344,20 +337,22 @@ def test_a_bad_prompt_or_request_fails_alone_where_asked(bad, message):
         decode.generate(poisoned, [[9], [POISON]], HOT)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_logits_stop_the_run_at_their_forward(bad):
-    """No token is chosen from them; the forwards before stand."""
-    model = fresh_model("llada")
-    head, calls = model.backbone.lm_head, 0
+@pytest.mark.parametrize("command", ["pipeline", "evaluate", "batch"])
+def test_each_command_gives_its_max_rows_to_the_engine(command, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Two and two?"}\n')
+    own = {
+        "pipeline": ["--prompt", "Two and two?"],
+        "evaluate": ["--tasks", "story", "--problems", "1"],
+        "batch": ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")],
+    }
+    given, real = [], decode.api.Engine
 
-    def spoil(module, inputs, output):
-        nonlocal calls
-        calls += 1
-        return torch.full_like(output, bad) if calls == 3 else output
+    def engine(*arguments, max_rows, **options):
+        given.append(max_rows)
+        return real(*arguments, max_rows=max_rows, **options)
 
-    head.register_forward_hook(spoil)
-    events = []
-    with pytest.raises(NonFiniteLogitsError, match="forward 3"):
-        for event in decode.stream(model, "Use 3", PIPELINE):
-            events.append(event)
-    assert [event.forward for event in events] == [1, 2]
+    monkeypatch.setattr(decode.api, "Engine", engine)
+    shared = ["--model", "tiny-wedlm", "--device", "cpu", "--max-new-tokens", "4"]
+    module = importlib.import_module(f"decode.{command}")
+    assert module.main([*shared, *own[command], "--max-rows", "7"]) == 0
+    assert 7 in given

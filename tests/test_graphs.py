@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ from d2f.model import DiffusionModel
 from decode.engine import cuda_graphs
 from decode.engine import engine as engines
 from decode.engine.batch import FlatRows, join
-from decode.engine.cuda_graphs import GraphForward, GraphForwards, Kind, LentGraphs, lent_graphs_of
+from decode.engine.cuda_graphs import GraphForward, GraphForwards, Kind, free_graphs, lend_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import PredictionRequest, Sampler, Wanted, split
@@ -76,21 +77,6 @@ def test_rows_that_pad_touch_no_request_in_a_full_cache(family, decoder, monkeyp
     assert [request.result.raw_tokens for request in requests] == [r.raw_tokens for r in plain]
     assert len(padded) == engine.forwards, "every forward was a static one"
     assert any(padded), "and some had rows that pad"
-
-
-def test_the_slot_of_padding_rows_keeps_nothing_of_a_request_that_failed():
-    """They meet what is not finite in its slots, and every later row would meet theirs."""
-    model = poisoned_model()
-    want = decode.generate(model, [[8]], PIPELINE)[0].raw_tokens
-    engine = Engine(model, batch_size=2, slots=60, static=True)
-    bad, good = (
-        Request(i, ids, PIPELINE, model.contract, None) for i, ids in enumerate(([POISON, 9], [8]))
-    )
-    engine.submit(bad)
-    engine.submit(good)
-    list(engine.run())
-    assert bad.result.error is not None and good.result.error is None
-    assert good.result.raw_tokens == want
 
 
 @pytest.mark.parametrize("rows", [257, 700, 1024])
@@ -280,18 +266,19 @@ def test_a_second_engine_of_a_model_makes_nothing_anew(made):
 
 
 def test_the_case_that_the_module_draws():
-    model, lent = random_model("llada"), LentGraphs()
-    a, b = lent.lend(model, 900), lent.lend(model, 300)
+    model = fresh_model("llada")
+    lend, free = partial(lend_graphs, model), free_graphs(model)
+    a, b = lend(900), lend(300)
     assert [one[1].slots for one in (a, b)] == [960, 320]
     for buffer in a[1].cache.layers[1]:
         buffer += 1
-    lent.take_back(a)
-    lent.take_back(b)
-    c = lent.lend(model, 500)
+    free.append(a)
+    free.append(b)
+    c = lend(500)
     assert c[1] is a[1]
     assert not any(buffer.any() for layer in c[1].cache.layers for buffer in layer)
-    d = lent.lend(model, 400)
-    assert d[1].slots == 416 and not lent._free
+    d = lend(400)
+    assert d[1].slots == 416 and not free
 
 
 @settings(max_examples=15)
@@ -323,7 +310,7 @@ def test_engines_that_are_alive_at_once_do_not_meet(prompts, data):
                 engine.close()
             del engine
     assert [tokens[i] for i in range(len(prompts))] == want
-    assert len(lent_graphs_of(model)._free) <= len(prompts)
+    assert len(free_graphs(model)) <= len(prompts)
 
 
 def test_an_engine_that_is_closed_or_forgotten_gives_back_once_and_keeps_no_model(made):
@@ -334,7 +321,7 @@ def test_an_engine_that_is_closed_or_forgotten_gives_back_once_and_keeps_no_mode
     engine.close()
     del engine
     gc.collect()
-    assert len(lent_graphs_of(model)._free) == 1
+    assert len(free_graphs(model)) == 1
     assert Engine(model, batch_size=1, slots=9).cache is cache()  # and is forgotten at once
     gc.collect()
     assert Engine(model, batch_size=1, slots=9).cache is cache()
@@ -380,4 +367,4 @@ def test_graphs_of_the_model_as_it_was_are_not_used(made, monkeypatch, change):
     for _ in range(2):
         Engine(model, batch_size=1, slots=9)
     assert made == ["GraphForwards"] * 2
-    assert len(lent_graphs_of(model)._free) == 1, "the old one is gone"
+    assert len(free_graphs(model)) == 1, "the old one is gone"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 from dataclasses import replace
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import POISON, fresh_model, poisoned_model, random_model
 
 import decode
-from d2f.errors import InputError, NonFiniteLogitsError
+from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.engine import likelihood
 from decode.engine.engine import Engine
@@ -138,23 +137,6 @@ def test_the_tail_keeps_its_precision():
     lowest = min(one.logprob for one in result.likelihoods)
     assert -math.inf < lowest < -150 and math.exp(lowest) < 1e-60
     same(result.likelihoods, plain(model, [9, 40, 77, 8, 120], 0, None, False))
-
-
-def test_they_come_through_async_engine_and_one_that_fails_fails_alone():
-    async def main(model, many):
-        async with decode.AsyncEngine(model) as engine:
-
-            async def one(ids):
-                stream = engine.generate(ids, Likelihood.of(model.contract))
-                return [event async for event in stream][-1].result
-
-            return await asyncio.gather(*map(one, many))
-
-    good = [9, 40, 77, 8, 120, 33]
-    poisoned = student_of(poisoned_model())
-    fine, bad = asyncio.run(main(poisoned, [good, [9, POISON, 77]]))
-    assert isinstance(bad.error, NonFiniteLogitsError) and bad.likelihoods == []
-    assert fine.likelihoods == found(poisoned, good).likelihoods != []
 
 
 def test_what_nothing_was_read_of_awaits_no_later_request():

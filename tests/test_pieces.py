@@ -10,7 +10,7 @@ import pytest
 from every_decoder import Visit, alone, exact_model, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import POISON, fresh_model, poisoned_model
+from tiny import POISON, poisoned_model
 
 import decode
 from d2f.errors import NonFiniteLogitsError
@@ -305,20 +305,3 @@ def test_a_request_that_failed_or_was_cancelled_is_no_source(static, rows):
     assert isinstance(requests[0].result.error, NonFiniteLogitsError)
     assert requests[2].result.reused_rows == 0
     assert requests[2].result.raw_tokens == want.raw_tokens
-
-
-def test_copied_rows_that_are_not_finite_are_fed_instead():
-    """Should what was copied ever be spoilt, the request does not fail for it."""
-    model, decoder = fresh_model("causal"), decode.Autoregressive(4)
-    want = decode.generate(model, [SECOND], decoder)[0]
-    engine = Engine(model, batch_size=2, slots=100, reuse_prefixes=True)
-    first = Request(0, FIRST, decoder, model.contract, None)
-    second = Request(1, SECOND, decoder, model.contract, None)
-    engine.submit(first)
-    list(engine.run())
-    for keys, _ in engine.cache.layers:
-        keys[:, :, first.base + 3] = np.nan
-    engine.submit(second)
-    list(engine.run())
-    assert second.result.error is None
-    assert second.result.raw_tokens == want.raw_tokens

@@ -128,22 +128,6 @@ def start(mode, **options):
     return decode.D2F(revoke=mode, **options).begin([5, 6], CONTRACT)
 
 
-def test_always_takes_back_less_than_the_last_deciding_forward_decided():
-    session = start("always")
-    session.accept(told(session.step(), [0.9, 0.9, 0.9, 0.1]))
-    step = session.step()  # the prompt is cached: the block's four rows, then its shadow's
-    assert step.read.tolist() == [3, 4, 5, 6]  # the mask, and the shadow of the three decided
-    session.accept(told(step, [0.1], [0.3, 0.1, 0.2]))  # the block is whole, then loses two
-    assert session.blocks()[0].tokens == (9, None, None, 9)
-    assert session.settled == []
-    step = session.step()
-    assert step.queried_tokens is None  # one was decided: nothing to spare
-    session.accept(told(step, [0.9, 0.9], token=8))
-    assert session.settled == [9, 8, 8, 9]
-    counts = {"drafted": 6, "revoked": 2, "revoked_changed": 2}
-    assert session.counts == counts | {"active_blocks": 3}
-
-
 def test_a_block_that_waits_for_the_one_before_is_still_verified():
     session = start("always", tau_add=0.0, max_new_tokens=8)
     session.accept(told(session.step(), [0.9, 0.1, 0.1, 0.1]))
@@ -153,25 +137,6 @@ def test_a_block_that_waits_for_the_one_before_is_still_verified():
     assert step.queried_tokens[2:].tolist() == [9] * 4
     session.accept(told(step, [0.1] * 2, [0.1, 1.0, 1.0, 1.0]))
     assert session.blocks()[1].tokens == (None, 9, 9, 9)
-
-
-def test_commit_verifies_a_block_once_more_and_caches_nothing_after_one_refused():
-    session = start("commit", tau_add=0.0)
-    session.accept(told(session.step(), [0.9, 0.9, 0.9, 0.1]))
-    session.accept(told(session.step(), [0.9] + [0.9] * 4))
-    assert [b.state for b in session.blocks()] == ["to cache", "to cache"]
-    step = session.step()
-    assert len(step.queried_tokens) == 8
-    session.accept(told(step, [], [1.0, 0.1, 1.0, 1.0] + [0.1] * 4))
-    assert [b.state for b in session.blocks()] == ["fully active", "fully active"]
-    assert session.blocks()[0].tokens == (9, None, 9, 9)
-    assert session.blocks()[1].tokens == (9,) * 4  # verified when its turn comes
-    session.accept(told(session.step(), [0.9], token=8))
-    step = session.step()
-    assert len(step.queried_tokens) == 3 + 4 and step.cached == 2  # what was taken back once stays
-    session.accept(told(step, [], [1.0] * 7))
-    assert session.step() is None
-    assert session.settled == [9, 8, 9, 9, 9, 9, 9, 9]
 
 
 def test_an_end_that_is_taken_back_ends_nothing():
@@ -191,61 +156,9 @@ def test_an_end_that_is_taken_back_ends_nothing():
     assert END not in session.settled
 
 
-@pytest.mark.parametrize("blocks", [[0], [0, 1]])
-def test_the_pipelines_shadows_are_those_of_the_masks_as_spans(blocks):
-    session = start("always", tau_add=0.0, max_new_tokens=7)
-    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
-    step = session.step()
-    if blocks == [0, 1]:
-        session.accept(told(step, [0.9, 0.1, 0.9, 0.9, 0.1], [1.0, 1.0]))
-        session.pipeline[1].predecessor_done = session.pipeline[2].predecessor_done = True
-        session.spare.update({2: 5, 6: 5})
-        step = session.step()
-    found = spans_as_mask(step.spans, session.slots)
-    ends = [2, 2, 6, 6, 6, 6, 9, 9, 9]  # prompt of 2, blocks of 4 and 3
-    counterparts = [p for p in range(9) for block in blocks if ends[p] == (6, 9)[block]]
-    truth = np.zeros((9 + len(counterparts), 9 + 4 + 3), dtype=bool)
-    for row, position in enumerate([*range(9), *counterparts]):
-        truth[row, : ends[position]] = True
-        if row >= 9:  # a shadow: not its counterpart, but its own shadow block
-            truth[row, position] = False
-            truth[row, slice(9, 13) if ends[position] == 6 else slice(13, 16)] = True
-    assert np.array_equal(found, truth[step.positions[0] :])
-
-
 def wino(size, contract=CONTRACT, **options):
     options = {"tau1": 0.5, "tau2": 0.9, "max_new_tokens": 9} | options
     return decode.Wino(size, **options).begin([5, 6], contract)
-
-
-def test_wino_takes_back_fewer_than_the_forward_before_decided():
-    """The bounds of the official code: the least likely first, none where one token is drafted."""
-    session = wino(8, max_new_tokens=8)
-    session.accept(told(session.step(), [0.9] * 3 + [0.1] * 5))
-    session.accept(told(session.step(), [0.9, 0.9] + [0.1] * 3, [0.3, 0.1, 0.2], token=8))
-    assert session.blocks()[0].tokens == (9, None, None, 8, 8, None, None, None)
-    step = session.step()  # positions 1, 2, 5, 6, 7 masked
-    session.accept(told(step, [0.1] * 4 + [0.9], [0.1, 0.1, 0.1], token=7))
-    assert session.blocks()[0].tokens == (9, None, None, 8, 8, None, None, 7)
-    step = session.step()  # the forward before decided one token: none can be taken back
-    assert step.queried_tokens is None
-    session.accept(told(step, [0.9, 0.2, 0.2, 0.2], token=9))
-    assert session.counts == {"drafted": 7, "revoked": 2, "revoked_changed": 0}
-    session = wino(8, caps=False)
-    session.accept(told(session.step(), [0.9] * 4 + [0.1] * 4))
-    session.accept(told(session.step(), [0.1] * 4, [0.4, 0.1, 0.2, 0.3]))  # 5 decided, 2 stay
-    assert session.blocks()[0].tokens == (9, None, None, None, 9, None, None, None)
-
-
-def test_wino_drafts_at_most_seven_tenths_within_5_and_20():
-    for block, most in ((4, 4), (10, 7), (64, 20)):
-        session = wino(block, max_new_tokens=64)
-        session.accept(told(session.step(), np.linspace(0.6, 0.9, block).tolist()))
-        decided = np.flatnonzero(~session.masked[2 : block + 2])
-        assert decided.tolist() == list(range(block - most, block))
-        session = wino(block, max_new_tokens=64, caps=False)
-        session.accept(told(session.step(), [0.6] * block))
-        assert not session.masked[2 : block + 2].any()
 
 
 def test_winos_early_exit_waits_until_an_end_can_no_longer_be_taken_back():
@@ -281,22 +194,6 @@ def test_a_cache_policy_is_exact_where_rows_do_not_look_on(family, mask):
     for exact, prefix, dual in zip(*found, strict=True):
         assert exact.raw_tokens == prefix.raw_tokens == dual.raw_tokens
         assert exact.forwards == prefix.forwards == dual.forwards
-
-
-def test_winos_shadow_is_that_of_the_paper():
-    """A row of the sequence sees the sequence; one of the shadow all but its counterpart, the
-    shadow included. The one scratch slot of the frame, 11, is seen by none."""
-    session = wino(4)
-    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
-    step = session.step()
-    found = spans_as_mask(step.spans, session.slots)
-    truth = np.ones((15, 16), dtype=bool)
-    truth[:11, 11:] = False
-    truth[:, 11] = False
-    truth[[11, 12, 13, 14], [2, 3, 4, 5]] = False
-    assert np.array_equal(found, truth)
-    assert step.positions.tolist() == [*range(11), 2, 3, 4, 5]
-    assert step.read.tolist() == [4, 5, 11, 12] and step.queried_tokens[2:].tolist() == [9, 9]
 
 
 STUDENT = replace(SHIFTED, objective="d2f", block_size=4)

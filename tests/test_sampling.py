@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from every_decoder import exact_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import random_model
@@ -17,7 +16,6 @@ from tiny import random_model
 import decode
 import decode.engine.sampling
 from d2f.errors import NonFiniteLogitsError
-from decode.engine import cuda_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from decode.engine.sampling import (
@@ -137,14 +135,6 @@ def test_any_seed_that_torch_takes_is_taken(model, seed):
     assert len({result.seed for result in results}) == 4
 
 
-def test_a_temperature_may_be_a_whole_number_of_any_size(model):
-    """Beyond int64, too; what is drawn is then any token alike."""
-    hot = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2**64)
-    same = decode.D2F(4, tau_conf=0.2, max_new_tokens=4, temperature=2.0**64)
-    first, second = (decode.generate(model, "Use 3", d)[0].raw_tokens for d in (hot, same))
-    assert first == second and len(first) == 4
-
-
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
     found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0), None), 20000)], 1)[0]
@@ -152,84 +142,14 @@ def test_sampled_frequencies_follow_the_probabilities():
     assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
 
 
-SAMPLING = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.0, 0.4, 1.0, 1e300]),
-        "top_k": st.sampled_from([None, None, 3]),
-        "top_p": st.sampled_from([1.0, 1.0, 0.7]),
-        "seed": st.sampled_from([0, 5, 2**64 - 1, -(2**63)]),
-    }
-)
-REQUESTS = st.lists(
-    st.tuples(st.lists(st.integers(8, 200), min_size=1, max_size=20), SAMPLING),
-    min_size=1,
-    max_size=4,
-)
-
-
-def run(model, decoders, prompts, *, early=False, **options) -> tuple[Engine, list[list[int]]]:
-    requests = [
-        Request(i, ids, decoder, model.contract, None)
-        for i, (ids, decoder) in enumerate(zip(prompts, decoders, strict=True))
-    ]
-    engine = Engine(model, slots=200, **options)
-    engine.early = early
-    for request in requests:
-        engine.submit(request)
-    list(engine.run())
-    assert [request.result.error for request in requests] == [None] * len(requests)
-    return engine, [request.result.raw_tokens for request in requests]
-
-
-@settings(max_examples=30)
-@given(REQUESTS, st.sampled_from(["d2f", "autoregressive"]), st.booleans(), st.booleans())
-def test_alone_together_in_pieces_and_padded_the_same_tokens_are_drawn(asked, name, pieces, early):
-    model = exact_model("llada" if name == "d2f" else "causal")
-    prompts = [ids for ids, _ in asked]
-    decoders = [
-        decode.D2F(4, tau_conf=0.2, max_new_tokens=9, **own)
-        if name == "d2f"
-        else decode.Autoregressive(6, **own)
-        for _, own in asked
-    ]
-    alone = [
-        run(model, [decoder], [ids], batch_size=1, static=False)[1][0]
-        for ids, decoder in zip(prompts, decoders, strict=True)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "SIZES", (5, 8, 16))  # some forwards have more rows
-        rows = 5 if pieces else None
-        options = {"batch_size": 3, "static": True, "prefill_rows": rows, "early": early}
-        engine, together = run(model, decoders, prompts, **options)
-    assert together == alone
-    assert engine.static._forwards
-
-
-def test_the_kernel_draws_what_the_plain_computation_draws(monkeypatch):
-    model, prompts = random_model("dream"), [[5, 6, 7, 8], [9], [10, 11]]
-    decoders = [
-        decode.D2F(4, tau_conf=0.3, max_new_tokens=9, temperature=0.9, seed=2**40),
-        decode.D2F(4, tau_conf=0.3, max_new_tokens=9, temperature=0.9, top_k=9, top_p=0.8),
-        decode.D2F(4, tau_conf=0.3, max_new_tokens=9),
-    ]
-    plain = run(model, decoders, prompts, batch_size=3)[1]
-    asked = []
-
-    def chosen(name: str, x: torch.Tensor) -> bool:
-        asked.append(name)
-        return True
-
-    monkeypatch.setattr(decode.engine.sampling, "use_kernel", chosen)
-    assert run(model, decoders, prompts, batch_size=3, static=True)[1] == plain
-    assert "confidence" in asked
-
-
 def test_forwards_with_drawn_tokens_are_static_ones(monkeypatch):
     """On a GPU: captured."""
     model, computed = random_model("llada"), []
     monkeypatch.setattr(Engine, "_compute", lambda self, *_: computed.append(self))
     decoder = decode.D2F(4, max_new_tokens=9, temperature=1.0)
-    engine, _ = run(model, [decoder], [[5, 6]], batch_size=1, static=True)
+    engine = Engine(model, slots=200, batch_size=1, static=True)
+    engine.submit(Request(0, [5, 6], decoder, model.contract, None))
+    list(engine.run())
     kinds = set(engine.static._forwards)
     assert kinds and all(kind.drawn and not kind.filtered for kind in kinds)
     assert not computed

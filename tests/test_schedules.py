@@ -260,22 +260,6 @@ def test_the_command_records_a_file_that_training_takes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "chess"], "--tasks: expected a task among"),
-        (["--block-sizes", "4;8"], "--block-sizes must be as 4,8, got '4;8'"),
-        (["--tau-conf", "1.5"], "tau_conf must lie in"),
-    ],
-)
-def test_a_bad_option_of_the_command_is_named(tmp_path, capsys, arguments, message):
-    output = ["--output", str(tmp_path / "out.json")]
-    folder = tmp_path / "model"
-    save_model(random_model("llada"), folder, dtype=torch.float32)
-    assert decode.record_states.main(["--model", str(folder), *arguments, *output]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is not JSON"),

@@ -76,58 +76,6 @@ def predictions(step: Step, tokens: list[int], entropy: list[float]) -> Predicti
 CONTRACT = replace(wedlm(False, 0).contract, mask_id=1, end_ids=(0,))
 
 
-def test_the_window_is_reordered_and_committed_from_the_left():
-    session = decode.WeDLM(3, 0.5, 0.1, 9, refill="repository").begin([5, 6], CONTRACT)
-    step = session.step()
-    assert (step.tokens.tolist(), step.cached) == ([5, 6, 1, 1, 1], 0)
-    assert step.read.tolist() == [2, 3, 4] and step.uncertainty
-    session.accept(predictions(step, [7, 8, 9], [0.6, 0.6, 0.2]))  # 0.4 at distance 2
-    assert (session.settled, session.tokens) == ([], [9])
-    step = session.step()
-    assert step.positions.tolist() == [4, 2, 3]
-    assert step.slots.tolist() == [2, 3, 4]
-    assert step.spans[:, 0].tolist() == [[0, 3], [0, 4], [0, 5]]
-    session.accept(predictions(step, [7, 8], [0.5, 0.8]))  # none strictly below: the lowest
-    step = session.step()
-    assert step.positions.tolist() == [2, 4, 3, 5]  # one to commit, so one mask more
-    assert step.cached == 2
-    session.accept(predictions(step, [0, 9], [0.1, 0.5]))
-    assert session.step() is None  # an end id, and all before it is known
-    assert session.settled == [7, 0, 9]
-
-
-def test_a_window_of_the_paper_goes_on_once_it_has_no_mask():
-    session = decode.WeDLM(2, 0.5, 0.0, 3).begin([5], CONTRACT)
-    session.accept(predictions(session.step(), [7, 8], [0.1, 0.5]))  # not strictly below
-    step = session.step()
-    assert step.positions.tolist() == [1, 2]  # topped up only after the commit
-    session.accept(predictions(step, [8], [0.6]))
-    step = session.step()
-    assert (step.positions.tolist(), step.cached) == ([2, 3], 2)
-    session = decode.WeDLM(2, 0.5, 0.0, 3).begin([5], CONTRACT)
-    session.accept(predictions(session.step(), [7, 8], [0.1, 0.1]))
-    step = session.step()
-    assert step.positions.tolist() == [1, 2, 3]  # no slot beyond the response
-    assert [block.state for block in session.blocks()] == ["cached", "fully active"]
-
-
-def test_a_draft_that_fails_becomes_the_greedy_token_and_later_ones_are_masked_again():
-    session = decode.WeDLM(4, 9.0, 0.0, 9, verify="ar").begin([5], CONTRACT)
-    step = session.step()
-    assert step.read.tolist() == [0, 1, 2, 3, 4]
-    session.accept(predictions(step, [7, 2, 3, 4, 5], [0.1] * 5))
-    assert (session.settled, session.counts["accepted"]) == ([7], 0)
-    step = session.step()
-    assert step.tokens.tolist() == [7, 3, 4, 5, 1, 1, 1, 1]
-    assert step.read.tolist() == list(range(8))
-    session.accept(predictions(step, [3, 8, 9, 9, 9, 9, 9, 9], [0.1] * 8))
-    assert session.settled == [7, 3, 8]
-    assert session.counts == {"accepted": 1, "rejected": 2, "window_rows": 4 + 8}
-    step = session.step()
-    assert (step.tokens.tolist(), step.cached) == ([8, 1, 1, 1], 3)
-    assert session.blocks()[-1].tokens == (8, None, None, None)
-
-
 def test_block_by_block_a_window_stands_until_it_is_filled_and_is_committed_whole():
     """Windows of 3; in brackets what each forward fills. Its rows see all of it where it is
     bidirectional, and are committed causally."""

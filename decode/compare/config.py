@@ -87,7 +87,7 @@ class Ours(Entry):
     """Compiled, as vLLM does with its own; before anything is measured."""
     batch_size: Requests | None = None
     """Most requests in a forward; default: the concurrency."""
-    max_rows: Annotated[int, Field(ge=1)] | None = None
+    max_rows: Annotated[int, Field(ge=1, le=10**6)] | None = None
     """Rows that one forward should have, which bounds how wide lossless decoders speculate;
     default: a constant for the kind of device."""
     threads: Threads | None = None

@@ -98,11 +98,6 @@ class Option:
         bounds: dict[str, Any] = {k: bound for k, bound in given.items() if bound is not None}
         if value is None and self.may_be_none:
             return
-        if self.kind is int and value == "auto":  # an option of earlier versions
-            raise InputError(
-                f"{self.name} auto is gone: expected a whole number, the most that is speculated; "
-                "the engine's max_rows narrows it where many requests run"
-            )
         if isinstance(self.kind, tuple):
             one_of(self.name, value, self.kind)
         elif self.kind is bool:

@@ -37,14 +37,7 @@ from decode.decoders.base import (
 )
 from decode.decoders.session import SDAR_BLOCK_SIZE, MaskedSession, feed, mask_kind
 from decode.decoders.unmask import reveal_count
-from decode.step import (
-    BlockState,
-    BlockView,
-    Floats,
-    Ints,
-    Predictions,
-    Step,
-)
+from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step
 
 Reveal = Literal["static", "dynamic", "sequential"]
 Align = Literal["absolute", "prompt"]

@@ -43,13 +43,7 @@ from decode.decoders.base import (
     option,
 )
 from decode.decoders.session import MaskedSession, mask_kind, visible_ends
-from decode.step import (
-    BlockState,
-    BlockView,
-    Ints,
-    Predictions,
-    Step,
-)
+from decode.step import BlockState, BlockView, Ints, Predictions, Step
 
 CachePolicy = Literal["none", "prefix", "dual"]
 

@@ -36,14 +36,7 @@ from decode.decoders.base import (
     ratio,
 )
 from decode.decoders.session import MaskedSession, feed
-from decode.step import (
-    BlockState,
-    BlockView,
-    Floats,
-    Ints,
-    Predictions,
-    Step,
-)
+from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step
 
 Pick = Literal["confidence", "entropy", "margin"]
 Revoke = Literal["always", "commit"]

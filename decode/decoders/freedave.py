@@ -49,12 +49,7 @@ from decode.decoders.blockwise import blockwise_card
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.session import mask_kind
 from decode.decoders.unmask import Static, StaticSession, sure
-from decode.step import (
-    Floats,
-    Ints,
-    Predictions,
-    Step,
-)
+from decode.step import Floats, Ints, Predictions, Step
 
 Drafting = Literal["tree", "batch"]
 

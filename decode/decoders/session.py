@@ -11,15 +11,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.spans import block_ends, prefix
-from decode.step import (
-    BlockState,
-    BlockView,
-    Ints,
-    Predictions,
-    Revealed,
-    Step,
-    TokenLikelihood,
-)
+from decode.step import BlockState, BlockView, Ints, Predictions, Revealed, Step, TokenLikelihood
 
 MOST = 2**20  # tokens, forwards or states: what counts up to more would not end
 MaskKind = Literal["bidirectional", "block-causal", "absolute block-causal", "causal"]

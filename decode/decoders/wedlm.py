@@ -52,20 +52,9 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
-from decode.decoders.base import (
-    Card,
-    Decoder,
-    max_new_tokens_option,
-    option,
-)
+from decode.decoders.base import Card, Decoder, max_new_tokens_option, option
 from decode.decoders.session import MaskedSession, mask_kind
-from decode.step import (
-    BlockView,
-    Floats,
-    Ints,
-    Predictions,
-    Step,
-)
+from decode.step import BlockView, Floats, Ints, Predictions, Step
 
 Refill = Literal["paper", "repository", "block"]
 

@@ -23,12 +23,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import (
-    Card,
-    block_size_option,
-    option,
-    ratio,
-)
+from decode.decoders.base import Card, block_size_option, option, ratio
 from decode.decoders.blockwise import Blockwise, BlockwiseSession, blockwise_card
 from decode.decoders.session import Revocations
 from decode.decoders.shadow import add_shadow, shadow_slots, weakest

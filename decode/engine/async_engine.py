@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
-from weakref import WeakSet
 
 from d2f.errors import EngineClosedError, QueueFullError
 from d2f.model import DiffusionModel
@@ -44,8 +43,7 @@ SECONDS_AT_EXIT = 30.0  # the longest that a forward in flight holds up the inte
 
 
 class Outbox:
-    """Events of one request on their way to its one reader, who may be slow: there are no more of
-    them than forwards."""
+    """Events of one request on their way to its one reader, at most one a forward."""
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request = request
@@ -55,7 +53,7 @@ class Outbox:
         self._take: Callable[[Event | Exception], None] | None = None
 
     async def next(self) -> Event | None:
-        """Wait for the next event, None after `leave`. Raises what came in place of one."""
+        """Wait for the next event, None once its reader has left. Raises an error that came."""
         item = None if self.left else await self._items.get()
         if isinstance(item, Exception):
             raise item
@@ -73,10 +71,6 @@ class Outbox:
             self._items.put_nowait(item)
         elif not self.left:
             self._take(item)
-
-    def leave(self) -> None:
-        """Give no event any more."""
-        self.left = True
 
 
 @dataclass(frozen=True)
@@ -104,31 +98,29 @@ class EngineStats:
     slots_used: int
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """Runs an engine until `close`; all public methods may be called from any thread.
 
     A request holds a place from `reserve` until it ends. `give_back`, `leave` and `stop` do nothing
-    but put a message into the inbox, so that destructors may call them, which come at any moment,
-    in the middle of a method of this class and while the interpreter is torn down.
+    but put a message into the inbox, so that destructors may call them at any moment,
+    also while the interpreter is torn down and this module's names are gone.
     """
 
     def __init__(self, engine: Engine, max_waiting: int):
+        super().__init__(name="decode engine", daemon=True)
         self.max_waiting = max_waiting
         self._engine = engine
-        self._inbox: SimpleQueue[tuple[Callable[..., None], Outbox | None]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # method, arguments
         self._outboxes: dict[int, Outbox] = {}  # of the requests in the engine; the thread's own
-        self._raised = False  # whether the last forward did
         self._finishing = self._stopping = False  # what the thread was told
         self._lock = threading.Lock()  # of all below
         self._places = 0  # requests accepted that have not ended
         self._running = self._slots_used = 0
         self._room = engine.batch_size  # how many enter the batch without waiting
         self._counts: Counter[str] = Counter()
-        self._closed = self._gone = False
+        self.closed = self._gone = False
         self._cause: BaseException | None = None  # what ended the thread unasked
-        self._thread = threading.Thread(target=self._work, name="decode engine", daemon=True)
-        self._thread.start()
-        _threads.add(self)
+        self.start()
 
     @property
     def stats(self) -> EngineStats:
@@ -144,24 +136,19 @@ class EngineThread:
                 **{name: self._counts[name] for name in names},
             )
 
-    @property
-    def closed(self) -> bool:
-        with self._lock:
-            return self._closed
-
     def reserve(self, count: int = 1) -> None:
         """Take places in the queue, all or none. Raises QueueFullError and EngineClosedError."""
         with self._lock:
             # Those that the next forward has room for do not count as waiting.
             waiting = self._places - self._running - self._room
-            if self._closed or waiting + count > self.max_waiting:
+            if self.closed or waiting + count > self.max_waiting:
                 self._counts["refused"] += count
-                raise self._closed_error() if self._closed else QueueFullError(waiting)
+                raise self._closed_error() if self.closed else QueueFullError(waiting)
             self._places += count
 
     def give_back(self) -> None:
         """Give a place back that no request was entered for."""
-        self._inbox.put((self._end_place, None))
+        self._inbox.put((self._end_place,))
 
     def enter(self, outbox: Outbox) -> None:
         """Hand over a request that has a place. Raises EngineClosedError."""
@@ -177,15 +164,12 @@ class EngineThread:
     def close(self, *, finish: bool) -> None:
         """Refuse requests from now on, and end when those accepted have, or are cancelled."""
         with self._lock:
-            self._closed = True
-        self._inbox.put((self._finish if finish else self._stop, None))
+            self.closed = True
+        self._inbox.put((self._finish if finish else self._cancel_all,))
 
     def stop(self) -> None:
         """Cancel all, also what comes until the thread reads this, and end."""
-        self._inbox.put((self._stop, None))
-
-    def join(self, seconds: float | None = None) -> None:
-        self._thread.join(seconds)
+        self._inbox.put((self._cancel_all,))
 
     def _closed_error(self) -> EngineClosedError:
         cause = self._cause
@@ -196,7 +180,7 @@ class EngineThread:
 
     # What follows runs in the thread.
 
-    def _work(self) -> None:
+    def run(self) -> None:
         try:
             while not self._over():
                 self._read_inbox()
@@ -215,13 +199,13 @@ class EngineThread:
         """Do what the messages say; without a request sleep until there is one."""
         with contextlib.suppress(Empty):
             while True:
-                call, outbox = self._inbox.get(block=not (self._outboxes or self._over()))
-                call() if outbox is None else call(outbox)
+                call, *arguments = self._inbox.get(block=not (self._outboxes or self._over()))
+                call(*arguments)
 
     def _finish(self) -> None:
         self._finishing = True
 
-    def _stop(self) -> None:
+    def _cancel_all(self) -> None:
         self._stopping = True
 
     def _enter(self, outbox: Outbox) -> None:
@@ -252,12 +236,10 @@ class EngineThread:
     def _advance(self) -> None:
         try:
             events = self._engine.advance()
-            self._raised = False
         except Exception as error:
             # Its frames hold what the forward computed, memory that the others need.
             traceback.clear_frames(error.__traceback__)
             events = self._fail(error)
-            self._raised = True
         sent: list[tuple[Outbox, Event | Exception]] = []
         for event in events:
             outbox = self._outboxes.get(event.request)
@@ -273,15 +255,11 @@ class EngineThread:
         self._send(sent)
 
     def _fail(self, error: Exception) -> list[Event]:
-        """End all that run: what the model raised concerns them. Where it raises twice in a row,
-        those that wait are refused, too, and not tried one batch after the other."""
-        now, waiting = time.perf_counter(), set(self._engine.waiting)
-        events = []
-        for request in [outbox.request for outbox in self._outboxes.values()]:
-            if self._raised or request not in waiting:
-                self._engine.cancel(request)
-                events.append(request.fail(error, now))
-        return events
+        """End all that run: what the model raised concerns them."""
+        now, failed = time.perf_counter(), list(self._engine.running)
+        for request in failed:
+            self._engine.cancel(request)
+        return [request.fail(error, now) for request in failed]
 
     def _send(self, sent: Iterable[tuple[Outbox, Event | Exception]]) -> None:
         """Give events to their readers, in one call of each loop."""
@@ -298,7 +276,7 @@ class EngineThread:
     def _end(self) -> None:
         """Leave nobody to wait for a thread that is gone."""
         with self._lock:
-            self._closed = self._gone = True
+            self.closed = self._gone = True
         self._stopping = True
         self._read_inbox()  # requests that were entered meanwhile are among the messages
         left = list(self._outboxes.values())
@@ -315,15 +293,13 @@ def _deliver(items: Iterable[tuple[Outbox, Event | Exception]]) -> None:
         outbox.put(item)
 
 
-_threads: WeakSet[EngineThread] = WeakSet()
-
-
 @atexit.register
 def _stop_all() -> None:
     """End threads that nobody closed before the interpreter ends: not while they are in torch."""
-    for thread in list(_threads):
-        thread.stop()
-        thread.join(SECONDS_AT_EXIT)
+    for thread in threading.enumerate():
+        if isinstance(thread, EngineThread):
+            thread.stop()
+            thread.join(SECONDS_AT_EXIT)
 
 
 class AsyncEngine:
@@ -388,8 +364,8 @@ class AsyncEngine:
         EngineClosedError, all before the request is queued. An engine that is closed without
         finishing raises EngineClosedError in every loop.
         """
-        prepare = partial(self._enter, [(prompt, decoder)], raw, ignore_eos, True)
-        return EventStream(self._thread, prepare)
+        options = {"raw": raw, "ignore_eos": ignore_eos, "views": True}
+        return EventStream(self._thread, partial(self._enter, [(prompt, decoder)], **options))
 
     async def submit_all(
         self,
@@ -402,7 +378,7 @@ class AsyncEngine:
         """Queue several requests (prompt, decoder) at once, or none of them; returns the events of
         each, as `generate` does. views: events show their blocks, which costs time in each forward.
         Raises as its first iteration does, QueueFullError where there is no room for all."""
-        outboxes = await self._enter(asked, raw, ignore_eos, views)
+        outboxes = await self._enter(asked, raw=raw, ignore_eos=ignore_eos, views=views)
         return [EventStream(self._thread, outbox=outbox) for outbox in outboxes]
 
     @property
@@ -428,18 +404,14 @@ class AsyncEngine:
         await self.close(finish=kind is None)
 
     async def _enter(
-        self,
-        asked: Sequence[tuple[Prompt, Decoder | str]],
-        raw: bool,
-        ignore_eos: bool,
-        views: bool,
+        self, asked: Sequence[tuple[Prompt, Decoder | str]], **options: bool
     ) -> list[Outbox]:
         """Queue requests, prepared beside the event loop: a chat template may take long."""
         thread = self._thread
         thread.reserve(len(asked))
         outboxes: list[Outbox] = []
         try:
-            requests = await asyncio.to_thread(self._prepare, asked, raw, ignore_eos, views)
+            requests = await asyncio.to_thread(self._prepare, asked, **options)
             for request in requests:
                 outbox = Outbox(request, asyncio.get_running_loop())
                 thread.enter(outbox)
@@ -455,6 +427,7 @@ class AsyncEngine:
     def _prepare(
         self,
         asked: Sequence[tuple[Prompt, Decoder | str]],
+        *,
         raw: bool,
         ignore_eos: bool,
         views: bool,
@@ -534,6 +507,6 @@ class EventStream(AsyncIterator[Event]):
 
     def _leave(self) -> None:
         if not self._ended and self._outbox is not None:
-            self._outbox.leave()
+            self._outbox.left = True
             self._thread.leave(self._outbox)
         self._ended = True

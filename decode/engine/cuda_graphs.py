@@ -233,46 +233,38 @@ def _chain(error: BaseException | None) -> str:
 # So there are never more of them than engines were alive at once.
 
 
-class LentGraphs:
-    """The caches with graphs of one model that no engine has."""
+Lent = tuple[Hashable, GraphForwards]
+"""A cache with its graphs, and the state of the model that they were made in."""
 
-    def __init__(self) -> None:
-        # An engine that is collected gives its own back at any moment, in any thread: a deque
-        # needs no lock.
-        self._free: deque[tuple[Hashable, GraphForwards]] = deque()
-
-    def lend(self, model: DiffusionModel, slots: int) -> tuple[Hashable, GraphForwards]:
-        """Lend one of at least `slots` slots, beside the one for rows that pad, all empty; first in
-        the pair is the state of the model that it was made in."""
-        state, free = captured_state(model), []
-        while self._free:
-            free.append(self._free.popleft())
-        # Graphs compute as the model was when they were captured.
-        free = sorted((one for one in free if one[0] == state), key=lambda one: one[1].slots)
-        fits = next((i for i, one in enumerate(free) if one[1].slots >= slots), None)
-        chosen = free.pop(-1 if fits is None else fits) if free else None
-        self._free.extend(free)
-        if fits is None:
-            del chosen  # the largest, too small: before a larger one is made
-            return state, GraphForwards(model, model.new_cache(_rounded(slots) + 1))
-        assert chosen is not None
-        if model.device.type == "cuda":
-            # A forward that the last engine started and nobody waited for may still be running.
-            torch.cuda.synchronize(model.device)
-        chosen[1].cache.clear(0, chosen[1].slots + 1)
-        return chosen
-
-    def take_back(self, lent: tuple[Hashable, GraphForwards]) -> None:
-        """Keep what an engine needs no more."""
-        self._free.append(lent)
+# An engine that is collected gives its own back at any moment, in any thread: a deque needs no
+# lock.
+_free: WeakKeyDictionary[DiffusionModel, deque[Lent]] = WeakKeyDictionary()
 
 
-_lent: WeakKeyDictionary[DiffusionModel, LentGraphs] = WeakKeyDictionary()
+def free_graphs(model: DiffusionModel) -> deque[Lent]:
+    """Return the caches with graphs of a model that no engine has; an engine appends its own."""
+    return _free.setdefault(model, deque())
 
 
-def lent_graphs_of(model: DiffusionModel) -> LentGraphs:
-    """Return the caches with graphs that the engines of a model share."""
-    return _lent.setdefault(model, LentGraphs())
+def lend_graphs(model: DiffusionModel, slots: int) -> Lent:
+    """Lend a cache of at least `slots` slots, beside the one for rows that pad, all empty."""
+    kept, state, free = free_graphs(model), captured_state(model), []
+    while kept:
+        free.append(kept.popleft())
+    # Graphs compute as the model was when they were captured.
+    free = sorted((one for one in free if one[0] == state), key=lambda one: one[1].slots)
+    fits = next((i for i, one in enumerate(free) if one[1].slots >= slots), None)
+    chosen = free.pop(-1 if fits is None else fits) if free else None
+    kept.extend(free)
+    if fits is None:
+        del chosen  # the largest, too small: before a larger one is made
+        return state, GraphForwards(model, model.new_cache(_rounded(slots) + 1))
+    assert chosen is not None
+    if model.device.type == "cuda":
+        # A forward that the last engine started and nobody waited for may still be running.
+        torch.cuda.synchronize(model.device)
+    chosen[1].cache.clear(0, chosen[1].slots + 1)
+    return chosen
 
 
 def captured_state(model: DiffusionModel) -> Hashable:

@@ -13,12 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
-import numpy as np
 import psutil
 import torch
-from numpy.typing import NDArray
 
 from d2f.cache import SlotCache, SlotPool
 from d2f.device import as_current
@@ -26,12 +23,20 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from decode.decoders.base import boolean, whole_number
 from decode.engine.batch import FlatRows, join
-from decode.engine.cuda_graphs import GraphForwards, PendingTable, graphs_wanted, lent_graphs_of
+from decode.engine.cuda_graphs import (
+    GraphForwards,
+    PendingTable,
+    free_graphs,
+    graphs_wanted,
+    lend_graphs,
+)
 from decode.engine.pieces import Feed, share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
 from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
 from decode.step import Event, Predictions, Step
+
+Started = tuple[list[tuple[Request, Step]], list[PredictionRequest], PendingTable]
 
 CPU_MAX_ROWS = 256
 """On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
@@ -132,9 +137,9 @@ class Engine:
         self.static: GraphForwards | None = None
         self._give_back: weakref.finalize[..., Engine] | None = None
         if static:
-            lent = lent_graphs_of(model).lend(model, slots)
+            lent = lend_graphs(model, slots)
             self.static = lent[1]
-            self._give_back = weakref.finalize(self, lent_graphs_of(model).take_back, lent)
+            self._give_back = weakref.finalize(self, free_graphs(model).append, lent)
             self._give_back.atexit = False
         self.cache: SlotCache = self.static.cache if self.static else model.new_cache(slots)
         self.pool = SlotPool(slots)
@@ -147,7 +152,8 @@ class Engine:
         self.rows = 0  # that they fed
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = cuda  # start the next forward before events are taken
-        self._started: StartedForward | None = None
+        # The forward under way: its steps with their requests, what each wants, and its table.
+        self._started: Started | None = None
         self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
@@ -286,7 +292,11 @@ class Engine:
             PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
             for r, step in fed
         ]
-        self._started = StartedForward(fed, groups, self._start(fed, groups))
+        rows, wanted = self._joined(fed, groups)
+        pending = None if self.static is None else self.static.start(rows, wanted)
+        if pending is None:  # no GPU, or more rows than any fixed size has
+            pending = self._compute(rows, wanted)
+        self._started = fed, groups, pending
 
     def _pieces(self) -> list[tuple[Request, Step]]:
         """Copy rows that others have fed, and choose the pieces of steps that are fed now."""
@@ -309,16 +319,14 @@ class Engine:
                 self.prefixes.note(request.base, step)
         return fed
 
-    def _start(
+    def _joined(
         self, fed: Sequence[tuple[Request, Step]], groups: list[PredictionRequest]
-    ) -> PendingTable:
-        """Start one forward of these steps."""
-        rows, wanted = join(fed), wanted_of(groups)
+    ) -> tuple[FlatRows, Wanted]:
+        """Join steps to one forward, and count it."""
+        rows = join(fed)
         self.forwards += 1
         self.rows += len(rows.tokens)
-        pending = None if self.static is None else self.static.start(rows, wanted)
-        # None: no GPU, or more rows than any fixed size has
-        return self._compute(rows, wanted) if pending is None else pending
+        return rows, wanted_of(groups)
 
     def _compute(self, flat: FlatRows, wanted: Wanted) -> PendingTable:
         """Compute a forward of any number of rows; what it returns waits for the table."""
@@ -335,17 +343,15 @@ class Engine:
 
     def _finish_forward(self) -> list[Event]:
         """Wait for the forward and hand its predictions to the requests."""
-        forward, self._started = self._started, None
-        if forward is None:
+        if self._started is None:
             return []
-        found = split(forward.wait(), forward.groups)
+        (fed, groups, pending), self._started = self._started, None
+        found = split(pending(), groups)
         width, events = self._width(), []
-        for (request, step), group, predictions in zip(
-            forward.fed, forward.groups, found, strict=True
-        ):
+        for (request, step), group, predictions in zip(fed, groups, found, strict=True):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
-            if predictions is None and (len(forward.fed) > 1 or request.feed is not None):
+            if predictions is None and (len(fed) > 1 or request.feed is not None):
                 predictions = self._alone(request, step, group)
             request.session.width = width
             events.append(self._accept(request, step, predictions))
@@ -356,10 +362,8 @@ class Engine:
         from one that fed rows before it: a row that sees nothing of it has still met it, at a
         weight of 0."""
         whole = step if request.feed is None else request.feed.anew()
-        rows, wanted = join([(request, whole)]), wanted_of([group])
-        self.forwards += 1
-        self.rows += len(rows.tokens)
-        return split(self._compute(rows, wanted)(), [group])[0]
+        pending = self._compute(*self._joined([(request, whole)], [group]))
+        return split(pending(), [group])[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
         """Hand a request its predictions; returns the event that says what they changed. An error
@@ -377,19 +381,3 @@ class Engine:
             # What it wrote is finite, as what was read of it is, and adds nothing at a weight of 0.
             self._release(request, clear=not len(step.read))
         return event
-
-
-@dataclass(frozen=True)
-class StartedForward:
-    """A forward that is under way on the device, or done.
-
-    fed: the steps in it, with their requests. groups: what each of them wants of its rows.
-    pending: waits for the forward and gives its table (`decode.engine.sampling.table_of`).
-    """
-
-    fed: list[tuple[Request, Step]]
-    groups: list[PredictionRequest]
-    pending: PendingTable
-
-    def wait(self) -> NDArray[np.float64]:
-        return self.pending()

@@ -42,13 +42,7 @@ from d2f.errors import InputError
 from d2f.spans import stack
 from decode.decoders.base import Decoder
 from decode.decoders.session import Session, mask_kind, visible_ends
-from decode.step import (
-    BlockView,
-    Ints,
-    Predictions,
-    Step,
-    TokenLikelihood,
-)
+from decode.step import BlockView, Ints, Predictions, Step, TokenLikelihood
 
 ROWS = 256  # most rows of a forward, where no block has more
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from decode import Static, generate
 from decode.decoders import DECODERS
-from tests.fuzz.odd import LEAVES, NUMBERS, TEXT, VALUES
+from tests.fuzz.odd import NUMBERS, TEXT, VALUES
 from tests.fuzz.outcome import attempt, budget
 from tests.tiny import random_model
 
@@ -109,40 +109,3 @@ def test_any_prompts(prompts, family, raw):
     if refusing is not None and not hasattr(prompts, "__next__"):
         assert results is not None
         assert [r.tokens for r in results] == [r.tokens for r in refusing]
-
-
-COUNTS = st.sampled_from(
-    [1, 2, 3, 0, -1, True, None, "2", 1.5, 2**64, 10**12, math.nan, math.inf]
-) | OBJECTS  # fmt: skip
-
-
-@budget(0.5)
-@given(
-    n=COUNTS, batch_size=COUNTS, raw=st.booleans() | LEAVES,
-    on_error=st.sampled_from(["raise", "return"]) | ODD,
-    decoder=st.sampled_from([Static(max_new_tokens=4), "static", [], ["static"] * 3]) | ODD,
-)  # fmt: skip
-def test_any_arguments(n, batch_size, raw, on_error, decoder):
-    prompts = [[3, 4], [5, 6, 7]]
-    attempt(
-        lambda: generate(
-            random_model("llada"), prompts, decoder, n=n, raw=raw, batch_size=batch_size,
-            on_error=on_error,
-        )
-    )  # fmt: skip
-
-
-PROMPT_NONSENSE = [None, 3, 1.5, True, b"", b"abc", [[]], [None], [True], [-1], [2**63], [HUGE],
-                   [0.5], [[3], None], [[3], [0.5]], [[[3]]], {}, {"role": "user"},
-                   {"role": 1, "content": "x"}, {"role": "user", "content": 3},
-                   {"role": "user", "content": "\ud800"}, "\ud800", "",
-                   ["a", ""], ["a", 3], [{"role": "user", "content": "x"}, "y"], np.array(3),
-                   np.array([0.5]), np.array([True]), torch.tensor(1.5), object(), {5}, [{5}],
-                   "x " * 5000,
-                   ]  # fmt: skip
-
-
-@pytest.mark.parametrize("place", range(len(PROMPT_NONSENSE)))
-def test_nonsense_as_a_prompt(place):
-    model, prompts = random_model("llada"), PROMPT_NONSENSE[place]
-    attempt(lambda: generate(model, prompts, Static(max_new_tokens=4)), nonsense=True)

@@ -208,22 +208,6 @@ def test_a_model_that_changed_is_captured_anew(tokens):
     assert [r.raw_tokens for r in decode.generate(model, PROMPTS, DECODER)] == want
 
 
-def test_a_request_is_cancelled_between_two_forwards(plain_model, tokens):
-    """One of them is under way already; nothing of it is heard, and the others go on."""
-    engine = Engine(plain_model, batch_size=3, slots=200)
-    assert engine.early
-    requests = [request(plain_model, i) for i in range(4)]
-    for one in requests:
-        engine.submit(one)
-    heard = [engine.advance() for _ in range(2)]
-    assert {event.request for event in heard[1]} == {0, 1, 2}
-    assert engine.cancel(requests[1])
-    rest = [event.request for event in engine.run()]
-    assert set(rest) == {0, 2, 3}
-    for i in (0, 2, 3):
-        assert requests[i].result.raw_tokens == tokens[i]
-
-
 @pytest.mark.parametrize(
     "sampling",
     [{"temperature": 0.8, "seed": 7}, {"temperature": 1.0, "top_k": 20, "top_p": 0.8, "seed": 1}],
@@ -305,13 +289,3 @@ def test_the_table_of_a_captured_forward_needs_nothing_of_the_host(plain_model):
         prediction_table(logits, 1, queried, draws_of(lines, filtered=True))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_second_gpu(tokens):
-    model = wide_model(torch.float32)
-    model.backbone.to("cuda:1")
-    for _ in range(2):
-        found = decode.generate(model, PROMPTS, DECODER)
-        assert [result.raw_tokens for result in found] == tokens
-    assert torch.cuda.current_device() == 0

@@ -1,0 +1,779 @@
+"""`AsyncEngine`: each request gives what it gives alone, from any loop; who leaves, waits, fails or
+closes hurts nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from tiny import POISON, fresh_model, poisoned_model, random_model
+
+import decode
+import decode.engine.async_engine
+from d2f.errors import EngineClosedError, InputError, NonFiniteLogitsError, RequestError
+from decode.engine import engine as cache_size
+from decode.engine.engine import default_slots
+
+PATIENCE = 240.0  # seconds after which a test has failed
+LONG = decode.Static(block_size=4, max_new_tokens=40)  # 40 forwards
+DECODERS = (
+    decode.D2F(4, tau_conf=0.3, max_new_tokens=9),
+    decode.D2F(3, tau_conf=0.2, max_new_tokens=12, temperature=1.0, seed=3),
+    decode.Wino(6, max_new_tokens=8, tau1=0.1, tau2=0.3),
+    decode.FreeDave(4, max_new_tokens=8, drafts=3),
+)
+PROMPT = [9, 10, 11]
+
+
+class Failing(decode.Static):
+    """Its session raises at its third forward."""
+
+    def begin(self, prompt, contract):
+        session = super().begin(prompt, contract)
+        left, accept = iter(range(2)), session.accept
+
+        def failing(predictions):
+            next(left)  # StopIteration
+            accept(predictions)
+
+        session.accept = failing
+        return session
+
+
+class Gate:
+    """Lets a model's forwards through one by one, until it is opened for all."""
+
+    def __init__(self, model):
+        self.real, self.passes = model.decode_rows, threading.Semaphore(0)
+        self.error: Exception | None = None  # raised in place of a forward
+        self.activations: weakref.ref | None = None  # what that forward had in memory
+
+    def forward(self, *arguments):
+        self.passes.acquire()
+        if self.error is not None:
+            activations = torch.zeros(1)
+            self.activations = weakref.ref(activations)
+            raise self.error
+        return self.real(*arguments)
+
+    def let(self, forwards: int = 1) -> None:
+        self.passes.release(forwards)
+
+    def open(self) -> None:
+        self.passes.release(10**6)
+
+
+@pytest.fixture
+def gated():
+    """A model and the gate of its forwards, which is open after the test."""
+    model = fresh_model("llada")
+    gate = Gate(model)
+    model.decode_rows = gate.forward
+    late = threading.Timer(PATIENCE / 2, gate.open)  # so that a test that fails comes to its end
+    late.start()
+    yield model, gate
+    late.cancel()
+    gate.error = None
+    gate.open()
+
+
+@pytest.fixture
+def instantly(monkeypatch):
+    """Prepare requests in the loop's own thread, so that `turns` queue them."""
+
+    async def call(function, *arguments, **options):
+        return function(*arguments, **options)
+
+    real = asyncio.to_thread
+    monkeypatch.setattr(
+        asyncio,
+        "to_thread",
+        lambda f, *a, **o: (real if f.__name__ == "join" else call)(f, *a, **o),
+    )
+
+
+class Preparing:
+    """Holds up `checked`, by which a request is prepared, until it may go on."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.real = decode.engine.async_engine.checked
+        monkeypatch.setattr(decode.engine.async_engine, "checked", self.checked)
+
+    def checked(self, *arguments, **options):
+        self.begun.set()
+        assert self.go_on.wait(PATIENCE / 4)
+        return self.real(*arguments, **options)
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, PATIENCE))
+
+
+async def read(events) -> list[decode.Event]:
+    return [event async for event in events]
+
+
+def ask(engine, prompt=PROMPT, decoder=LONG) -> asyncio.Task:
+    return asyncio.create_task(read(engine.generate(prompt, decoder)))
+
+
+async def turns(count: int = 5) -> None:
+    """Let the other tasks of the loop go as far as they can without the engine's thread."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def alone(model, decoder=LONG, prompt=PROMPT) -> decode.Result:
+    """Decode without the gate."""
+    twin = fresh_model(model.family) if "decode_rows" in vars(model) else model
+    return decode.generate(twin, [prompt], decoder)[0]
+
+
+def same(events: list[decode.Event], alone: decode.Result) -> None:
+    """Check that events are whole, and of a request that gave what it gives alone."""
+    result = events[-1].result
+    assert result.error is None
+    assert [event.forward for event in events] == list(range(1, alone.forwards + 1))
+    assert (result.raw_tokens, result.calls) == (alone.raw_tokens, alone.calls)
+    assert (result.text, result.finish_reason) == (alone.text, alone.finish_reason)
+
+
+def is_empty(engine: decode.AsyncEngine) -> bool:
+    """Say whether the engine, which nobody uses any more, has all its slots again."""
+    inner = engine._engine
+    return not (inner.pool._used or inner.running or inner.waiting)
+
+
+async def refused(engine) -> None:
+    with pytest.raises(EngineClosedError, match="the engine is closed"):
+        await anext(engine.generate(PROMPT, LONG))
+
+
+# Results.
+
+
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_many_at_once_give_what_each_gives_alone(family):
+    model, draw = random_model(family), random.Random(family)
+    prompts = [draw.choices(range(8, 200), k=draw.randint(1, 9)) for _ in range(24)]
+    jobs = [(prompt, draw.choice(DECODERS)) for prompt in prompts]
+    jobs[3] = prompts[3], "d2f"
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=5) as engine:
+            return await asyncio.gather(*(ask(engine, *job) for job in jobs)), engine
+
+    found, engine = run(main())
+    assert len({events[0].request for events in found}) == len(jobs)
+    results = [alone(model, decoder, prompt) for prompt, decoder in jobs]
+    for events, result in zip(found, results, strict=True):
+        same(events, result)
+        assert {event.request for event in events} == {events[0].request}
+    stats = engine.stats
+    assert (stats.finished, stats.cancelled, stats.failed, stats.refused) == (24, 0, 0, 0)
+    assert (stats.running, stats.waiting) == (0, 0) and is_empty(engine)
+    assert stats.tokens == sum(len(result.tokens) for result in results)
+    assert max(r.forwards for r in results) <= stats.forwards < sum(r.forwards for r in results)
+
+
+BAD = {
+    "empty": ("", LONG, "the prompt is empty"),
+    "context": ([4] * 250, LONG, "the prompt has 250 tokens; .* the model's context is 256"),
+    "cache": ([4] * 61, LONG, "needs 102 slots of the cache, which has 100"),
+    "share": ([4] * 41, LONG, "needs 82 slots of the cache, a request may have 80: expected a sho"),
+    "decoder": (PROMPT, "fast", "decoder must be .*, got 'fast'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_prompt_is_refused_before_it_is_queued(name):
+    model, (prompt, decoder, said) = random_model("llada"), BAD[name]
+
+    async def main():
+        async with decode.AsyncEngine(model, slots=100, request_slots=80, max_waiting=0) as engine:
+            events = engine.generate(prompt, decoder)
+            with pytest.raises(InputError, match=said):
+                await anext(events)
+            assert await read(events) == []
+        assert (engine.stats.forwards, engine.stats.waiting, engine.stats.failed) == (0, 0, 0)
+
+    run(main())
+
+
+def test_options_are_checked():
+    model = random_model("llada")
+    for bad in ({"batch_size": 0}, {"slots": 0}, {"max_waiting": -1}, {"max_waiting": 1.5}):
+        (name,) = bad
+        with pytest.raises(InputError, match=f"{name} must be a whole number of at least"):
+            decode.AsyncEngine(model, **bad)
+
+    async def main():
+        async with decode.AsyncEngine(model) as engine:
+            with pytest.raises(InputError, match="raw must be true or false, got 1"):
+                await anext(engine.generate("a", LONG, raw=1))
+            with pytest.raises(InputError, match="finish must be true or false, got 1"):
+                await engine.close(finish=1)
+
+    run(main())
+
+
+def test_options_of_the_engine_reach_it():
+    model, decoder = random_model("causal"), decode.Autoregressive(8)
+    prompt = list(range(4, 34))
+
+    async def main():
+        options = {"prefill_rows": 8, "reuse_prefixes": True, "max_rows": 7}
+        async with decode.AsyncEngine(model, batch_size=2, **options) as engine:
+            assert engine._engine.max_rows == 7
+            return [await ask(engine, prompt, decoder) for _ in range(2)]
+
+    first, second = (events[-1].result for events in run(main()))
+    want = alone(model, decoder, prompt)
+    assert first.raw_tokens == second.raw_tokens == want.raw_tokens
+    assert (first.reused_rows, second.reused_rows) == (0, 29)
+    assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
+    with pytest.raises(TypeError, match="max_row"):
+        decode.AsyncEngine(model, max_row=7)
+
+
+def test_prompts_are_prepared_beside_the_loop(monkeypatch):
+    """A chat template may take seconds: the loop goes on meanwhile."""
+    model, preparing = random_model("llada"), Preparing(monkeypatch)
+
+    async def main():
+        async with decode.AsyncEngine(model) as engine:
+            task = ask(engine, "Use 3 and 4.", DECODERS[0])
+            await turns()
+            preparing.go_on.set()  # not reached by a loop that is held up
+            return await task
+
+    same(run(main()), alone(model, DECODERS[0], "Use 3 and 4."))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decoder", "kind", "said"),
+    [
+        (PROMPT, Failing(block_size=4, max_new_tokens=8), RequestError, "forward 3: StopIteration"),
+        ([9, POISON], LONG, NonFiniteLogitsError, "NaN or infinite logits at forward 1"),
+    ],
+)
+def test_a_request_fails_alone(prompt, decoder, kind, said):
+    model = poisoned_model()
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=3) as engine:
+            jobs = [(PROMPT, LONG), (prompt, decoder), ([12, 13], DECODERS[1])]
+            return await asyncio.gather(*(ask(engine, *job) for job in jobs)), engine
+
+    (first, bad, third), engine = run(main())
+    same(first, alone(model))
+    same(third, alone(model, DECODERS[1], [12, 13]))
+    assert type(bad[-1].error) is kind and said in str(bad[-1].error)
+    assert [event.result is None for event in bad] == [True] * (len(bad) - 1) + [False]
+    assert (engine.stats.failed, engine.stats.finished) == (1, 2) and is_empty(engine)
+
+
+def test_event_loops_in_several_threads():
+    model, found = random_model("llada"), {}
+    engine = decode.AsyncEngine(model, batch_size=4)
+
+    async def main(name: int):
+        jobs = [([9 + name, 20 + i], decoder) for i, decoder in enumerate(DECODERS)]
+        found[name] = jobs, await asyncio.gather(*(ask(engine, *job) for job in jobs))
+
+    threads = [threading.Thread(target=lambda i=i: run(main(i))) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    run(engine.close())
+    assert sorted(found) == [0, 1, 2]
+    for jobs, answers in found.values():
+        for events, (prompt, decoder) in zip(answers, jobs, strict=True):
+            same(events, alone(model, decoder, prompt))
+
+
+def test_a_reader_who_never_reads_holds_up_nobody():
+    model = random_model("llada")
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=2) as engine:
+            never = engine.generate(PROMPT, LONG)
+            events = [await anext(never)]
+            jobs = [([12 + i], DECODERS[0]) for i in range(6)]
+            found = await asyncio.gather(*(ask(engine, *job) for job in jobs))
+            await engine.close()
+            assert engine.stats.finished == 7
+            return jobs, found, events + await read(never)
+
+    jobs, found, late = run(main())
+    for events, (prompt, decoder) in zip(found, jobs, strict=True):
+        same(events, alone(model, decoder, prompt))
+    same(late, alone(model))
+
+
+def test_default_slots_hold_a_batch_and_no_more_than_half_of_the_memory(monkeypatch):
+    model = fresh_model("llada")  # 2 layers of 2 heads of 8, keys and values in fp32
+    slot = 2 * 2 * 2 * 8 * 4
+    assert default_slots(model, 3) == 3 * 256
+    monkeypatch.setattr(cache_size, "LONG", 100)
+    assert default_slots(model, 3) == 300
+    assert default_slots(model, 2) == 256  # of the context
+    monkeypatch.setattr(cache_size, "free_bytes", lambda device: 2 * 90 * slot)
+    assert default_slots(model, 3) == 90
+    decode.AsyncEngine(model, slots=180)
+    with pytest.raises(InputError, match=r"^slots: 181 take 0.0 GiB.* expected 180 at most"):
+        decode.AsyncEngine(model, slots=181)
+
+
+def test_events_are_those_of_stream_and_without_views_they_have_no_blocks():
+    model = random_model("llada")
+    jobs = [(PROMPT, decoder) for decoder in DECODERS]
+
+    async def main(views):
+        async with decode.AsyncEngine(model) as engine:
+            return [await read(s) for s in await engine.submit_all(jobs, views=views)]
+
+    for bare, full, (prompt, decoder) in zip(run(main(False)), run(main(True)), jobs, strict=True):
+        expected = list(decode.stream(model, [prompt], decoder))
+        shown = [(event.blocks, event.settled) for event in full]
+        assert shown == [(event.blocks, event.settled) for event in expected]
+        for ours, theirs in zip(full, expected, strict=True):
+            assert [r.token for r in ours.revealed] == [r.token for r in theirs.revealed]
+        assert [event.blocks for event in bare] == [[]] * len(full)
+        assert [event.settled for event in bare] == [event.settled for event in full]
+
+
+# Leaving.
+
+
+async def leave_by_break(events, reached):
+    async for _ in events():
+        reached.set()
+        break
+
+
+async def leave_by_cancelled_task(events, reached):
+    async def consume():
+        async for _ in events():
+            reached.set()
+
+    task = asyncio.create_task(consume())
+    await reached.wait()
+    await turns()  # it waits for the second event
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_closing_beside_the_reader(events, reached):
+    stream = events()
+    await anext(stream)
+    reached.set()
+    reader = asyncio.create_task(anext(stream, None))
+    await turns()
+    with pytest.raises(RuntimeError, match="have one reader, this is a second one"):
+        await anext(stream)
+    await stream.aclose()
+    assert await reader is None
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+@pytest.mark.parametrize(
+    "way", [leave_by_break, leave_by_cancelled_task, leave_by_closing_beside_the_reader]
+)
+def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way):
+    """One request at a time fits, and the first one would take 40 forwards."""
+    model, gate = gated
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=1, slots=50) as engine:
+            reached = asyncio.Event()
+            gate.let(1)
+            await way(partial(engine.generate, PROMPT, LONG), reached)
+            assert reached.is_set()
+            second = ask(engine, [12, 13])
+            gate.open()
+            return await second, engine
+
+    events, engine = run(main())
+    same(events, alone(model, LONG, [12, 13]))
+    stats = engine.stats
+    assert (stats.finished, stats.cancelled, stats.running, stats.waiting) == (1, 1, 0, 0)
+    assert stats.forwards <= 40 + 2  # the first event's, and one that was under way
+    assert is_empty(engine)
+
+
+def test_leaving_before_the_first_event_cancels(gated, instantly):
+    model, gate = gated
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=1) as engine:
+            first, waits = ask(engine), ask(engine)
+            await turns()
+            waits.cancel()
+            never_read = engine.generate(PROMPT, LONG)
+            await never_read.aclose()
+            assert await read(never_read) == []
+            gate.open()
+            return await first, engine
+
+    events, engine = run(main())
+    same(events, alone(model))
+    assert (engine.stats.cancelled, engine.stats.finished, engine.stats.forwards) == (1, 1, 40)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_leaving_while_the_prompt_is_prepared_gives_the_place_back(monkeypatch, closed):
+    model, preparing = random_model("llada"), Preparing(monkeypatch)
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=1, max_waiting=0) as engine:
+            events = engine.generate(PROMPT, LONG)
+            task = asyncio.create_task(anext(events, None))
+            await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
+            assert engine.stats.waiting == 1
+            with pytest.raises(decode.QueueFullError):
+                await anext(engine.generate(PROMPT, LONG))
+            if closed:
+                await events.aclose()
+                preparing.go_on.set()
+                assert await task is None
+            else:
+                task.cancel()
+                preparing.go_on.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+        assert (engine.stats.running, engine.stats.waiting, engine.stats.finished) == (0, 0, 0)
+        assert engine.stats.cancelled == closed
+
+    run(main())
+
+
+def test_random_leaving_leaves_the_others_as_they_were():
+    model, draw = random_model("llada"), random.Random(1)
+    jobs = []
+    for _ in range(60):
+        prompt = draw.choices(range(8, 200), k=draw.randint(1, 9))
+        jobs.append((prompt, draw.choice(DECODERS), draw.choice([None, None, 0, 1, 2, 5])))
+
+    async def consume(engine, prompt, decoder, most):
+        found = []
+        async for event in engine.generate(prompt, decoder):
+            found.append(event)
+            if len(found) == most:
+                return None
+        return found
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=5, slots=150) as engine:
+            tasks = [asyncio.create_task(consume(engine, *job)) for job in jobs]
+            for task, (_, _, most) in zip(tasks, jobs, strict=True):
+                if most == 0:
+                    task.cancel()
+                await asyncio.sleep(0)
+            return await asyncio.gather(*tasks, return_exceptions=True), engine
+
+    found, engine = run(main())
+    for events, (prompt, decoder, most) in zip(found, jobs, strict=True):
+        if most is None:
+            same(events, alone(model, decoder, prompt))
+    stats = engine.stats
+    assert is_empty(engine) and (stats.running, stats.waiting, stats.failed) == (0, 0, 0)
+    assert stats.finished >= sum(most is None for _, _, most in jobs)
+
+
+def test_a_loop_that_is_closed_leaves(gated):
+    """Its requests are cancelled; those of another loop go on."""
+    model, gate = gated
+    engine = decode.AsyncEngine(model, batch_size=2)
+    left, events = asyncio.new_event_loop(), engine.generate(PROMPT, LONG)
+    gate.let(1)
+    left.run_until_complete(anext(events))
+    left.close()  # and `events` is still held
+
+    async def main():
+        gate.open()
+        found = await ask(engine)
+        await engine.close()
+        return found
+
+    same(run(main()), alone(model))
+    assert (engine.stats.cancelled, engine.stats.finished) == (1, 1) and is_empty(engine)
+    del events
+
+
+# Waiting.
+
+
+def test_a_full_queue_refuses_at_once(gated, instantly):
+    model, gate = gated
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=2, max_waiting=1) as engine:
+            tasks = [ask(engine) for _ in range(3)]
+            await turns()
+            for _ in range(2):
+                with pytest.raises(decode.QueueFullError, match="is full: 1 requests wait") as info:
+                    await ask(engine)
+                assert info.value.waiting == 1
+            gate.let(3)
+            while engine.stats.running < 2:
+                await asyncio.sleep(0)
+            assert (engine.stats.waiting, engine.stats.refused) == (1, 2)
+            gate.open()
+            return [*await asyncio.gather(*tasks), await ask(engine)], engine
+
+    found, engine = run(main())
+    for events in found:
+        same(events, alone(model))
+    assert (engine.stats.finished, engine.stats.refused) == (4, 2)
+
+
+def test_a_request_waits_for_slots(gated, instantly):
+    """There is room in the batch, and none in the cache, until all that had some have left."""
+    model, gate = gated
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=4, slots=50, max_waiting=1) as engine:
+            first = engine.generate(PROMPT, LONG)
+            gate.let(1)
+            await anext(first)
+            second = ask(engine)
+            await turns()
+            gate.let(2)
+            await anext(first)
+            await anext(first)  # the second forward may have begun before it came
+            assert (engine.stats.running, engine.stats.waiting) == (1, 1)
+            with pytest.raises(decode.QueueFullError, match="1 requests wait"):
+                await ask(engine)
+            second.cancel()
+            await turns()
+            await first.aclose()
+            gate.open()
+            while engine.stats.cancelled < 2:
+                await asyncio.sleep(0)
+            return await ask(engine)
+
+    same(run(main()), alone(model))
+
+
+def test_without_a_queue_there_is_still_room_in_the_batch():
+    """Also after all have left in the middle."""
+
+    async def main():
+        options = {"batch_size": 1, "slots": 50, "max_waiting": 0}
+        async with decode.AsyncEngine(random_model("llada"), **options) as engine:
+            for _ in range(3):
+                async for _ in engine.generate(PROMPT, LONG):
+                    break
+                while engine.stats.running:
+                    await asyncio.sleep(0)
+                await ask(engine)
+            return engine
+
+    assert run(main()).stats.refused == 0
+
+
+# Failing.
+
+
+def test_an_error_of_the_model_ends_those_that_run_and_the_rest_goes_on(gated, instantly):
+    model, gate = gated
+
+    async def main():
+        async with decode.AsyncEngine(model, batch_size=2) as engine:
+            first = engine.generate(PROMPT, LONG)
+            gate.let(1)
+            await anext(first)
+            tasks = [ask(engine) for _ in range(4)]
+            await turns()
+            gate.error = MemoryError("too large")
+            gate.let(1)
+            (last,) = await read(first)
+            assert gate.activations() is None  # though the error is held, and its traceback
+            gate.error = None
+            gate.open()
+            return last, await asyncio.gather(*tasks), engine
+
+    last, others, engine = run(main())
+    assert type(last.error) is RequestError
+    assert "MemoryError: too large" in str(last.error)
+    assert isinstance(last.error.__cause__, MemoryError)
+    failed = [events for events in others if events[-1].error is not None]
+    assert len(failed) <= 1  # who was in that forward
+    for events in others:
+        if events not in failed:
+            same(events, alone(model))
+    assert engine.stats.failed == 1 + len(failed) and is_empty(engine)
+
+
+def test_a_device_that_is_gone_closes_the_engine(gated, instantly):
+    """After an error that nothing can be done about, cleaning up raises too."""
+    model, gate = gated
+
+    async def main():
+        engine = decode.AsyncEngine(model, batch_size=1)
+
+        def clear(*arguments):
+            raise OSError("device lost")
+
+        engine._engine.cache.clear = clear
+        tasks = [ask(engine) for _ in range(3)]
+        await turns()
+        gate.error = MemoryError("too large")
+        gate.let(1)
+        for task in tasks:
+            with pytest.raises(EngineClosedError, match="has stopped: OSError: device lost"):
+                await task
+        with pytest.raises(EngineClosedError, match="has stopped: OSError") as info:
+            await ask(engine)
+        assert isinstance(info.value.__cause__, OSError)
+        await engine.close()
+        assert (engine.stats.failed, engine.stats.running, engine.stats.waiting) == (3, 0, 0)
+
+    run(main())
+
+
+# Closing.
+
+
+def test_close_finishes_what_runs_and_waits(gated, instantly):
+    model, gate = gated
+
+    async def main():
+        engine = decode.AsyncEngine(model, batch_size=2)
+        tasks = [ask(engine) for _ in range(5)]
+        await turns()
+        closing = asyncio.create_task(engine.close())
+        await turns()
+        await refused(engine)
+        gate.open()
+        await closing
+        assert not engine._thread.is_alive()
+        await refused(engine)
+        await engine.close()
+        return await asyncio.gather(*tasks), engine
+
+    found, engine = run(main())
+    for events in found:
+        same(events, alone(model))
+    assert (engine.stats.finished, engine.stats.refused) == (5, 2)
+
+
+def test_close_cancels_where_asked(gated, instantly):
+    """Also what it was asked to finish before."""
+    model, gate = gated
+
+    async def main():
+        engine = decode.AsyncEngine(model, batch_size=2)
+        first = engine.generate(PROMPT, LONG)
+        gate.let(1)
+        await anext(first)
+        tasks = [ask(engine) for _ in range(3)]
+        await turns()
+        finishing = asyncio.create_task(engine.close())
+        await turns()
+        closing = asyncio.create_task(engine.close(finish=False))
+        await turns()
+        gate.let(2)  # the forward under way, and one that may have begun after it
+        await closing
+        await finishing
+        assert not engine._thread.is_alive()
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await read(first)
+        for task in tasks:
+            with pytest.raises(EngineClosedError, match="the engine is closed"):
+                await task
+        assert await read(first) == []
+        await refused(engine)
+        assert (engine.stats.cancelled, engine.stats.running, engine.stats.waiting) == (4, 0, 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("finish", [True, False])
+def test_closing_while_a_prompt_is_prepared(monkeypatch, finish):
+    """It has its place: it is finished, or told."""
+    model, preparing = random_model("llada"), Preparing(monkeypatch)
+
+    async def main():
+        engine = decode.AsyncEngine(model)
+        task = ask(engine)
+        await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
+        closing = asyncio.create_task(engine.close(finish=finish))
+        if not finish:
+            await closing
+        await turns()
+        preparing.go_on.set()
+        if finish:
+            same(await task, alone(model))
+        else:
+            with pytest.raises(EngineClosedError, match="the engine is closed"):
+                await task
+        await closing
+        assert engine.stats.waiting == 0
+
+    run(main())
+
+
+def test_an_exception_inside_async_with_cancels(gated):
+    model, gate = gated
+
+    async def main():
+        with pytest.raises(KeyError):
+            async with decode.AsyncEngine(model) as engine:
+                events = engine.generate(PROMPT, LONG)
+                gate.let(1)
+                await anext(events)
+                gate.let(2)
+                raise KeyError
+        assert engine.stats.cancelled == 1
+        assert not engine._thread.is_alive()
+
+    run(main())
+
+
+def test_an_engine_that_is_forgotten_ends_its_thread():
+    engine = decode.AsyncEngine(random_model("llada"))
+    thread = engine._thread
+    del engine
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+UNCLOSED = """
+import asyncio, sys
+sys.path.insert(0, "tests")
+from tiny import random_model
+import decode
+
+engine = decode.AsyncEngine(random_model("llada"))
+events = engine.generate([9, 10], decode.Static(block_size=4, max_new_tokens=200))
+
+async def main():
+    print((await anext(events)).forward)
+
+asyncio.run(main())
+"""
+
+
+def test_the_interpreter_ends_without_close():
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=PATIENCE
+    )
+    # What transformers prints where torchao is installed, when it is imported, is not the engine's.
+    ours = [line for line in done.stderr.splitlines() if not re.search("torchao|_pytree", line)]
+    assert (done.returncode, done.stdout, ours) == (0, "1\n", [])
