@@ -19,17 +19,15 @@ from typing import Any
 from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import DecoderSettings, followed, require_extra, require_ray
-from decode.server.options import Options, parse
-
-NEEDS = ("fastapi", "uvicorn", "openai", "prometheus_client", "sse_starlette")
+from decode.cli import DecoderSettings, followed, read_settings, require_extra, require_ray
+from decode.server.options import Options, listening_at, parse
 
 
 @command(interrupted="interrupted before it served")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; its exit status."""
     options = parse(arguments)
-    require_extra("serve", "the server", *NEEDS)
+    require_extra("serve", "the server", "fastapi", "uvicorn", "prometheus_client", "sse_starlette")
     if options.max_replicas is not None:
         require_ray()
     with quiet(options.verbose):
@@ -42,39 +40,32 @@ def serve(options: Options) -> None:
         return
     # Bound before the models are loaded, which takes long: a port in use is known at once.
     with bind(options.host, options.port) as listener:
-        from decode.cli import read_settings
-        from decode.server.models import check_models, load_models, settings_of
+        from decode.server.models import check_models, load_models
 
         decoding = read_settings(options)
         check_models(options, decoding)
         address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
-            listener.close()
-            with bind(address, port, shared=True):  # kept for Ray's proxy, which listens there
-                serve_replicas(options, decoding, address, port)
+            listener.close()  # Ray's proxy listens there
+            serve_replicas(options, decoding, address, port)
             return
         from decode.server.app import create_app
         from decode.server.middleware import set_up_logs
         from decode.server.run import run_server
 
-        app = create_app(load_models(options, decoding), settings_of(options, address=address))
+        app = create_app(load_models(options, decoding), listening_at(options, address))
         set_up_logs(options.log_format)
-        run_server(app, listener, options.drain_seconds)
+        run_server(app, listener)
 
 
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a socket bound to the address, not yet listening. Raises InputError.
-
-    shared: let processes of this user that ask for it (SO_REUSEPORT) bind there, too.
-    """
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address, not yet listening. Raises InputError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error.strerror or error}") from error
@@ -86,6 +77,7 @@ def serve_replicas(options: Options, decoding: DecoderSettings, address: str, po
     import torch
 
     from decode.server.models import check_outlines
+    from decode.server.run import url_of
     from decode.workers import ray_session
 
     assert options.min_replicas is not None and options.max_replicas is not None
@@ -130,8 +122,7 @@ def serve_replicas(options: Options, decoding: DecoderSettings, address: str, po
             quiet_ray = LoggingConfig(log_level="WARNING", enable_access_log=False)
             serve.start(http_options={"host": address, "port": port}, logging_config=quiet_ray)
             serve.run(replicas, name=name)
-            host = f"[{address}]" if ":" in address else address
-            say(f"serving on http://{host}:{port}")
+            say(f"serving on {url_of(address, port)}")
             over.wait()
             say(f"stopping: requests that run have {options.drain_seconds:g} s to finish")
         except RuntimeError as error:

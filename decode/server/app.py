@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from openai.types import Model
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -22,8 +21,7 @@ from starlette.staticfiles import StaticFiles
 import d2f
 from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, make_problems
-from decode.decoders.base import Option, options_of
-from decode.engine.prompts import Prompt
+from decode.decoders.base import options_of
 from decode.server.answers import Answers, ChatAnswers, CompletionAnswers
 from decode.server.generation import (
     Generation,
@@ -31,18 +29,18 @@ from decode.server.generation import (
     encode_prompt,
     likelihood_of,
     make_jobs,
-    without_panics,
 )
 from decode.server.middleware import ID_HEADER, Record, RequestFrame, read_request
-from decode.server.models import Kind, ServedModel, Settings
+from decode.server.models import Kind, ServedModel
+from decode.server.options import Options
 from decode.server.protocol import (
     ApiError,
-    Asked,
-    ChatFields,
-    CompletionFields,
+    ChatRequest,
+    CompletionRequest,
     Fields,
     Ids,
     Messages,
+    TextRequest,
 )
 from decode.server.state import Metrics, ServerState, state_of
 from decode.server.stream import StreamedAnswer
@@ -57,63 +55,52 @@ Found = TypeVar("Found")
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Continue text or ids, which are taken as they are, without a chat template."""
-    asked = await read_request(CompletionFields, request)
-    tops = asked.tops
-    generation = await _begin(request, asked, asked.prompts, "prompt", asked.max_tokens)
-    echo = asked.prompts if asked.echo else None
-    return await _answer(request, generation, CompletionAnswers(generation, tops, echo), asked)
+    asked = await read_request(CompletionRequest, request)
+    generation = await _begin(request, asked, "prompt", scored=asked.scored)
+    return await _answer(request, generation, CompletionAnswers(generation, asked), asked)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer messages, through the model's chat template."""
-    asked = await read_request(ChatFields, request)
-    tops, most = asked.tops, asked.max_completion_tokens
-    if most is not None and asked.max_tokens not in (None, most):
-        raise ApiError(
-            400,
-            f"max_tokens is {asked.max_tokens} and max_completion_tokens {most}: expected one",
-            param="max_tokens",
-        )
-    messages = [message.plain() for message in asked.messages]
-    generation = await _begin(request, asked, [messages], "messages", most or asked.max_tokens)
-    return await _answer(request, generation, ChatAnswers(generation, tops), asked)
+    asked = await read_request(ChatRequest, request)
+    generation = await _begin(request, asked, "messages")
+    return await _answer(request, generation, ChatAnswers(generation, asked), asked)
 
 
 async def _begin(
     request: Request,
-    asked: CompletionFields | ChatFields,
-    prompts: Sequence[Prompt],
+    asked: CompletionRequest | ChatRequest,
     field: str,
-    most: int | None,
+    *,
+    scored: bool = False,
 ) -> Generation:
-    """Check everything, then queue it. field: the one that the prompts came in. most: tokens of the
-    response, where the request gives it."""
+    """Check everything, then queue it.
+
+    field: the one that the prompts came in. scored: the prompts' likelihoods are wanted, too.
+    """
     state, record = state_of(request), Record.of(request)
-    settings = state.settings
-    if settings.log_prompts:
+    options, prompts = state.options, asked.prompts
+    if options.log_prompts:
         record.prompts = prompts
     served = state.find(asked.model)
-    for name in ("stream_options", "events"):
-        if getattr(asked, name) and not asked.stream:
-            raise ApiError(400, f"{name} needs stream", param=name)
-    scored = isinstance(asked, CompletionFields) and asked.scored
     kind = likelihood_of(served) if scored else None
     choices = len(prompts) * asked.n
-    if choices > settings.most_choices:
+    most = min(options.max_choices, options.max_batch + options.max_waiting)
+    if choices > most:
         raise ApiError(
             400,
-            f"expected at most {settings.most_choices} answers a request, prompts times n, got "
-            f"{choices}",
+            f"expected at most {most} answers a request, prompts times n, got {choices}",
             param="n" if asked.n > 1 else field,
         )
-    decoder = choose_decoder(served, asked, most or None)
-    if most == 0 and kind is not None:
+    decoder = choose_decoder(served, asked)
+    if asked.max_tokens == 0 and kind is not None:
         decoder, kind = kind, None  # there is nothing else to decode
-    make = partial(make_jobs, served, prompts, decoder, field, fixed=most is not None)
+    fixed = asked.max_tokens is not None
+    make = partial(make_jobs, served, prompts, decoder, field, fixed=fixed)
     jobs = await beside(request, served, make)
     ids = [ids for ids, _ in jobs]
-    generation = Generation(
+    generation = record.generation = Generation(
         record.id,
         served,
         asked,
@@ -121,18 +108,17 @@ async def _begin(
         jobs,
         scored=make_jobs(served, ids, kind, field, fixed=True) if kind is not None else (),
         began=record.began,
-        seconds=settings.request_seconds,
+        seconds=options.request_timeout,
     )
-    record.generation = generation
     await generation.start()
     return generation
 
 
 async def _answer(
-    request: Request, generation: Generation, answers: Answers, asked: Asked
+    request: Request, generation: Generation, answers: Answers, asked: TextRequest
 ) -> Response:
     if asked.stream:
-        return StreamedAnswer(generation, answers, asked, state_of(request).settings)
+        return StreamedAnswer(generation, answers, asked, state_of(request).options)
     await unless_gone(request, generation.run())
     return JSONResponse(answers.whole())
 
@@ -178,8 +164,11 @@ async def one_model(request: Request, name: str) -> dict[str, Any]:
 def describe(served: ServedModel) -> dict[str, Any]:
     """Describe a model by OpenAI's fields, vLLM's max_model_len, and our own under `d2f`."""
     contract = served.model.contract
-    card = Model(id=served.name, object="model", created=served.created, owned_by="d2f-toolkit")
-    return card.model_dump(exclude_unset=True) | {
+    return {
+        "id": served.name,
+        "created": served.created,
+        "object": "model",
+        "owned_by": "d2f-toolkit",
         "max_model_len": served.context_length,
         "d2f": {
             "family": contract.family,
@@ -196,26 +185,22 @@ def describe(served: ServedModel) -> dict[str, Any]:
 
 
 def _describe_decoder(served: ServedModel, name: str, kind: Kind) -> dict[str, Any]:
+    """Describe a decoder; defaults that the operator gave are the operator's."""
     given = served.options(kind)
     return {
         "name": name,
         "summary": kind.summary,
         "labels": dict(kind.labels),
-        "options": [_describe_option(option, given) for option in options_of(kind)],
-    }
-
-
-def _describe_option(option: Option, given: dict[str, Any]) -> dict[str, Any]:
-    """Describe an option; where the operator gave it, the default is the operator's."""
-    own = option.name in given
-    default = given[option.name] if own else option.default
-    kind = list(option.kind) if isinstance(option.kind, tuple) else option.kind.__name__
-    return {
-        "name": option.name,
-        "kind": kind,
-        "default": default,
-        "shown": str(default) if own else option.shown,
-        "help": option.help,
+        "options": [
+            {
+                "name": option.name,
+                "kind": option.kind.__name__ if isinstance(option.kind, type) else [*option.kind],
+                "default": given.get(option.name, option.default),
+                "shown": str(given[option.name]) if option.name in given else option.shown,
+                "help": option.help,
+            }
+            for option in options_of(kind)
+        ],
     }
 
 
@@ -284,8 +269,7 @@ async def detokenize(request: Request) -> dict[str, str]:
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise ApiError(400, f"tokens must lie in [0, {size}), got {wrong}", param="tokens")
-    with without_panics():
-        return {"prompt": str(_tokenizer(served).decode(asked.tokens))}
+    return {"prompt": str(_tokenizer(served).decode(asked.tokens))}
 
 
 @router.get("/tokenizer_info")
@@ -329,7 +313,8 @@ async def ready(request: Request) -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    text = generate_latest(state_of(request).metrics.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version")
@@ -346,11 +331,6 @@ async def page() -> FileResponse:
 @router.get("/examples")
 def examples() -> list[dict[str, str]]:
     """List held-out problems of the tasks that the bundled models know."""
-    return _examples()
-
-
-@cache
-def _examples() -> list[dict[str, str]]:
     return [
         {"task": task, "question": problem.question, "answer": problem.answer}
         for task in DEFAULT_TASKS
@@ -358,7 +338,7 @@ def _examples() -> list[dict[str, str]]:
     ]
 
 
-def create_app(models: Sequence[ServedModel], settings: Settings | None = None) -> FastAPI:
+def create_app(models: Sequence[ServedModel], options: Options | None = None) -> FastAPI:
     """Make the application that serves these models. Its end cancels what they decode and closes
     their engines."""
 
@@ -368,8 +348,8 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
         await state.cancel()
 
     by_name = {served.name: served for served in models}
-    settings = settings or Settings()
-    state = ServerState(by_name, settings, Metrics(by_name))
+    options = options or Options()
+    state = ServerState(by_name, options, Metrics(by_name))
     # No pages of documentation: they load scripts from elsewhere.
     app = FastAPI(title="d2f-toolkit", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.server = state
@@ -378,10 +358,10 @@ def create_app(models: Sequence[ServedModel], settings: Settings | None = None) 
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestFrame, state=state)
-    if settings.cors_origins:  # around the frame: what a browser asks first bears no key
+    if options.cors_origin:  # around the frame: what a browser asks first bears no key
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=options.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type", ID_HEADER],
             expose_headers=[ID_HEADER],

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from d2f.errors import EngineClosedError, InputError, did_you_mean, repr_of
+from d2f.errors import InputError, did_you_mean, repr_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
 from decode.engine.async_engine import EventStream
 from decode.engine.likelihood import Likelihood
 from decode.engine.prompts import Prompt, check, encode
 from decode.server.models import ServedModel
-from decode.server.protocol import ApiError, Asked, ChatFields, CompletionFields, as_api_error
-from decode.server.text import ResponseLogprobs, SettledText, TokenLogprob
+from decode.server.protocol import AnyRequest, ApiError, TextRequest, as_api_error
+from decode.server.text import ResponseText
 from decode.step import Event, Result, TokenLikelihood
 
 Job = tuple[list[int], Decoder]  # a prompt's ids, and its decoder at its length
@@ -64,32 +64,14 @@ def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
     length, most = sum(map(len, texts)), served.most_characters
     if most is not None and length > most:
         raise _too_long(where, f"{length} characters", served)
-    with without_panics():
-        if not (chat and served.sanitize):
-            return encode(served.model, prompt, where, raw=True)
-        tokenizer: Any = served.model.tokenizer
-        try:
-            return list(
-                tokenizer.apply_chat_template(
-                    messages,
-                    add_generation_prompt=True,
-                    return_dict=False,
-                    sanitize_control_tokens=True,
-                )
-            )
-        except Exception as error:  # a template is code of the checkpoint
-            raise InputError(f"{where}: the chat template refused the messages: {error}") from error
-
-
-@contextmanager
-def without_panics() -> Iterator[None]:
-    """Turn a panic of the Rust tokenizer, which is no Exception, into one request's error."""
+    if not (chat and served.sanitize):
+        return encode(served.model, prompt, where, raw=True)
+    tokenizer: Any = served.model.tokenizer
+    options = {"return_dict": False, "sanitize_control_tokens": True}
     try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ApiError(500, f"the tokenizer failed: {error}", code="failed") from error
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+    except Exception as error:  # a template is code of the checkpoint
+        raise InputError(f"{where}: the chat template refused the messages: {error}") from error
 
 
 def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
@@ -108,66 +90,56 @@ class Choice:
     index: int
     prompt: list[int]
     decoder: Decoder
-    text: SettledText
-    logprobs: ResponseLogprobs | None  # None where they were not asked for
+    text: ResponseText
     calls: list[tuple[int, int]] = field(default_factory=list)
-    settled: int = 0  # tokens that are final, up to an end token
-    grew: list[float] = field(default_factory=list)  # times at which they became more
+    grew: list[float] = field(default_factory=list)  # times at which more tokens became final
     result: Result | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of the response so far."""
-        return self.settled if self.result is None else len(self.result.tokens)
+        return self.text.settled if self.result is None else len(self.result.tokens)
 
-    def take(self, event: Event, end_ids: Sequence[int]) -> None:
-        """Count an event. One that failed ends nothing: what came before it stays."""
+    @property
+    def finish_reason(self) -> str | None:
+        """Return OpenAI's word; an end token and a stop string are one to it."""
+        if self.result is None:
+            return None
+        return "length" if self.result.finish_reason == "length" else "stop"
+
+    def take(self, event: Event) -> str:
+        """Count an event and return the text that it made final. Raises its error, which ends
+        nothing: what came before it stays."""
         self.calls.append(event.call)
         if event.error is not None:
-            return
-        self.result = event.result
-        if self.logprobs is not None:
-            self.logprobs.take(event)
-        settled = len(event.settled)
-        for place in range(self.settled, settled):
-            if event.settled[place] in end_ids:
-                settled = place
-                break
-        if settled > self.settled:
-            self.settled = settled
+            raise event.error
+        self.result, before = event.result, self.text.settled
+        piece = self.text.take(event)
+        if self.text.settled > before:
             self.grew.append(time.perf_counter())
-
-    def piece(self, event: Event) -> str:
-        """Return the text that an event made final."""
-        result = event.result
-        return self.text.add(event.settled) if result is None else self.text.finish(result)
-
-    def new_logprobs(self) -> list[TokenLogprob]:
-        """Return the log-probabilities of the text that was sent since the last call, and all that
-        are left once the answer has ended."""
-        assert self.logprobs is not None
-        if self.result is None:
-            return self.logprobs.within(self.text.sent)
-        return self.logprobs.finish(self.result)
+        return piece
 
 
-Outcome = Literal["finished", "cancelled", "failed", "refused", "timeout"]
-Take = Callable[[Choice, Event], None]
+Take = Callable[[Choice, Event, str], None]
+# How a request ended, by the code of its error; "finished" without one.
+_OUTCOMES = {"queue_full": "refused", "stopping": "cancelled", "timeout": "timeout"}
 
 
 class Generation:
-    """The choices of a request, from the queue of the engine to their end.
+    """Decode the choices of a request, from the queue of the engine to their end.
 
-    id: of the request. decoder: that of the request; jobs: its prompts, each with that decoder at
-    its own length. scored: prompts whose likelihoods are wanted, too; they are known before the
-    first event. began: when the request came, by `time.perf_counter`; seconds: it may take.
+    id: of the request.
+    decoder: that of the request; jobs: its prompts, each with that decoder at its own length.
+    scored: prompts whose likelihoods are wanted, too; they are known before the first event.
+    began: when the request came, by `time.perf_counter`.
+    seconds: that it may take.
     """
 
     def __init__(
         self,
         id: str,
         served: ServedModel,
-        asked: CompletionFields | ChatFields,
+        request: AnyRequest,
         decoder: Decoder,
         jobs: Sequence[Job],
         *,
@@ -179,41 +151,38 @@ class Generation:
         self.served = served
         self.decoder = decoder
         self.prompt_tokens = sum(len(ids) for ids, _ in jobs)
-        self.n = asked.n
-        self._asked = asked
-        self._end_ids = () if asked.ignore_eos else served.model.end_ids
+        self.n = request.n
+        self._request = request
         self.began = began
         self.created = int(time.time())
         self._deadline = asyncio.get_running_loop().time() + seconds - self.seconds
-        self.outcome: Outcome = "cancelled"  # until it is known to have ended otherwise
+        self.outcome = "cancelled"  # until it is known to have ended otherwise
         self.error: str | None = None
         self._streams: list[EventStream] = []
-        tokenizer = served.model.tokenizer
+        logprobs = request.tops is not None
+        tokenizer = served.model.tokenizer if request.stream or logprobs else None
+        end_ids = () if request.ignore_eos else served.model.end_ids
         self.choices = [
             Choice(
-                p * asked.n + k,
+                p * self.n + k,
                 ids,
                 fitted.sampled(p, k),
-                SettledText(tokenizer, decoder.stop, self._end_ids),
-                None if asked.tops is None else ResponseLogprobs(tokenizer, self._end_ids),
+                ResponseText(tokenizer, decoder.stop, end_ids, logprobs=logprobs),
             )
             for p, (ids, fitted) in enumerate(jobs)
-            for k in range(asked.n)
+            for k in range(self.n)
         ]
         self._scores = [
-            Choice(p, ids, kind, SettledText(None, (), ()), None)
-            for p, (ids, kind) in enumerate(scored)
+            Choice(p, ids, kind, ResponseText(None)) for p, (ids, kind) in enumerate(scored)
         ]
 
     async def start(self) -> None:
         """Queue all choices, or none. Raises ApiError."""
         queued = [(choice.prompt, choice.decoder) for choice in self._all]
-        try:
+        with self._noting_errors():
             self._streams = await self.served.engine.submit_all(
-                queued, ignore_eos=self._asked.ignore_eos, views=self._asked.events
+                queued, ignore_eos=self._request.ignore_eos, views=self._request.events
             )
-        except Exception as error:
-            raise self._failed(error, "refused") from error
 
     async def run(self, take: Take | None = None) -> None:
         """Decode all choices. Raises ApiError for the first one that fails, which cancels the
@@ -223,17 +192,11 @@ class Generation:
         """
         scores = len(self._scores)
         try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._drive(self._scores, self._streams[:scores], None)
-                await self._drive(self.choices, self._streams[scores:], take)
+            with self._noting_errors():
+                async with asyncio.timeout_at(self._deadline):
+                    await self._drive(self._scores, self._streams[:scores], None)
+                    await self._drive(self.choices, self._streams[scores:], take)
             self.outcome = "finished"
-        except Exception as error:
-            outcome: Outcome = "failed"
-            if isinstance(error, TimeoutError):
-                outcome = "timeout"
-            elif isinstance(error, EngineClosedError):
-                outcome = "cancelled"
-            raise self._failed(error, outcome) from error
         finally:
             for stream in self._streams:  # cancels those that have not ended
                 await stream.aclose()
@@ -251,12 +214,9 @@ class Generation:
             try:
                 if isinstance(item, Exception):
                     raise item
-                choice.take(item, self._end_ids)
-                if item.error is not None:
-                    raise item.error
-                with without_panics():
-                    if take is not None:
-                        take(choice, item)
+                piece = choice.take(item)
+                if take is not None:
+                    take(choice, item, piece)
             except Exception as error:
                 over.set_exception(error)
                 return
@@ -270,11 +230,19 @@ class Generation:
         if choices:
             await over
 
-    def _failed(self, error: Exception, outcome: Outcome) -> Exception:
-        """Note how it ended, and return the error to raise; the server's own mistakes stay."""
-        found = as_api_error(error)
-        self.outcome, self.error = outcome, str(found or error)
-        return found or error
+    @contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        """Note how it ended, and raise ApiError; the server's own mistakes stay what they are."""
+        try:
+            yield
+        except Exception as error:
+            found = as_api_error(error)
+            self.error = str(found or error)
+            self.outcome = "failed"
+            if found is not None:
+                default = "refused" if found.status < 500 else "failed"
+                self.outcome = _OUTCOMES.get(found.code or "", default)
+            raise found or error from error
 
     def likelihoods(self, choice: Choice) -> list[TokenLikelihood]:
         """Return the likelihoods of a choice's prompt; its own result where it decodes nothing."""
@@ -302,12 +270,9 @@ class Generation:
         return [call for choice in self._all for call in choice.calls]
 
 
-def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decoder:
-    """Make the decoder that a request asks for, its fields over the operator's options.
-
-    most: tokens of a response, where the request gives it. Raises ApiError (400), which names the
-    field.
-    """
+def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
+    """Make the decoder that a request asks for, its fields over the operator's options. Raises
+    ApiError (400), which names the field."""
     kind = served.default
     if asked.decoder is not None:
         if asked.decoder not in served.decoders:  # looked up, never imported
@@ -335,10 +300,10 @@ def choose_decoder(served: ServedModel, asked: Asked, most: int | None) -> Decod
     values |= {name: value for name, value in shared.items() if value is not None}
     if asked.top_k in (0, -1):  # vLLM's words for off
         values["top_k"] = None
-    if asked.stops is not None:
-        values["stop"] = asked.stops
-    if most is not None:
-        values["max_new_tokens"] = most
+    if asked.stop is not None:
+        values["stop"] = asked.stop
+    if asked.max_tokens:  # 0 is for likelihoods alone
+        values["max_new_tokens"] = asked.max_tokens
     values = served.options(kind) | values
     values.setdefault("seed", secrets.randbits(48))
     try:

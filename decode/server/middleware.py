@@ -4,20 +4,15 @@ and an error in place of an exception."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
-import os
-import queue
-import threading
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,12 +24,11 @@ from decode.server.state import ServerState, state_of
 from decode.server.stream import SlowClientError
 
 LOGGER = logging.getLogger("decode.server")
-FLUSH_SECONDS = 1.0  # that the end of the process waits for the log
 Format = Literal["text", "json"]
 
 
 class LineFormatter(logging.Formatter):
-    """Writes a record as one line; `extra={"fields": {...}}` are its named parts."""
+    """Write a record as one line; `extra={"fields": {...}}` are its named parts."""
 
     def __init__(self, form: Format):
         super().__init__()
@@ -59,46 +53,10 @@ def _quoted(value: Any) -> str:
     return value if plain else one_line(json.dumps(value, ensure_ascii=False))
 
 
-class LineWriter(logging.Handler):
-    """Has a thread write the lines to standard error. Where nobody reads them that thread waits,
-    and the server, which must not, drops and counts lines. most: lines that wait."""
-
-    def __init__(self, form: Format, most: int = 10_000):
-        super().__init__()
-        self.setFormatter(LineFormatter(form))
-        self._lines: queue.Queue[str] = queue.Queue(most)
-        self._dropped = 0
-        threading.Thread(target=self._work, name="log", daemon=True).start()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self._dropped += 1
-
-    def flush(self) -> None:
-        """Wait until all is written, but not for long; logging calls this at the end."""
-        end = time.monotonic() + FLUSH_SECONDS
-        while self._lines.unfinished_tasks and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def write(self, line: str) -> None:
-        # Not by sys.stderr: its lock, held while a full pipe blocks, would stop the exit.
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
-
-    def _work(self) -> None:
-        while True:
-            self.write(self._lines.get())
-            dropped, self._dropped = self._dropped, 0
-            if dropped:
-                self.write(f"{dropped} lines of the log were dropped")
-            self._lines.task_done()
-
-
 def set_up_logs(form: Format) -> None:
     """Write the server's lines to standard error, and what the libraries below warn of."""
-    handler = LineWriter(form)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(form))
     for name, level in ((LOGGER.name, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
@@ -119,8 +77,11 @@ HEADERS = {
 
 @dataclass(eq=False)
 class Record:
-    """A request as the log describes it. status: None while nothing was sent. prompts: only where
-    they are to be logged."""
+    """Describe a request for the log.
+
+    status: None while nothing was sent.
+    prompts: only where they are to be logged.
+    """
 
     id: str
     began: float = field(default_factory=time.perf_counter)
@@ -137,7 +98,7 @@ class Record:
 
 
 class RequestFrame:
-    """The middleware around all routes."""
+    """Wrap all routes."""
 
     def __init__(self, app: ASGIApp, state: ServerState):
         self._app = app
@@ -164,8 +125,8 @@ class RequestFrame:
             await (self._app if refusal is None else refusal.response())(scope, receive, noted)
         except ClientDisconnect:
             record.error = "the client left"
-        except SlowClientError as error:
-            record.error = str(error)
+        except SlowClientError:
+            record.error = "the client did not read"
         except Exception as error:
             record.error = f"{type(error).__name__}: {error}"
             LOGGER.exception("an error of the server", extra={"fields": {"id": record.id}})
@@ -179,7 +140,8 @@ class RequestFrame:
     def _log(self, scope: Scope, record: Record) -> None:
         status = record.status or GONE
         # By route: of paths that are none there are more than a counter has room for.
-        self._state.metrics.answered(getattr(scope.get("route"), "path", "none"), status)
+        route = getattr(scope.get("route"), "path", "none")
+        self._state.metrics.responses.labels(route, str(status)).inc()
         fields: dict[str, Any] = {
             "id": record.id,
             "method": scope["method"],
@@ -209,15 +171,15 @@ class RequestFrame:
 
 def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError | None:
     """Return the error of a request that is not let in; None for one that is."""
-    settings, path = state.settings, scope["path"]
+    options, path = state.options, scope["path"]
     # Otherwise a page of another site could have its own name lead here, and read the answers.
     # starlette's TrustedHostMiddleware knows no IPv6 addresses and answers in plain text.
     host = _host(headers.get("host", ""))
-    if settings.allowed_hosts and not {host, "*"} & set(settings.allowed_hosts):
+    if options.allowed_host and not {host, "*"} & set(options.allowed_host):
         return ApiError(400, f"this server is not called {host!r}", code="host_not_allowed")
     # The page asks for a key itself.
-    is_open = path in ("/", "/examples", *settings.public) or path.startswith("/page/")
-    if settings.api_keys and not is_open and not _has_key(headers, settings.api_keys):
+    is_open = path in ("/", "/examples", *options.public_paths) or path.startswith("/page/")
+    if options.api_key and not is_open and not _has_key(headers, options.api_key):
         return ApiError(
             401,
             "expected Authorization: Bearer with a key of this server",
@@ -225,18 +187,16 @@ def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError |
             headers={"WWW-Authenticate": "Bearer"},
         )
     if state.draining and scope["method"] == "POST":
-        return ApiError(
-            503, "the server is stopping", code="stopping", headers={"Connection": "close"}
-        )
+        close = {"Connection": "close"}
+        return ApiError(503, "the server is stopping", code="stopping", headers=close)
     return None
 
 
 def _has_key(headers: Headers, keys: tuple[str, ...]) -> bool:
     kind, _, key = headers.get("authorization", "").partition(" ")
     given = key.strip().encode("latin-1")
-    # All are compared to their ends, in a time that does not depend on what is equal.
-    equal = [hmac.compare_digest(given, one.encode()) for one in keys]
-    return kind.lower() == "bearer" and any(equal)
+    # In a time that does not depend on what is equal.
+    return kind.lower() == "bearer" and any(hmac.compare_digest(given, k.encode()) for k in keys)
 
 
 def _host(value: str) -> str:
@@ -251,7 +211,6 @@ def request_id(given: str) -> str:
     return given if fine and " " not in given else uuid.uuid4().hex
 
 
-LARGE = 1 << 16  # bytes of a body that is parsed beside the event loop
 Kind = TypeVar("Kind", bound=Fields)
 
 
@@ -266,28 +225,21 @@ async def read_request(kind: type[Kind], request: Request) -> Kind:
     if coding != "identity":  # max_body would not bound what it unpacks to
         raise ApiError(415, f"expected no Content-Encoding, got {coding}")
     state = state_of(request)
+    most, seconds = state.most_body, state.options.body_timeout
     close = {"Connection": "close"}
-    parts: list[bytes] = []
-    size, most, seconds = 0, state.most_body, state.settings.body_seconds
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20:
-        size = int(length)
+    too_large = ApiError(
+        413, f"the body has more than {most} bytes (the server's --max-body)", headers=close
+    )
+    if int(request.headers.get("content-length", 0)) > most:
+        raise too_large
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            if size <= most:
-                size = 0
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        break
-                    parts.append(part)
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large
     except TimeoutError as error:
         said = f"the body did not come within {seconds:g} seconds"
         raise ApiError(408, said, headers=close) from error
-    if size > most:
-        said = f"the body has more than {most} bytes (the server's --max-body)"
-        raise ApiError(413, said, headers=close)
-    body = b"".join(parts)
-    if len(body) > LARGE:
-        return await run_in_threadpool(read_fields, kind, body, state.most_elements)
-    return read_fields(kind, body, state.most_elements)
+    return read_fields(kind, bytes(body), state.most_elements)

@@ -1,14 +1,15 @@
-"""Models with their engines, the decoders that requests may ask for, and the operator's limits."""
+"""Load models with their engines, and choose the decoders that requests may ask for."""
 
 from __future__ import annotations
 
-import ipaddress
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import transformers
 from anyio import CapacityLimiter
 
 from d2f.command import say
@@ -30,11 +31,12 @@ SHARED = (*common_options(), "max_new_tokens", "stop")  # options of every decod
 class ServedModel:
     """One model with its engine.
 
-    default: the decoder of a request that names none. decoders: those that it may name. given: the
-    operator's options; those that not every decoder has hold for the default one alone.
-    context_length: most tokens of a prompt and its response together. sanitize: whether text of a
-    chat that looks like control tokens is encoded as plain text. preparing: lets one request's
-    prompts be encoded at a time, beside the event loop.
+    default: the decoder of a request that names none.
+    decoders: those that it may name.
+    given: the operator's options; those that not every decoder has hold for the default one alone.
+    context_length: most tokens of a prompt and its response together.
+    sanitize: encode what looks like control tokens in a chat's text as plain text.
+    preparing: lets one request's prompts be encoded at a time, beside the event loop.
     """
 
     name: str
@@ -67,23 +69,25 @@ def serve_model(
     name: str,
     model: DiffusionModel,
     engine: AsyncEngine,
-    settings: DecoderSettings | None = None,
-    *,
-    allowed: Sequence[str] | None = None,
-    max_model_len: int | None = None,
-    sanitize: bool = False,
+    settings: DecoderSettings,
+    options: Options,
 ) -> ServedModel:
-    """Put a model under a name, with the operator's decoder settings. Raises InputError.
-
-    allowed: decoders that requests may ask for, besides the default one; None for all that fit.
-    """
-    settings = settings or DecoderSettings(None, {})
+    """Put a model under a name, with the operator's decoder settings. Raises InputError."""
     contract = model.contract
     default = choose_default(contract, settings)
-    kinds = DECODERS.values() if allowed is None else [find_decoder(name) for name in allowed]
+    allowed = options.allowed
+    kinds = DECODERS.values() if allowed is None else [find_decoder(one) for one in allowed]
     decoders = {qualified_name(kind): kind for kind in (default, *kinds) if fits(kind, contract)}
-    context = min(model.context_length, max_model_len or model.context_length)
-    served = ServedModel(name, model, engine, default, decoders, settings.given, context, sanitize)
+    served = ServedModel(
+        name,
+        model,
+        engine,
+        default,
+        decoders,
+        settings.given,
+        min(model.context_length, options.max_model_len or model.context_length),
+        options.sanitize_content,
+    )
     default(**default.with_model_defaults(served.options(default), contract)).check(contract)
     return served
 
@@ -125,6 +129,11 @@ def check_models(options: Options, settings: DecoderSettings) -> None:
     settings.check([1])
     for name in options.named.values():
         check_options(replace(options, model=name))
+    takes = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    if options.sanitize_content and "sanitize_control_tokens" not in takes:
+        raise InputError(
+            f"--sanitize-content needs transformers 5.23, got {transformers.__version__}"
+        )
 
 
 def check_outlines(options: Options, settings: DecoderSettings) -> None:
@@ -140,8 +149,8 @@ def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel
         say(f"loading {name}")
         loaded[alias], _ = load(replace(options, model=name))
     check_settings([*loaded.values()], settings)
-    models = []
     longest = options.max_model_len
+    models = []
     for alias, model in loaded.items():
         if longest is not None and longest > model.context_length:
             say(f"notice: {alias} has a context of {model.context_length}, which holds")
@@ -155,75 +164,12 @@ def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel
             prefill_rows=options.prefill_rows,
             reuse_prefixes=options.reuse_prefixes,
         )
-        models.append(
-            serve_model(
-                alias,
-                model,
-                engine,
-                settings,
-                allowed=options.allowed,
-                max_model_len=longest,
-                sanitize=options.sanitize_content,
-            )
-        )
+        models.append(serve_model(alias, model, engine, settings, options))
     return models
 
 
 def most_slots(model: DiffusionModel, max_model_len: int | None) -> int:
-    """Return the default for most slots of a request: enough for the longest one with FreeDave's
-    four states and for its likelihoods, so that no client's thousand drafts hold up all others."""
+    """Choose how many slots a request may need: enough for the longest one with FreeDave's four
+    states and for its likelihoods, so that no client's thousand drafts hold up all others."""
     longest = min(model.context_length, max_model_len or model.context_length)
     return max(4 * (longest + 1), longest + ROWS)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The operator's limits and openings.
-
-    max_body: bytes of a request, None for what the longest context needs. body_seconds: until all
-    of it must have come. request_seconds: from its arrival until its answer must be decoded.
-    send_seconds: until a client must have taken what it was sent. most_unsent: bytes of forwards
-    (``"events": true``) that may wait for a client that does not read. most_choices: answers to one
-    request, prompts times n. api_keys: one of them must come with a request, where there are some.
-    public: which of /health, /ready and /metrics need none. allowed_hosts: what a Host header may
-    say, without port; empty allows all. cors_origins: other sites whose pages may ask. log_prompts:
-    write prompts into the log.
-    """
-
-    max_body: int | None = None
-    body_seconds: float = 30.0
-    request_seconds: float = 600.0
-    send_seconds: float = 30.0
-    most_unsent: int = 16_000_000
-    most_choices: int = 128
-    api_keys: tuple[str, ...] = ()
-    public: tuple[str, ...] = ("/health", "/ready")
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    log_prompts: bool = False
-
-
-def settings_of(options: Options, *, address: str) -> Settings:
-    """Read the settings of a command line. address: where the server listens; by default it may be
-    called by its own names where only this machine reaches it, otherwise by any."""
-    return Settings(
-        max_body=options.max_body,
-        body_seconds=options.body_timeout,
-        request_seconds=options.request_timeout,
-        send_seconds=options.send_timeout,
-        most_unsent=options.max_unsent,
-        most_choices=min(options.max_choices, options.max_batch + options.max_waiting),
-        api_keys=options.api_key,
-        public=options.public_paths,
-        allowed_hosts=options.allowed_host or own_names(address),
-        cors_origins=options.cors_origin,
-        log_prompts=options.log_prompts,
-    )
-
-
-def own_names(address: str) -> tuple[str, ...]:
-    """Return the names by which a server at this address may be called; ("*",) for any."""
-    if not ipaddress.ip_address(address).is_loopback:
-        return ("*",)
-    own = f"[{address}]" if ":" in address else address
-    return tuple(dict.fromkeys(("localhost", "127.0.0.1", "[::1]", own)))

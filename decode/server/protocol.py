@@ -7,13 +7,13 @@ have the value that asks for nothing, and an unknown one is a 400.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,6 +21,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import from_json
 
 from d2f.config import explain
 from d2f.errors import EngineClosedError, InputError, QueueFullError, RequestError, brief
@@ -31,7 +32,7 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """An error that a client is told: ``{"error": {"message", "type", "param", "code"}}``.
+    """Tell a client of an error: ``{"error": {"message", "type", "param", "code"}}``.
 
     param: the field that is wrong.
     """
@@ -81,12 +82,12 @@ def as_api_error(error: Exception) -> ApiError | None:
     return None
 
 
-MOST_FIELDS = 256  # of an object
 MOST_STOPS = 32
 LONGEST_STOP = 256  # characters
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
+Tops = Annotated[int, Field(ge=0, le=1)]  # a decoder keeps no more than the likeliest token
 Ids = Annotated[list[int], Field(fail_fast=True)]  # the first wrong one is enough
 
 # The values that ask for nothing, by unsupported field.
@@ -120,27 +121,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class Fields(BaseModel):
-    """Fields that are checked as they are: no number is read from text."""
+    """Check fields as they are: no number is read from text."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any, info: ValidationInfo) -> Any:
-        """Drop null fields, and refuse what has too many elements before it looks at them."""
+        """Drop null fields, and refuse a large list or object before its elements are checked, all
+        of which would take long."""
         if not isinstance(values, dict):
             return values
-        if len(values) > MOST_FIELDS:
-            raise ApiError(400, f"expected at most {MOST_FIELDS} fields, got {len(values)}")
         most = info.context["most"] if info.context else MOST
-        for name, value in values.items():
-            if isinstance(value, list) and len(value) > most:
-                raise ApiError(
-                    400,
-                    f"{name}: expected at most {most} elements, as many as the context holds, got "
-                    f"{len(value)}",
-                    param=name,
-                )
+        for name, value in {"": values, **values}.items():
+            if isinstance(value, list | dict) and len(value) > most:
+                what = f"{name}: expected at most {most} elements, as many as the context holds"
+                raise ApiError(400, f"{what}, got {len(value)}", param=name or None)
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -150,7 +146,11 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] = False
 
 
-class Asked(Fields):
+def _as_tuple(stop: Any) -> Any:
+    return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
+
+
+class TextRequest(Fields):
     """The fields of both endpoints. Others are options of the decoder, which checks them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -161,7 +161,9 @@ class Asked(Fields):
     top_k: int | None = None
     seed: int | None = None
     max_tokens: Count | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Annotated[
+        tuple[Stop, ...] | None, BeforeValidator(_as_tuple), Field(max_length=MOST_STOPS)
+    ] = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -172,24 +174,22 @@ class Asked(Fields):
     decoder: str | None = None
     events: bool = False
 
-    @property
-    def stops(self) -> tuple[str, ...] | None:
-        """Return the stop strings; None where the field is not given."""
-        if self.stop is None:
-            return None
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Self:
+        for name in ("stream_options", "events"):
+            if getattr(self, name) and not self.stream:
+                raise ApiError(400, f"{name} needs stream", param=name)
+        return self
 
 
-class CompletionFields(Asked):
+class CompletionRequest(TextRequest):
     prompt: str | Ids | Annotated[list[str | Ids], Field(fail_fast=True)]
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Tops | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MOST)] | None = None  # 0: with echo and logprobs
 
-    @property
-    def tops(self) -> int | None:
-        """Likeliest tokens to list beside each log-probability, 0 or 1; None for no
-        log-probabilities. Raises ApiError (400)."""
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
         if self.max_tokens == 0 and (not self.scored or self.stream):
             raise ApiError(
                 400,
@@ -197,7 +197,12 @@ class CompletionFields(Asked):
                 "alone: with echo and logprobs, and no stream",
                 param="max_tokens",
             )
-        return None if self.logprobs is None else _checked_tops("logprobs", self.logprobs)
+        return self
+
+    @property
+    def tops(self) -> int | None:
+        """Likeliest tokens to list beside each log-probability; None for no log-probabilities."""
+        return self.logprobs
 
     @property
     def scored(self) -> bool:
@@ -250,68 +255,60 @@ class Message(Fields):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class ChatFields(Asked):
+class ChatRequest(TextRequest):
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Tops | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        one, other = self.max_tokens, self.max_completion_tokens
+        if None not in (one, other) and one != other:
+            raise ApiError(
+                400,
+                f"max_tokens is {one} and max_completion_tokens {other}: expected one",
+                param="max_tokens",
+            )
+        self.max_tokens = one or other
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        return self
 
     @property
     def tops(self) -> int | None:
-        """As `CompletionFields.tops`."""
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        return _checked_tops("top_logprobs", self.top_logprobs or 0) if self.logprobs else None
+        """Likeliest tokens to list beside each log-probability; None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """List the one prompt: the messages."""
+        return [[message.plain() for message in self.messages]]
 
 
-def _checked_tops(field: str, tops: int) -> int:
-    if tops > 1:
-        raise ApiError(
-            400,
-            f"{field} must be at most 1, got {tops}: a decoder that decides many positions at once "
-            "keeps the likeliest token of each",
-            param=field,
-        )
-    return tops
-
-
+AnyRequest = CompletionRequest | ChatRequest
 Kind = TypeVar("Kind", bound=Fields)
 
 
 def read_fields(kind: type[Kind], body: bytes, most: int) -> Kind:
-    """Parse and check the JSON of a request.
+    """Parse and check the JSON of a request. Raises ApiError (400), which names the field.
 
-    most: elements of a list. Lists and objects of more are refused before their elements are
-    looked at, which would take long. Raises ApiError (400), which names the field.
+    most: elements of a list or object.
     """
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
-        if not isinstance(values, dict):
-            raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
-        return _checked(kind, values, most)
-    except RecursionError as error:
-        raise ApiError(400, "the body is not JSON: it is nested too deep") from error
+        values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _checked(kind: type[Kind], values: dict[str, Any], most: int) -> Kind:
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
     given = {name: value for name, value in values.items() if value is not None}
-    for name in [name for name in given if name in _NEUTRAL and name not in kind.model_fields]:
-        if not any(_same(given[name], neutral) for neutral in _NEUTRAL[name]):
+    for name in given.keys() & _NEUTRAL.keys() - kind.model_fields.keys():
+        value = given.pop(name)
+        if not any(value == one and type(value) in (type(one), float) for one in _NEUTRAL[name]):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
-        del given[name]
     try:
         return kind.model_validate(given, context={"most": most})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None
         raise ApiError(400, explain(error, given, "request"), param=field) from error
-
-
-def _same(given: Any, neutral: Any) -> bool:
-    return bool(given == neutral) and isinstance(given, bool) == isinstance(neutral, bool)

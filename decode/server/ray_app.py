@@ -18,8 +18,8 @@ from d2f.quiet import quiet
 from decode.cli import read_settings
 from decode.server.app import create_app
 from decode.server.middleware import set_up_logs
-from decode.server.models import check_models, check_outlines, load_models, settings_of
-from decode.server.options import Options, parse
+from decode.server.models import check_models, check_outlines, load_models
+from decode.server.options import Options, listening_at, parse
 from decode.server.run import SWITCH_SECONDS
 from decode.server.state import ServerState
 
@@ -52,7 +52,7 @@ class Replica:
         set_up_logs(options.log_format)
         with quiet(options.verbose):
             models = load_models(options, read_settings(options))
-        app = create_app(models, settings_of(options, address=self._address))
+        app = create_app(models, listening_at(options, self._address))
         self._state = app.state.server
         return app
 

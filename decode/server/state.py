@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from fastapi import Request
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from d2f.errors import repr_of
+from d2f.errors import did_you_mean, repr_of
 from decode.server.generation import Generation
-from decode.server.models import ServedModel, Settings
+from decode.server.models import ServedModel
+from decode.server.options import Options
 from decode.server.protocol import ApiError
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_GAPS = (0.001, 0.0025, *_SECONDS[:11])
 _RATES = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32)
 _WHOSE = ("model", "decoder")
 
@@ -29,43 +31,29 @@ class Metrics:
     """The counts of one application, in a registry of its own."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         registry.register(_Engines(models))
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"d2f_{name}", text, labels, registry=registry)
+            return Counter(f"d2f_{name}", text, labels or _WHOSE, registry=registry)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             return Histogram(f"d2f_{name}", text, _WHOSE, buckets=[*buckets], registry=registry)
 
-        self._responses = counter("http_responses", "Answers by route.", "route", "status")
+        self.responses = counter("http_responses", "Answers by route.", "route", "status")
         self._requests = counter("requests", "Requests for text by outcome.", *_WHOSE, "outcome")
-        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", *_WHOSE)
-        self._tokens = counter("tokens", "Visible tokens of responses.", *_WHOSE)
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self._tokens = counter("tokens", "Visible tokens of responses.")
         self._forwards = counter(
-            "request_forwards", "Forwards of requests, a shared one counted for each.", *_WHOSE
+            "request_forwards", "Forwards of requests, a shared one counted for each."
         )
-        self._rows = counter("request_rows", "Rows fed for requests.", *_WHOSE)
+        self._rows = counter("request_rows", "Rows fed for requests.")
         self._rate = histogram("tokens_per_forward", "Tokens a forward of a response.", _RATES)
         self._whole = histogram("request_seconds", "Seconds from arrival to the end.", _SECONDS)
         self._first = histogram(
-            "time_to_first_token_seconds",
-            "Seconds from arrival to the first settled token.",
-            _SECONDS,
+            "time_to_first_token_seconds", "Seconds from arrival to the first token.", _SECONDS
         )
-        self._gap = histogram(
-            "inter_token_seconds",
-            "Seconds between moments at which tokens settled.",
-            _GAPS,
-        )
-
-    def text(self) -> bytes:
-        """Write all counts as Prometheus reads them."""
-        return generate_latest(self._registry)
-
-    def answered(self, route: str, status: int) -> None:
-        """Count an answer."""
-        self._responses.labels(route, str(status)).inc()
+        self._gap = histogram("inter_token_seconds", "Seconds between settling tokens.", _GAPS)
 
     def ended(self, generation: Generation) -> None:
         """Count a request for text that has ended, however it did."""
@@ -79,41 +67,42 @@ class Metrics:
         self._forwards.labels(*whose).inc(len(calls))
         self._rows.labels(*whose).inc(sum(fed for fed, _ in calls))
         self._tokens.labels(*whose).inc(generation.tokens)
-        rate, first, gap = (
-            metric.labels(*whose) for metric in (self._rate, self._first, self._gap)
-        )
         for choice in generation.choices:
             if choice.result is not None and choice.calls:
-                rate.observe(choice.tokens / len(choice.calls))
-            if choice.grew:
-                first.observe(choice.grew[0] - generation.began)
+                self._rate.labels(*whose).observe(choice.tokens / len(choice.calls))
+            for first in choice.grew[:1]:
+                self._first.labels(*whose).observe(first - generation.began)
             for one, next in pairwise(choice.grew):
-                gap.observe(next - one)
+                self._gap.labels(*whose).observe(next - one)
 
 
 class _Engines(Collector):
     """Counts of the engines, read when they are asked for."""
 
+    _gauges: ClassVar = {
+        "running": "Choices in the batch.",
+        "waiting": "Choices that wait for room.",
+        "slots": "Positions of the cache.",
+        "slots_used": "Positions that hold a request or a kept prompt.",
+    }
+    _counters: ClassVar = {
+        "finished": "Choices that came to their end.",
+        "cancelled": "Choices whose reader left.",
+        "failed": "Choices that failed.",
+        "refused": "Choices that found the queue full.",
+        "forwards": "Calls of the model.",
+        "rows": "Rows that these fed.",
+    }
+
     def __init__(self, models: Mapping[str, ServedModel]):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        gauges = {
-            "running": "Choices in the batch.",
-            "waiting": "Choices that wait for room.",
-            "slots": "Positions of the cache.",
-            "slots_used": "Positions that hold a request or a kept prompt.",
-        }
-        counters = {
-            "finished": "Choices that came to their end.",
-            "cancelled": "Choices whose reader left.",
-            "failed": "Choices that failed.",
-            "refused": "Choices that found the queue full.",
-            "forwards": "Calls of the model.",
-            "rows": "Rows that these fed.",
-        }
         stats = {name: served.engine.stats for name, served in self._models.items()}
-        for kind, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for kind, names in (
+            (GaugeMetricFamily, self._gauges),
+            (CounterMetricFamily, self._counters),
+        ):
             for name, text in names.items():
                 family = kind(f"d2f_engine_{name}", text, labels=("model",))
                 for model, found in stats.items():
@@ -129,12 +118,13 @@ BYTES_A_POSITION = 64  # of a request's JSON: ten digits of an id, or a few esca
 class ServerState:
     """The state of one application.
 
-    models: by the names that they are served under. in_flight: requests that are not answered to
-    their end. draining: refuse new ones, the server is about to end.
+    models: by the names that they are served under.
+    in_flight: requests that are not answered to their end.
+    draining: refuse new ones, the server is about to end.
     """
 
     models: Mapping[str, ServedModel]
-    settings: Settings
+    options: Options
     metrics: Metrics
     in_flight: int = 0
     draining: bool = False
@@ -146,7 +136,8 @@ class ServerState:
         if name not in self.models:
             raise ApiError(
                 404,
-                f"there is no model {repr_of(name)}: expected one of {', '.join(self.models)}",
+                f"there is no model {repr_of(name)}: expected one of {', '.join(self.models)}"
+                f"{did_you_mean(name, self.models)}",
                 param="model",
                 code="model_not_found",
             )
@@ -160,13 +151,13 @@ class ServerState:
     @property
     def most_body(self) -> int:
         """Bytes of a request."""
-        return self.settings.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
+        return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
 
     @property
     def most_elements(self) -> int:
         """Elements of a list in a request: ids, messages, prompts (one more than there may be has
         an error of its own)."""
-        return max(self._longest_context, self.settings.most_choices + 1)
+        return max(self._longest_context, self.options.max_choices + 1)
 
     @property
     def _longest_context(self) -> int:

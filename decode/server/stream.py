@@ -2,9 +2,9 @@
 
 Three things happen at once, and none waits for another::
 
-    engine's thread -> Generation.run -> Stream.take     each event, as it comes
-    Stream.lines -> EventSourceResponse                  as fast as the client reads
-    the connection -> EventSourceResponse                cancels all of it once the client is gone
+    engine's thread -> Generation.run -> take    each event, as it comes
+    _data -> EventSourceResponse                 as fast as the client reads
+    the connection -> EventSourceResponse        cancels all of it once the client is gone
 
 Each event becomes a chunk as it comes. While the client does not read, text is joined, so that what
 waits is never more than the answer::
@@ -30,8 +30,8 @@ from starlette.types import Receive, Scope, Send
 
 from decode.server.answers import Answers, usage
 from decode.server.generation import Choice, Generation
-from decode.server.models import Settings
-from decode.server.protocol import ApiError, Asked
+from decode.server.options import Options
+from decode.server.protocol import ApiError, TextRequest
 from decode.step import Event
 
 # A signal does not cut streams off: decode.server.run lets them finish, then cancels them.
@@ -39,45 +39,22 @@ AppStatus.disable_automatic_graceful_drain()
 
 
 class SlowClientError(Exception):
-    """The client did not take what it was sent."""
+    """Say that the client did not take what it was sent."""
 
 
 class StreamedAnswer(EventSourceResponse):
-    """The stream that answers a request. Its generation is cancelled when the client leaves, takes
-    nothing for `Settings.send_seconds`, or does not read while more than `Settings.most_unsent`
-    bytes of forwards wait; the last two raise SlowClientError."""
+    """Stream the answers to a request. The generation is cancelled when the client leaves, takes
+    nothing for --send-timeout seconds, or does not read while more than --max-unsent bytes of
+    forwards wait; the last two raise SlowClientError, and nothing follows: no end may make what was
+    sent look whole."""
 
-    def __init__(self, generation: Generation, answers: Answers, asked: Asked, settings: Settings):
-        self._stream = Stream(generation, answers, asked, settings.most_unsent)
-        super().__init__(
-            self._stream.lines(),
-            sep="\n",
-            send_timeout=settings.send_seconds,
-            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with anyio.CancelScope() as self._stream.sending:
-                await super().__call__(scope, receive, send)
-        except TimeoutError as error:
-            raise SlowClientError("the client did not read") from error
-        if self._stream.dropped:
-            raise SlowClientError("the client did not read")
-
-
-class Stream:
-    """The lines of one stream that were not sent yet.
-
-    most: bytes of descriptions that may wait while the client does not read. sending: cancelled
-    once it is more, and then nothing follows: no end may make what was sent look whole.
-    """
-
-    def __init__(self, generation: Generation, answers: Answers, asked: Asked, most: int):
-        options = asked.stream_options
-        self._with_usage = options is not None and options.include_usage
-        self._always = options is not None and options.continuous_usage_stats
-        self._generation, self._answers, self._most = generation, answers, most
+    def __init__(
+        self, generation: Generation, answers: Answers, asked: TextRequest, options: Options
+    ):
+        wanted = asked.stream_options
+        self._with_usage = wanted is not None and wanted.include_usage
+        self._always = wanted is not None and wanted.continuous_usage_stats
+        self._generation, self._answers, self._most = generation, answers, options.max_unsent
         self._events = ForwardEvents(generation) if asked.events else None
         self._texts: dict[Choice, str] = {}  # that wait to be chunks
         self._lines: deque[str] = deque()
@@ -85,12 +62,26 @@ class Stream:
         self._opened: set[Choice] = set()
         self.held_up = False  # the client has not taken the last line yet
         self._wake = asyncio.Event()
-        self.sending = anyio.CancelScope()
+        self._sending = anyio.CancelScope()
         self.dropped = False
+        super().__init__(
+            self._data(),
+            sep="\n",
+            send_timeout=options.send_timeout,
+            ping_message_factory=lambda: ServerSentEvent(comment="ping", sep="\n"),
+        )
 
-    def take(self, choice: Choice, event: Event) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._sending:
+                await super().__call__(scope, receive, send)
+        except TimeoutError as error:
+            raise SlowClientError from error
+        if self.dropped:
+            raise SlowClientError
+
+    def take(self, choice: Choice, event: Event, text: str) -> None:
         """Add what an event says."""
-        text = choice.piece(event)
         if self._events is None:
             self._texts[choice] = self._texts.get(choice, "") + text
             if not self.held_up:
@@ -101,10 +92,10 @@ class Stream:
             self._add(chunk | {"d2f": self._events.describe(choice, event)})
             if self.held_up and self.size > self._most:
                 self.dropped = True
-                self.sending.cancel()
+                self._sending.cancel()
         self._wake.set()
 
-    async def lines(self) -> AsyncIterator[str]:
+    async def _data(self) -> AsyncIterator[str]:
         """Yield the data of the stream's events, to its end."""
         decoding = asyncio.create_task(self._generation.run(self.take))
         decoding.add_done_callback(lambda _: self._wake.set())
@@ -118,7 +109,7 @@ class Stream:
                     yield self._pop()
                     self.held_up = False
                     if self.dropped:
-                        raise SlowClientError("the client did not read")
+                        raise SlowClientError
                 if ended:
                     break
                 await self._wake.wait()

@@ -45,50 +45,104 @@ _LOCAL = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 _CLEANED = 19
 
 
-class SettledText:
-    """The text of one response, in pieces. `add` gives what became final, `finish` the rest: all
-    pieces together are `Result.text`. Of a stop string nothing is in any piece, not even a
-    beginning that is completed later, nor of what is at or behind an end id.
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The log-probability of one token of a text.
 
-    stop, end_ids: those of the request. tokenizer: the model's; None, and all text is empty. sent:
-    characters of the pieces so far.
+    logprob: None for the first token of a prompt, which nothing predicts.
+    offset: where the token's characters begin in the text.
+    top: the likeliest token in its place and its log-probability; None where that is not known.
+    """
+
+    token: int
+    logprob: float | None
+    offset: int
+    top: tuple[int, float] | None = None
+
+
+class ResponseText:
+    """Settle the text of one response in pieces: together they are `Result.text`. No piece has any
+    part of a stop string, not even a beginning that is completed later, nor of what is at or behind
+    an end id.
+
+    With `logprobs`, `new_logprobs` gives the tokens that go with the pieces. A token's logprob is
+    the logarithm of its probability under the full softmax, without temperature, top_k and top_p,
+    in the forward that decided it (last, where a decoder took it back). Nothing is kept of the
+    tokens that lost.
+
+    tokenizer: the model's; None where only tokens are counted, and no text before the end.
+    stop, end_ids: those of the request.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
-        stop: Sequence[str],
-        end_ids: Iterable[int],
+        stop: Sequence[str] = (),
+        end_ids: Iterable[int] = (),
+        *,
+        logprobs: bool = False,
     ):
         self._growing = growing_text(tokenizer)
         self._stop, self._end_ids = tuple(stop), frozenset(end_ids)
-        self._taken = 0  # ids that were looked at
         self._ended = False
-        self.sent = 0
+        self.settled = 0  # tokens that are final, up to an end token
+        self._sent = 0  # characters
         self._unsent = ""  # final too, but a stop string may begin in it
+        self._with_logprobs = logprobs
+        self._confidence: dict[int, float] = {}  # by position, of what was decided last
+        self._tokens: list[TokenLogprob] = []
+        self._given = 0  # of them
+        self._length = 0  # characters that are final
+        self._whole: list[int] = []  # characters up to each token, where they are whole; else -1
+        self.end: TokenLogprob | None = None  # of the end id, once it is settled
+        self._result: Result | None = None
 
-    def add(self, settled: Sequence[int]) -> str:
-        """Return new final text, perhaps none. settled: all ids so far, which begin with those of
-        the call before."""
-        if self._ended:
-            return ""
-        new = list(settled[self._taken :])
-        self._taken += len(new)
-        ends = [i for i, token in enumerate(new) if token in self._end_ids]
-        if ends:
-            self._ended, new = True, new[: ends[0]]
-        # No stop string begins in what was sent: it would have been held back.
-        text = self._unsent + self._growing.add(new)
+    def take(self, event: Event) -> str:
+        """Return the text that an event made final, perhaps none."""
+        text = self._unsent  # no stop string begins in what was sent: it would have been held back
+        for one in event.revealed if self._with_logprobs else ():
+            self._confidence[one.position] = one.confidence
+        new = [] if self._ended else list(event.settled[self.settled :])
+        ends = next((i for i, token in enumerate(new) if token in self._end_ids), None)
+        if self._with_logprobs:
+            text += "".join(map(self._grow, new[:ends]))
+        else:
+            text += self._growing.add(new[:ends])
+        self.settled += len(new[:ends])
+        if ends is not None:
+            self._ended = True
+            if self._with_logprobs:
+                self.end = self._logprob(new[ends], self.settled)
+        if event.result is not None:
+            self._result = event.result
+            return (event.result.text or "")[self._sent :]
         cut = min((_beginning(text, stop) for stop in self._stop), default=len(text))
         self._unsent = text[cut:]
-        self.sent += cut
+        self._sent += cut
         return text[:cut]
 
-    def finish(self, result: Result) -> str:
-        """Return the rest of `Result.text`; nothing for a request that failed."""
-        piece = (result.text or "")[self.sent :]
-        self.sent += len(piece)
-        return piece
+    def _grow(self, token: int) -> str:
+        self._tokens.append(self._logprob(token, len(self._tokens)))
+        text = self._growing.add([token])
+        self._length += len(text)
+        self._whole.append(self._length if self._growing.whole else -1)
+        return text
+
+    def _logprob(self, token: int, position: int) -> TokenLogprob:
+        return TokenLogprob(token, log(self._confidence[position]), self._length)
+
+    def new_logprobs(self) -> list[TokenLogprob]:
+        """Return the log-probabilities of the text since the last call; at the end, of all that is
+        left. Before it a token waits until its whole text was sent: no stop string hides it."""
+        end = self._given
+        if self._result is not None:
+            end = len(self._result.tokens)
+        else:
+            for i in range(self._given, len(self._tokens)):
+                if 0 <= self._whole[i] <= self._sent:
+                    end = i + 1
+        first, self._given = self._given, end
+        return self._tokens[first:end]
 
 
 def _beginning(text: str, stop: str) -> int:
@@ -103,8 +157,8 @@ def _beginning(text: str, stop: str) -> int:
 
 
 class GrowingText:
-    """Text of ids that come bit by bit. This one knows nothing of its tokenizer and holds all text
-    back. whole: whether all of it is final."""
+    """Decode ids that come bit by bit. This base knows nothing of its tokenizer and holds all text
+    back. whole: all of the text is final."""
 
     whole = False
 
@@ -114,7 +168,7 @@ class GrowingText:
 
 
 class _Bytes(GrowingText):
-    """The text of a byte-level tokenizer. Ids before the last complete character are dropped."""
+    """Decode ids of a byte-level tokenizer, and drop those before the last whole character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
         core: Any = tokenizer
@@ -140,7 +194,7 @@ class _Bytes(GrowingText):
 
 
 class _Whole(GrowingText):
-    """The text of a SentencePiece tokenizer, or of one that cleans its text up: decoded anew each
+    """Decode ids of a SentencePiece tokenizer, or of one that cleans its text up: all anew each
     time, without the last tokens, whose text the next ones may change."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
@@ -199,73 +253,7 @@ def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
 
-# Log-probabilities of a response's tokens, in OpenAI's formats.
-#
-# Of a token that was decoded it is the logarithm of its confidence: its probability under the full
-# softmax, without temperature, top_k and top_p, in the forward that decided it. Where a decoder
-# took
-# a token back, the forward that decided it last. Nothing is kept of the tokens that lost.
-
 LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """A token of a text. logprob: None of the first of a prompt, which nothing predicts. offset:
-    where its characters begin in the text. top: the likeliest token in its place, and its
-    log-probability; None where that is not known."""
-
-    token: int
-    logprob: float | None
-    offset: int
-    top: tuple[int, float] | None = None
-
-
-class ResponseLogprobs:
-    """The tokens of one response with their log-probabilities, in pieces beside those of
-    `decode.server.text.SettledText`: `take` each event, then ask for what goes with the
-    text that was sent. All pieces together are of `Result.tokens`; end: of the end id after them,
-    once it is settled."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, end_ids: Iterable[int]):
-        self._end_ids = frozenset(end_ids)
-        self._growing = growing_text(tokenizer)
-        self._confidence: dict[int, float] = {}  # by position, of what was decided last
-        self._found: list[TokenLogprob] = []
-        self._whole: list[int] = []  # characters up to each token, where they are whole; else -1
-        self._length = self._sent = 0  # characters that are final, tokens that were sent
-        self.end: TokenLogprob | None = None
-
-    def take(self, event: Event) -> None:
-        """Note what a forward decided and settled."""
-        for one in event.revealed:
-            self._confidence[one.position] = one.confidence
-        for position in range(len(self._found), len(event.settled)):
-            token = event.settled[position]
-            found = TokenLogprob(token, log(self._confidence[position]), self._length)
-            if token in self._end_ids:
-                self.end = found
-                return
-            self._found.append(found)
-            self._length += len(self._growing.add([token]))
-            self._whole.append(self._length if self._growing.whole else -1)
-
-    def within(self, sent: int) -> list[TokenLogprob]:
-        """Return new tokens whose text lies in the first `sent` characters: no stop string hides
-        them."""
-        end = self._sent
-        for i in range(self._sent, len(self._found)):
-            if 0 <= self._whole[i] <= sent:
-                end = i + 1
-        return self._until(end)
-
-    def finish(self, result: Result) -> list[TokenLogprob]:
-        """Return the rest."""
-        return self._until(len(result.tokens))
-
-    def _until(self, end: int) -> list[TokenLogprob]:
-        first, self._sent = self._sent, end
-        return self._found[first:end]
 
 
 def log(probability: float) -> float:

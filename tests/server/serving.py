@@ -19,7 +19,8 @@ from d2f.model import DiffusionModel
 from decode.cli import DecoderSettings
 from decode.engine.async_engine import AsyncEngine
 from decode.server.app import create_app
-from decode.server.models import ServedModel, Settings, serve_model
+from decode.server.models import ServedModel, serve_model
+from decode.server.options import Options
 
 PATIENCE = 30.0  # seconds after which a test has failed
 QUESTION = "Use 3 and 4 to make 12."
@@ -32,24 +33,20 @@ def stock(
     model: DiffusionModel,
     settings: DecoderSettings | None = None,
     *,
-    allowed: Sequence[str] | None = None,
-    max_model_len: int | None = None,
-    sanitize: bool = False,
+    options: Options | None = None,
     **engine: Any,
 ) -> ServedModel:
-    """A model to serve, with an engine of its own."""
-    return serve_model(
-        name, model, AsyncEngine(model, **engine), settings,
-        allowed=allowed, max_model_len=max_model_len, sanitize=sanitize,
-    )  # fmt: skip
+    """Make a model to serve, with an engine of its own."""
+    settings, options = settings or DecoderSettings(None, {}), options or Options()
+    return serve_model(name, model, AsyncEngine(model, **engine), settings, options)
 
 
 class Served:
     """An application and a client of it, without a network; whole answers alone."""
 
-    def __init__(self, models: Sequence[ServedModel], settings: Settings | None = None):
+    def __init__(self, models: Sequence[ServedModel], options: Options | None = None):
         self.models = list(models)
-        self.app = create_app(self.models, settings)
+        self.app = create_app(self.models, options)
         self.client = TestClient(
             self.app, base_url="http://localhost", raise_server_exceptions=False
         )

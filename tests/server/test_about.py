@@ -13,6 +13,7 @@ import d2f
 from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, check, make_problems
 from decode.cli import DecoderSettings
+from decode.server.options import Options
 
 
 def samples(served: Served) -> dict[str, float]:
@@ -59,7 +60,9 @@ def test_every_decoder_that_is_listed_is_taken(served):
 
 
 def test_only_decoders_that_the_operator_allows_are_taken():
-    with Served([stock("m", random_model("llada"), allowed=["wino"])]) as served:
+    with Served(
+        [stock("m", random_model("llada"), options=Options(allow_decoders="wino"))]
+    ) as served:
         (model,) = served.client.get("/v1/models").json()["data"]
         assert [one["name"] for one in model["d2f"]["decoders"]] == ["d2f", "wino"]
         body = {"model": "m", "prompt": [9], "max_tokens": 3}

@@ -16,6 +16,7 @@ from serving import CHAT, QUESTION, Served, pieces, sse, stock
 import decode
 from decode.cli import DecoderSettings
 from decode.decoders import Decoder
+from decode.server.options import Options
 
 PROMPT = [9, 10, 11]
 COMMON = ("temperature", "top_p", "top_k", "seed")
@@ -207,7 +208,7 @@ def test_the_operators_options_hold_where_a_request_says_nothing(tiny_d2f, tiny_
 
 
 def test_a_length_that_nobody_said_fits_the_context(tiny_d2f):
-    with Served([stock("m", tiny_d2f, max_model_len=20)]) as served:
+    with Served([stock("m", tiny_d2f, options=Options(max_model_len=20))]) as served:
         ids = tiny_d2f.tokenizer(RAW)["input_ids"]
         answer = served.ask({"model": "m", "prompt": [RAW, [5]], "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == 20 - len(ids) + 19

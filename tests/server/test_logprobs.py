@@ -13,8 +13,7 @@ from tiny import random_model, tokenizer
 import decode
 from decode.server.text import (
     LEAST,
-    ResponseLogprobs,
-    SettledText,
+    ResponseText,
     TokenLogprob,
     chat_logprobs,
     completion_logprobs,
@@ -33,14 +32,11 @@ CASES += REVOKING
 
 def sent(events, model, stop=()):
     """The pieces of text, and of the tokens that go with each."""
-    text = SettledText(model.tokenizer, stop, model.end_ids)
-    logprobs = ResponseLogprobs(model.tokenizer, model.end_ids)
+    text = ResponseText(model.tokenizer, stop, model.end_ids, logprobs=True)
     pieces, tokens = [], []
     for event in events:
-        logprobs.take(event)
-        done = event.result
-        pieces.append(text.finish(done) if done else text.add(event.settled))
-        tokens.append(logprobs.finish(done) if done else logprobs.within(text.sent))
+        pieces.append(text.take(event))
+        tokens.append(text.new_logprobs())
     return pieces, tokens
 
 
@@ -116,6 +112,6 @@ def test_the_formats_of_both_endpoints():
 
 
 def test_a_probability_that_rounds_to_0_is_no_infinity():
-    logprobs = ResponseLogprobs(tokenizer(), [])
-    logprobs.take(Event(0, 1, [], [Revealed(0, 9, 0.0)], None, [9]))
-    assert [one.logprob for one in logprobs.within(99)] == [LEAST]
+    text = ResponseText(tokenizer(), logprobs=True)
+    text.take(Event(0, 1, [], [Revealed(0, 9, 0.0)], None, [9]))
+    assert [one.logprob for one in text.new_logprobs()] == [LEAST]

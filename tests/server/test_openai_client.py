@@ -13,7 +13,7 @@ from tiny import random_model
 import decode
 from decode.engine.likelihood import Likelihood
 from decode.server.app import create_app
-from decode.server.models import Settings
+from decode.server.options import Options
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 CHAT = {"model": "tiny-d2f", "messages": MESSAGES}
@@ -150,7 +150,7 @@ def test_errors_are_the_clients_exceptions(client, tiny_d2f):
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="tiny-d2f", input="x")
     models = [stock("tiny-d2f", tiny_d2f), stock("m", random_model("llada"))]
-    with listening(create_app(models, Settings(api_keys=("right",)))) as address:
+    with listening(create_app(models, Options(api_key=("right",)))) as address:
         with OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger:
             with pytest.raises(openai.AuthenticationError):
                 stranger.models.list()

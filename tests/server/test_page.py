@@ -19,7 +19,7 @@ import decode
 from benchmarks.browser import chromium, find_chromium
 from d2f.tasks import make_problems
 from decode.server.app import create_app
-from decode.server.models import Settings
+from decode.server.options import Options
 
 STORY = make_problems("story", "heldout", 2, 0)[1].question
 LEFT, RIGHT = 0, 1  # panes
@@ -384,7 +384,7 @@ def test_what_goes_wrong_is_said_as_text(browser, page_url, answer, said):
 
 def test_a_401_asks_for_the_key(browser, models):
     """It is sent from then on, and kept by this tab alone."""
-    app = create_app([stock(*model) for model in models.items()], Settings(api_keys=("right",)))
+    app = create_app([stock(*model) for model in models.items()], Options(api_key=("right",)))
     with listening(app) as url, opened(browser, url) as driver:
         page = driver.page
         for key in ("wrong", "right"):

@@ -32,7 +32,7 @@ LONG = {**TEXT, "max_tokens": 120, "ignore_eos": True, "decoder": "static"}
 BAD = [
     (["--replicas", "0"], "--replicas must be at least 1, got 0"),
     (["--replicas", "2", "--max-replicas", "3"], "--replicas is a fixed number"),
-    (["--replicas", "2", "--target-requests", "3"], "--target-requests needs --max-replicas"),
+    (["--replicas", "2", "--target-requests", "3"], "--replicas is a fixed number"),
     (["--min-replicas", "2"], "--min-replicas needs --replicas or --max-replicas"),
     (["--min-replicas", "3", "--max-replicas", "2"], "--min-replicas 3 is more than"),
     (["--replicas", "2", "--device", "cuda:1"], "Ray gives each replica a GPU of its own"),

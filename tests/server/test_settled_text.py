@@ -14,12 +14,11 @@ from tiny import random_model, tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from d2f.errors import InputError
 from decode.decoders.base import Decoder
 from decode.decoders.session import Session
 from decode.engine.request import Request
-from decode.server.text import SettledText
-from decode.step import Predictions, Result, Step
+from decode.server.text import ResponseText
+from decode.step import Event, Predictions, Step
 
 CONTRACT = random_model("llada").contract
 END = 0  # id of the end token, which is special, in every tokenizer below
@@ -128,14 +127,14 @@ def sent(kind, script, stop=(), end_ids=(END,)):
     """The pieces, what was settled at each, and the result, which the engine's own code makes."""
     decoder = Scripted(stop=tuple(stop), script=tuple(map(tuple, script)))
     request = Request(0, [5], decoder, replace(CONTRACT, end_ids=tuple(end_ids)), kind)
-    text, pieces, seen = SettledText(kind, stop, end_ids), [], []
+    text, pieces, seen = ResponseText(kind, stop, end_ids), [], []
     while True:
         request.accept(request.step or request.begin(1), NOTHING, 0.0)
         event = request.event()
-        pieces.append(text.add(event.settled))
+        pieces.append(text.take(replace(event, result=None)))
         seen.append(event.settled)
         if event.result is not None:
-            return [*pieces, text.finish(event.result)], seen, event.result
+            return [*pieces, text.take(event)], seen, event.result
 
 
 @st.composite
@@ -240,17 +239,14 @@ def test_nothing_behind_an_end_id_is_sent():
 def test_a_token_is_decoded_a_few_times_however_long_the_text(monkeypatch):
     kind = split_characters()
     ids = kind("각각 가가 🙂 日本語日 e\u0301 " * 40)["input_ids"]
-    text, asked = SettledText(kind, ["END"], [END]), []
+    text, asked = ResponseText(kind, ["END"], [END]), []
     real = kind.decode
     monkeypatch.setattr(kind, "decode", lambda ids, **o: asked.append(len(ids)) or real(ids, **o))
-    pieces = [text.add(ids[:n]) for n in range(1, len(ids) + 1)]
+    pieces = [text.take(Event(0, n, [], [], None, ids[:n])) for n in range(1, len(ids) + 1)]
     assert "".join(pieces) == real(ids)
     assert sum(asked) < 6 * len(ids)
 
 
-def test_a_model_without_tokenizer_and_a_request_that_failed_have_no_text():
+def test_a_model_without_tokenizer_has_no_text():
     *pieces, last = sent(None, [[5], [6]])[0]
     assert (pieces, last) == (["", ""], "")
-    text, kind = SettledText(tokenizer(), [], [END]), tokenizer()
-    assert text.add(kind.convert_tokens_to_ids(["x", "y"])) == "xy"
-    assert text.finish(Result.failed(InputError("no"))) == ""
