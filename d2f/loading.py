@@ -38,7 +38,7 @@ from d2f.families import (
     published_contract,
     transformers_config,
 )
-from d2f.leading import announce, join, kind_of_rank, reported
+from d2f.leading import announce, join, kind_of_rank
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.parts import Outline
@@ -117,8 +117,7 @@ def load(
         model.threads = count
         torch.set_num_threads(count)
     if adapter is not None and in_parts:
-        with reported():
-            model.merge_from(adapter)
+        model.merge_from(adapter)
     elif adapter is not None:
         attach(model, adapter)
         if quantize is not None:
@@ -241,28 +240,27 @@ def _load_backbone(
     elif tensor_parallel > 1:
         join(device)
         settings |= sharded(tensor_parallel)
-    with reported():
-        try:
-            backbone, info = kind.from_pretrained(
-                folder,
-                config=config,
-                key_mapping=dict(family.key_mapping) or None,
-                # transformers fills what is missing or misshapen with random values and goes on;
-                # the report says so, and `_check_loaded` makes it an error.
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                # No pickles and no code of the checkpoint.
-                use_safetensors=True,
-                trust_remote_code=False,
-                **settings,
-            )
-        except Exception as error:  # transformers raises whatever comes of what is wrong
-            if out_of_memory(error):
-                raise
-            raise CheckpointError(
-                f"{place}: weights cannot be read: {type(error).__name__}: {error}"
-            ) from error
-        _check_loaded(place, family, info)
+    try:
+        backbone, info = kind.from_pretrained(
+            folder,
+            config=config,
+            key_mapping=dict(family.key_mapping) or None,
+            # transformers fills what is missing or misshapen with random values and goes on;
+            # the report says so, and `_check_loaded` makes it an error.
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            # No pickles and no code of the checkpoint.
+            use_safetensors=True,
+            trust_remote_code=False,
+            **settings,
+        )
+    except Exception as error:  # transformers raises whatever comes of what is wrong
+        if out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"{place}: weights cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    _check_loaded(place, family, info)
     # Tied weights are one tensor; a file that has both must have them equal, else one is lost.
     head, embeddings = backbone.lm_head.weight, backbone.model.embed_tokens.weight
     if config.tie_word_embeddings and head is not embeddings and not torch.equal(head, embeddings):
