@@ -65,7 +65,7 @@ setup(
         "tokenizers>=0.23.1",
         "safetensors>=0.8",
         "huggingface_hub>=1.5",
-        "numpy>=2.0",  # below 2.4 for the interpreter of triton 3.6, which says so
+        "numpy>=2.0",  # the tests' interpreter of triton 3.6 needs one below 2.4
         "einops>=0.8",
         "asteval>=1.0",  # interprets the functions of the task coding
         "jinja2>=3.1",  # chat templates

@@ -33,7 +33,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common import RowFile
-from triton_kernels import masked_kl as masked_kl_tiles
+from triton_kernels import masked_kl
 from triton_kernels.confidence import confidence_of_logits
 from triton_kernels.draws import Draws
 from triton_kernels.span_attention import MAX_SPANS, span_attention, write_slots
@@ -82,10 +82,10 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"confidence{', sampled' * sampled}", partial(score, new(64, 126464))
     logits, wide = new(1024, 126464), partial(torch.empty, device="meta")
     statistics = (wide(1024), wide(1024), wide(512))
-    yield "masked KL", partial(masked_kl_tiles.add_tile, logits, *statistics)
+    yield "masked KL", partial(masked_kl.add_tile, logits, *statistics)
     yield (
         "masked KL",
-        partial(masked_kl_tiles.difference_masked_kl_tiles, logits, wide(1024), wide(512)),
+        partial(masked_kl.difference, logits, wide(1024), wide(512), kernel=True),
     )
 
 

@@ -1,7 +1,7 @@
-"""Span attention as an attention implementation of transformers, registered as ``"span"``.
+"""Register span attention as an attention implementation of transformers, ``"span"``.
 
-A model loaded with ``attn_implementation="span"`` takes ``spans=SpanPlan(...)`` in its forward and
-needs no attention mask: what a query sees is in the plan.
+A model loaded with ``attn_implementation="span"`` takes ``spans=SpanPlan(...)`` in its forward
+instead of an attention mask.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ Way = Literal["sdpa", "flex"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One request's rows in a flat batch, ``[rows.start, rows.stop)``, and the slots that they may
-    see.
+    """Locate one request's rows in a flat batch and the slots that they may see.
 
-    whole: every row sees all of the slots, so there is nothing to mask. Two requests in one batch;
-    the slots of the second begin at 6::
+    whole: every row sees all of the slots, so no mask is needed. Two requests in one batch, the
+    slots of the second begin at 6::
 
         spans of the batch                         segments
         [0, 4) [0, 4)   [6, 7) [6, 8) [6, 9)       rows 0 1: slots 0 to 3, whole
@@ -40,14 +39,14 @@ class Segment:
 
 
 class SpanPlan:
-    """What every layer of one forward needs to know of its attention.
+    """Describe the attention of one forward to all of its layers.
 
     spans: int32 ``[B or 1, T, K, 2]`` over the keys, which in decoding are the slots of the cache.
-    segments: for a flat batch of several requests, the rows and slots of each. Plain attention then
-    builds a mask of rows x own slots for each request; without segments it is one of T x S.
-    way: what computes it. None is decoding's: the kernel where `use_kernel` says so and no gradient
-    is wanted, else ``sdpa``, which is scaled_dot_product_attention with a mask. ``flex`` is
-    flex_attention, which takes no segments.
+    segments: rows and slots of each request in a flat batch. Plain attention then builds a mask of
+    rows x own slots for each; without segments one of T x S.
+    way: how it is computed. ``sdpa`` is scaled_dot_product_attention with a mask; ``flex`` is
+    flex_attention, which takes no segments; None takes the kernel where `use_kernel` says so and no
+    gradient is needed, else ``sdpa``.
     """
 
     def __init__(
@@ -59,19 +58,18 @@ class SpanPlan:
         self.segments = segments
         self.way = way
         self._flex: FlexSpans | None = None
-        # Made by the first layer that asks and kept for the others; a plan lasts one forward.
-        self._masks: dict[int, Tensor] = {}  # by segment
+        # Built by the first layer and kept for the others; a plan lasts one forward.
+        self._masks: dict[int, Tensor] = {}  # by segment, -1 for the whole batch
         self._flat: Tensor | None = None
 
     def mask(self, keys: int) -> Tensor:
-        """Mask ``[B or 1, T, keys]``, built once a forward."""
-        # Every layer asks for the same mask; the key -1 is that of the whole batch.
+        """Return the mask ``[B or 1, T, keys]``."""
         if -1 not in self._masks:
             self._masks[-1] = span_mask(self.spans, keys)
         return self._masks[-1]
 
     def segment_mask(self, i: int) -> Tensor | None:
-        """Mask ``[1, rows, slots]`` of segment i, built once a forward; None where it is whole."""
+        """Return the mask ``[1, rows, slots]`` of segment i, or None where it is whole."""
         assert self.segments is not None
         part = self.segments[i]
         if part.whole:
@@ -89,14 +87,13 @@ class SpanPlan:
         value: Tensor,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of one layer: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S, D]`` to
-        ``[B, T, H, D]`` in the values' dtype."""
+        """Compute one layer's attention: query ``[B, H, T, D]``, keys and values ``[B, H_kv, S,
+        D]`` to ``[B, T, H, D]`` in the values' dtype."""
         query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have run in fp32
         if self.way == "flex":
             if self._flex is None:
                 self._flex = FlexSpans(self.spans.expand(len(query), -1, -1, -1), key.shape[2])
             return self._flex(query, key, value, scale).transpose(1, 2)
-        # What the kernel is not made for is computed in plain PyTorch, never refused.
         if self.way is None and can_run(query, key, value) and use_kernel("span_attention", query):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
@@ -118,8 +115,7 @@ class SpanPlan:
         return out.transpose(1, 2)
 
     def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """The kernel knows no batch: its rows are laid one after the other, and so are its keys.
-        What a row sees is then `_flat_spans`."""
+        """Lay the batch's rows one after the other, and its keys: the kernel knows no batch."""
         batch, heads, rows, dim = query.shape
         kv_heads, slots = key.shape[1:3]
         # Decoding has a batch of 1, of which these are views: the cache is not copied.
@@ -131,8 +127,8 @@ class SpanPlan:
         return out.view(batch, rows, heads, dim)
 
     def _flat_spans(self, batch: int, slots: int) -> Tensor:
-        """Spans ``[B * T, K, 2]`` over the batch's keys laid one after the other, built once a
-        forward. Two sequences of 3 causal rows::
+        """Return spans ``[B * T, K, 2]`` over the batch's keys laid one after the other. Two
+        sequences of 3 causal rows::
 
             over each one's keys     [0, 1) [0, 2) [0, 3)    [0, 1) [0, 2) [0, 3)
             over 6 keys in a row     [0, 1) [0, 2) [0, 3)    [3, 4) [3, 5) [3, 6)
@@ -155,16 +151,13 @@ def span_attention_forward(
     spans: SpanPlan | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every layer: query ``[B, H, T, D]`` to output
-    ``[B, T, H, D]``. Its name for the plan, ``spans``, is a keyword of the model's forward.
-
-    Raises ValueError without a plan: there is no mask to fall back on.
-    """
+    """Attend in a layer of transformers: query ``[B, H, T, D]`` to output ``[B, T, H, D]``. The
+    plan comes from the model's forward, by the keyword ``spans``. Raises ValueError without it."""
     if spans is None:
         raise ValueError("span attention needs spans=SpanPlan(...) in the model's forward")
     return spans.attend(module, query, key, value, scaling), None
 
 
-# No mask function beside it: for attention without one transformers builds no mask, and does not
-# look into the positions for packed samples, which on a GPU would wait for it in every forward.
+# Without a mask function beside it transformers builds no mask and does not look into the positions
+# for packed samples, which on a GPU would wait for it in every forward.
 AttentionInterface.register(NAME, span_attention_forward)

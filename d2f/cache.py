@@ -1,13 +1,13 @@
-"""The key-value cache: slots that a forward pass overwrites.
+"""Cache keys and values in slots that a forward pass overwrites.
 
-What is fed is rewritten, what is not fed stays. There is no commit operation: an exact cache is a
-block fed once more with its final tokens and then no longer fed. D2F with a prompt of 2 and a block
-of 2 (positions 2 and 3), whose two masks are decided one a forward::
+Fed positions are rewritten, others stay. There is no commit operation: a block is cached exactly by
+feeding it once more with its final tokens and then no longer. D2F with a prompt of 2 and a block of
+2 (positions 2 and 3), whose two masks are decided one a forward::
 
     forward    feeds positions    slots 0 1 2 3 then hold the keys and values of
     1          0 1 2 3            p p m m
     2              2 3            p p a m
-    3              2 3            p p a b     final: from here on nobody feeds them, they are cached
+    3              2 3            p p a b     final: not fed again, so they are cached
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from triton_kernels.span_attention import write_slots
 
 
 class SlotCache:
-    """Flat key and value buffers of one model, given to transformers as ``past_key_values``.
+    """Hold the flat key and value buffers of one model; transformers' ``past_key_values``.
 
     Set `slots` (int64 ``[T]``, one slot a fed row) before each forward. Each layer writes its rows'
     keys and values there and attends over the whole buffer ``[1, H_kv, S, D]``. heads: H_kv where
-    this process has only a part of the model's.
+    this process has only a part of the model.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class SlotCache:
         heads = heads or config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (1, heads, slots, dim)
-        # Zeros, not memory as it comes: a slot that a row does not see meets a weight of 0, and 0
-        # times a NaN that lay there is NaN.
+        # Zeros: a slot that a row does not see has a weight of 0, and 0 times a NaN that happened
+        # to lie there is NaN.
         self.layers = [
             (
                 torch.zeros(shape, dtype=dtype, device=device),
@@ -54,8 +54,6 @@ class SlotCache:
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write rows ``[1, H_kv, T, D]`` to their slots; return the layer's whole buffers."""
-        # Nothing is appended: transformers hands a layer's new rows over and gets all slots back;
-        # which of them a row sees, the spans of the forward say.
         if self.slots is None:
             raise RuntimeError("SlotCache.slots must be set before a forward")
         k, v = self.layers[layer_idx]  # [1, H_kv, S, D]
@@ -63,15 +61,14 @@ class SlotCache:
         return k, v
 
     def clear(self, start: int, stop: int) -> None:
-        """Set the slots ``[start, stop)`` to 0. A request that failed may leave values there that
-        are not finite, and they would reach the request that has the slots next: masked, they have
-        a weight of 0, and 0 times NaN is NaN."""
+        """Set the slots ``[start, stop)`` to 0. A failed request may leave a NaN there, and the
+        next one to have the slots would meet it even where it is masked: 0 times NaN is NaN."""
         for k, v in self.layers:
             k[:, :, start:stop] = 0
             v[:, :, start:stop] = 0
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Write what is in the slots `source` (int64 ``[N]``) to the slots `target`."""
+        """Copy the slots `source` (int64 ``[N]``) to the slots `target`."""
         first, _ = self.layers[0]  # any buffer: all are on one device
         source, target = source.to(first.device), target.to(first.device)
         for buffers in self.layers:
@@ -79,25 +76,25 @@ class SlotCache:
                 buffer[:, :, target] = buffer[:, :, source]
 
     def get_seq_length(self, *args: object) -> int:
-        """0: positions are given with every forward, never counted here."""
+        """Return 0: positions are given with every forward."""
         return 0
 
     def get_query_offset(self, *args: object) -> int:
-        """0, for the same reason."""
+        """Return 0, for the same reason."""
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Sizes for a mask that span attention never builds."""
+        """Return sizes for a mask that span attention never builds."""
         return query_length, 0
 
     @property
     def is_compileable(self) -> bool:
-        """False: transformers must not swap buffers underneath."""
+        """Return False: transformers must not swap the buffers."""
         return False
 
 
 class SlotPool:
-    """Which slots of a flat buffer belong to which request: contiguous runs, first fit::
+    """Give requests contiguous runs of slots, first fit::
 
     10 slots         0 1 2 3 4 5 6 7 8 9
     allocate(4)      a a a a . . . . . .    0
@@ -112,7 +109,7 @@ class SlotPool:
         self._used: dict[int, int] = {}  # start -> stop
 
     def allocate(self, count: int) -> int | None:
-        """The first slot of a free run of `count` slots, or None where none is free now.
+        """Take a run of `count` slots; return its first, or None where none is free now.
 
         Raises ValueError if `count` could never fit.
         """
@@ -130,11 +127,11 @@ class SlotPool:
 
     @property
     def used(self) -> int:
-        """Slots that belong to someone."""
+        """Count the slots that are taken."""
         return sum(stop - start for start, stop in self._used.items())
 
     def end(self, start: int) -> int:
-        """Where the run that begins at `start` ends."""
+        """Return the end of the run that begins at `start`."""
         return self._used[start]
 
     def free(self, start: int) -> None:

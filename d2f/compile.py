@@ -1,134 +1,53 @@
-"""Forwards of a decoding engine through `torch.compile`: the same arithmetic without what it costs
-to call it operator by operator from Python.
+"""Run a decoding engine's forwards through `torch.compile`: the same arithmetic without the cost of
+calling it operator by operator from Python.
 
-Attention and the cache stay outside the graph, behind the operator ``d2f::attend``, as vLLM does:
-it writes a layer's new keys and values to their slots and attends over the plan of the forward that
-is running. So one graph serves every number of rows, every batch and every cache; a single row,
-which `torch.compile` always specialises, has a graph of its own. On an x86 CPU the linear layers
-are packed (`d2f.cpu.packed`), elsewhere those with one input are joined (`d2f.cpu.packed`).
+Attention and the cache stay outside the graph, behind the operator ``d2f::attend``, as in vLLM: it
+writes a layer's new keys and values to their slots and attends over the plan of the running
+forward. So one graph serves every number of rows, every batch and every cache; a single row, which
+`torch.compile` always specialises, has a graph of its own. Linear layers with one input (q, k and
+v; gate and up) become one product, for a device that pays for each launch.
 """
 
 from __future__ import annotations
 
-import os
+import copy
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
-from d2f.cpu import can_attend, pays, write_and_attend
-from d2f.cpu.packed import JoinedModel, MadeCode, PackedModel, Product, can_join, can_pack
 from d2f.errors import CompileError
-from triton_kernels.dispatch import VARIABLE
-
-
-class _Running(threading.local):
-    """The forward that a thread is running. native: whether C++ attends (`d2f.cpu`)."""
-
-    cache: SlotCache
-    plan: SpanPlan
-    native: bool = False
-
-
-_running = _Running()
-_library = torch.library.Library("d2f", "FRAGMENT")
-_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor")
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
-    # Not arguments of the operator: the graph would be of this cache and this plan.
-    if _running.native:
-        cache, spans = _running.cache, _running.plan.spans[0]
-        assert cache.slots is not None
-        return write_and_attend(query, key, value, cache.slots, *cache.layers[layer], spans, scale)
-    keys, values = _running.cache.update(key, value, layer)
-    return _running.plan.attend(None, query, keys, values, scale).contiguous()
-
-
-def _attend_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
-    batch, heads, rows, dim = query.shape
-    return value.new_empty((batch, rows, heads, dim))  # as `SpanPlan.attend` gives it
-
-
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("d2f::attend", _attend_fake, lib=_library)
-
-
-class _PlanOfTheForward(SpanPlan):
-    """What the model is traced with in place of a plan: its `attend` puts the operator
-    ``d2f::attend`` into the graph, which finds the real plan of the forward when it runs."""
-
-    def __init__(self) -> None:
-        """Without spans: they are not the graph's."""
-
-    def attend(
-        self,
-        layer: nn.Module | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-    ) -> Tensor:
-        assert layer is not None and scale is not None
-        # Here, where it is fused with RoPE, which may run in fp32; behind the operator it would be
-        # a pass of its own.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        out: Tensor = torch.ops.d2f.attend(query, key, value, layer.layer_idx, scale)
-        return out
-
-
-def _guards(guards: Sequence[Any]) -> list[bool]:
-    """Which of its conditions a graph checks at a call: the shapes. The weights and the model's
-    attributes do not change, and of the state of the process, its number of threads among it,
-    nothing does that the graph depends on."""
-    kept = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    pairs = zip(kept, guards, strict=True)
-    return [keep and guard.guard_type != "GLOBAL_STATE" for keep, guard in pairs]
-
-
-def _with_products(backbone: PreTrainedModel) -> PackedModel | None:
-    """The model with layers packed or joined to products, None where they can be neither."""
-    if can_pack(backbone):
-        return PackedModel(backbone)
-    return JoinedModel(backbone) if can_join(backbone) else None
-
-
-def _can_attend(backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]) -> bool:
-    """Whether C++ may compute the attention of this model here."""
-    key = new_cache(1).layers[0][0]  # [1, H_kv, 1, D]
-    fits = key.device.type == "cpu" and key.dtype == backbone.dtype == torch.float32
-    return fits and os.environ.get(VARIABLE) != "0" and can_attend(key.shape[-1])
 
 
 class CompiledRows:
-    """The hidden states of flat rows, compiled at once; takes some seconds.
-
-    Raises CompileError where `torch.compile` cannot, on a CPU mostly for want of a C++ compiler.
-    """
+    """Compute the last hidden states of flat rows by a compiled model."""
 
     def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
-        plan = _PlanOfTheForward()
-        packed = self.packed = _with_products(backbone)
-        model = backbone.model if packed is None else packed.model
-        self.code = MadeCode(packed.products) if type(packed) is PackedModel else None
+        """Compile at once, which takes some seconds. Raises CompileError where `torch.compile`
+        cannot, on a CPU mostly for want of a C++ compiler."""
+        plan = _TracedPlan()
+        joined = JoinedModel(backbone) if can_join(backbone) else None
+        model = backbone.model if joined is None else joined.model
+        self.products = [] if joined is None else joined.products
 
         def hidden(tokens: Tensor, positions: Tensor) -> Tensor:
             out: Tensor = model(
                 input_ids=tokens, position_ids=positions, spans=plan, use_cache=False
             ).last_hidden_state
-            if packed is not None:
-                packed.forget()
+            for product in self.products:
+                product.forget()
             return out
 
-        self._native = _can_attend(backbone, new_cache)
-        # Graphs are kept by code object, a few to each: this model's are its own.
+        # torch keeps a few graphs for each code object: give this model one of its own.
         hidden.__code__ = hidden.__code__.replace()
-        # With any number of threads, as the engine sets them.
+        # Works with any number of threads, as the engine sets them.
         options: dict[str, Any] = {"guard_filter_fn": _guards, "cpp.dynamic_threads": True}
         self._run = torch.compile(hidden, dynamic=True, fullgraph=True, options=options)
         try:
@@ -147,18 +66,12 @@ class CompiledRows:
         self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache
     ) -> Tensor:
         """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
-        _running.cache, _running.plan = cache, plan  # what `d2f::attend` finds inside the graph
-        _running.native = self._native and pays(plan.spans[0], len(plan.segments or [None]))
+        _running.cache, _running.plan = cache, plan  # `d2f::attend` finds them inside the graph
         try:
             out: Tensor = self._run(tokens[None], positions[None])[0]
         finally:
-            del _running.cache, _running.plan, _running.native
+            del _running.cache, _running.plan
         return out
-
-    @property
-    def products(self) -> list[Product]:
-        """Of the linear layers that are computed together; none where they are as they were."""
-        return [] if self.packed is None else self.packed.products
 
     def _try(self, rows: int, cache: SlotCache, device: torch.device) -> None:
         with torch.inference_mode():  # tensors made outside would need graphs of their own
@@ -166,3 +79,146 @@ class CompiledRows:
             cache.slots = places
             spans = torch.tensor([[[0, rows]]] * rows, dtype=torch.int32, device=device)
             self(torch.zeros_like(places), places, SpanPlan(spans), cache)
+
+
+def _guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep a graph's conditions on shapes. Weights and the model's attributes do not change, and no
+    state of the process that does (such as the number of threads) matters to the graph."""
+    kept = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    pairs = zip(kept, guards, strict=True)
+    return [keep and guard.guard_type != "GLOBAL_STATE" for keep, guard in pairs]
+
+
+class _Running(threading.local):
+    """Hold the forward that a thread is running."""
+
+    cache: SlotCache
+    plan: SpanPlan
+
+
+_running = _Running()
+_library = torch.library.Library("d2f", "FRAGMENT")
+_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor")
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    # Cache and plan are not arguments of the operator: the graph would be bound to them.
+    keys, values = _running.cache.update(key, value, layer)
+    return _running.plan.attend(None, query, keys, values, scale).contiguous()
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    batch, heads, rows, dim = query.shape
+    return value.new_empty((batch, rows, heads, dim))  # as `SpanPlan.attend` returns it
+
+
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("d2f::attend", _attend_fake, lib=_library)
+
+
+class _TracedPlan(SpanPlan):
+    """Stand for the plan while the model is traced: put ``d2f::attend`` into the graph."""
+
+    def __init__(self) -> None:
+        """Have no spans: they are not the graph's."""
+
+    def attend(
+        self,
+        layer: nn.Module | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        assert layer is not None and scale is not None
+        # Here it is fused with RoPE, which may run in fp32; behind the operator it would be a pass
+        # of its own.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out: Tensor = torch.ops.d2f.attend(query, key, value, layer.layer_idx, scale)
+        return out
+
+
+_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def can_join(backbone: PreTrainedModel) -> bool:
+    """Say whether weights can be rows of one: plain tensors, neither quantised nor split over
+    processes."""
+    return getattr(backbone, "quantized", None) is None and all(
+        type(weight.data) is Tensor for weight in backbone.parameters()
+    )
+
+
+class JoinedModel:
+    """The same model with layers joined. The weights become views of the joined one, so nothing is
+    held twice, and whatever reads or changes them (saving, merging) finds them where they were::
+
+    q_proj.weight [Q, C]  k_proj.weight [K, C]  v_proj.weight [K, C]
+    one weight [Q + 2 K, C], of which they are the rows 0 to Q, Q to Q + K, and the rest
+    """
+
+    def __init__(self, backbone: PreTrainedModel):
+        # deepcopy does not copy what its memo has: the twin shares every tensor.
+        shared = itertools.chain(backbone.parameters(), backbone.buffers())
+        twin = copy.deepcopy(backbone, {id(tensor): tensor for tensor in shared})
+        self.model: nn.Module = twin.model
+        self.products: list[Product] = []
+        for module in list(self.model.modules()):
+            layers = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+            for names in _ONE_INPUT:
+                if all(name in layers for name in names):
+                    product = Product([layers[name] for name in names])
+                    self.products.append(product)
+                    for i, name in enumerate(names):
+                        setattr(module, name, _Part(product, i))
+
+
+class Product:
+    """Layers with one input as one product. The first that is called computes it for all; the
+    others take their columns of it::
+
+        [T, C] @ q_proj k_proj v_proj  =  [T, q | k | v]    split into the three layers' outputs
+    """
+
+    def __init__(self, layers: list[nn.Linear]):
+        self.inputs = layers[0].in_features
+        self.outputs = [layer.out_features for layer in layers]
+        self.weight = _join([layer.weight for layer in layers])  # [outputs of all, inputs]
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = _join(biases) if biases else None
+        self.forget()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """All layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
+        return F.linear(x, self.weight, self.bias)
+
+    def part(self, x: Tensor, i: int) -> Tensor:
+        if self.x is not x:  # q_proj, k_proj and v_proj are called with the very same tensor
+            self.x = x
+            self.parts = self(x).split(self.outputs, -1)
+        return self.parts[i]
+
+    def forget(self) -> None:
+        """Release the last forward's outputs, which would be held until the next one."""
+        self.x: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+
+class _Part(nn.Module):
+    """Take the place of one of a product's layers."""
+
+    def __init__(self, product: Product, i: int):
+        super().__init__()
+        self.product, self.i = product, i
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product.part(x, self.i)
+
+
+def _join(parameters: Sequence[Tensor]) -> Tensor:
+    """Concatenate the parameters and make each a view of the whole."""
+    whole = torch.cat([parameter.data for parameter in parameters])
+    parts = whole.split([len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part
+    return whole

@@ -1,4 +1,4 @@
-"""The contract saved with a checkpoint: how its logits are to be read, and what it was made for."""
+"""Save with a checkpoint how to read its logits and how it was trained."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from d2f.errors import CheckpointError
 
 FILE_NAME = "d2f_contract.json"
 PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
-MOST_BLOCK_SIZE = 2**20  # far above any; a decoder counts through a block
+MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
 _DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
 
 
 @dataclass(frozen=True)
 class Contract:
-    """What a decoder and a trainer must know of a checkpoint.
+    """Hold what a decoder and a trainer must know of a checkpoint.
 
     family: name in `d2f.families.FAMILIES`. mask_id: id of the mask token, None for a model without
     one. end_ids: ids that end a response. logit_shift: 1 where row p-1 predicts position p (Dream,
     which keeps the shift of the autoregressive model that it began as), else 0. rope_fp32: RoPE is
     applied in fp32 whatever the model's dtype (LLaDA). prompt_rule: what the prompt attends to, one
     of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
-    objective: what it was trained by, one of `OBJECTIVES`, None where not known. block_size:
-    size of the blocks that it was trained to decode. noise: lowest and highest mask ratio of D2F
+    objective: how it was trained, one of `OBJECTIVES`, None where not known. block_size: size of
+    the blocks that it was trained to decode. noise: lowest and highest mask ratio of D2F
     training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights that an
     adapter belongs to; None for a whole model.
     """
@@ -53,7 +53,7 @@ class Contract:
 
     @staticmethod
     def load(folder: Path) -> Contract | None:
-        """The contract in `folder`, or None where there is none. Raises CheckpointError."""
+        """Read the contract in `folder`, None where there is none. Raises CheckpointError."""
         from d2f.checkpoint import read_object  # loads torch
 
         path = folder / FILE_NAME
@@ -62,7 +62,7 @@ class Contract:
         values = read_object(path, CheckpointError)
         known = {f.name for f in fields(Contract)}
         required = {"family", "mask_id", "end_ids", "logit_shift", "rope_fp32", "prompt_rule"}
-        # A key that nothing here honours is refused, not skipped.
+        # An unknown key may change how the model is to be read.
         if set(values) - known or required - set(values):
             raise CheckpointError(
                 f"{path} must have the keys {sorted(known)}, got {sorted(values)}"
@@ -79,7 +79,7 @@ class Contract:
 
 
 def _check_values(path: Path, values: dict[str, Any]) -> None:
-    """Raise CheckpointError for values of the right types that make no sense."""
+    """Raise CheckpointError for values of the right types that are out of range."""
     for name, known_values in (("prompt_rule", PROMPT_RULES), ("objective", OBJECTIVES)):
         value = values.get(name)
         if value is not None and value not in known_values:
@@ -111,7 +111,7 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Whether a JSON value has the type of a contract's field."""
+    """Check a JSON value against the type of a contract's field."""
     if isinstance(hint, types.UnionType):
         return any(_fits(value, part) for part in hint.__args__)
     if typing.get_origin(hint) is tuple:

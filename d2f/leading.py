@@ -1,13 +1,13 @@
-"""What rank 0 does with a model that several processes hold, and what the others do.
+"""Keep the processes that hold a model in step: rank 0 leads, the others repeat.
 
-Nothing but forwards and caches is shared: rank 0 alone has requests, decoders and sampling, the
-others repeat what it does with the model (`follow`), in the same order::
+Only forwards and caches are shared. Rank 0 alone has requests, decoders and sampling; the others
+repeat its forwards and cache operations (`follow`), in the same order::
 
     rank 0                                           rank 1
     engine: a cache of 96 slots   -- cache ----->    96 slots for its own heads
     engine: a forward             -- rows ------>    the same rows
             layer by layer        <- all-reduce ->
-            logits, choice of tokens                 logits, not looked at
+            logits, choice of tokens                 logits, not read
 
 A script that torchrun starts (``torchrun --nproc-per-node 2 script.py``)::
 

@@ -21,35 +21,34 @@ from d2f.tensor_parallel import merge_into_parts
 
 if TYPE_CHECKING:
     from d2f.compile import CompiledRows
-    from d2f.cpu.rows import NativeRows
+    from d2f.cpu import NativeRows
 
 
 class Fp32Rotary(nn.Module):
-    """Gives a model's rotary tables (cos, sin) in fp32 whatever the model's dtype. Queries and keys
-    are then rotated in fp32 by type promotion, as LLaDA does (its ``rope_full_precision``); rotated
-    in bf16 its logits differ visibly. `SpanPlan.attend` takes them back to the model's dtype."""
+    """Compute a model's rotary tables (cos, sin) in fp32 whatever the model's dtype. Type promotion
+    then rotates queries and keys in fp32, as LLaDA does (its ``rope_full_precision``); rotated in
+    bf16 its logits differ visibly. `SpanPlan.attend` converts them back to the model's dtype."""
 
     def __init__(self, rotary: nn.Module):
         super().__init__()
         self.rotary = rotary
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # Of x the rotary module reads only device and dtype; its tables come back in that dtype.
+        # The rotary module reads only the device and dtype of x; its tables have that dtype.
         return self.rotary(x.new_empty((), dtype=torch.float32), position_ids)
 
 
 @dataclass(eq=False, repr=False)
 class DiffusionModel(ModelParts):
-    """A transformers model with what decoding and training must know of it: its parts
-    (`ModelParts`), and forwards over spans. Made by `d2f.load`."""
+    """Run a transformers model over spans, for decoding and training. Made by `d2f.load`."""
 
     def __post_init__(self) -> None:
         self._merged = False  # an adapter was folded in: the model is adapted without having one
         self.compiled_rows: CompiledRows | NativeRows | None = None
-        self.scores_natively = False  # what its logits say is found by `d2f.cpu.rows`
+        self.scores_natively = False  # `d2f.cpu.scored` reads its logits
         self.threads = torch.get_num_threads()  # of a forward on a CPU
         decoder = self.backbone.model
-        # A model that is converted keeps its backbone, which may be wrapped already.
+        # A converted model keeps its backbone, which may be wrapped already.
         if self.contract.rope_fp32 and not isinstance(decoder.rotary_emb, Fp32Rotary):
             decoder.rotary_emb = Fp32Rotary(decoder.rotary_emb)
 
@@ -72,18 +71,18 @@ class DiffusionModel(ModelParts):
 
     @property
     def is_adapted(self) -> bool:
-        """Whether it has an adapter, beside the weights or merged into them."""
+        """Say whether it has an adapter, beside the weights or merged into them."""
         return self.adapter is not None or self._merged
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile` was called."""
+        """Say whether `compile` was called."""
         return self.compiled_rows is not None
 
     def forward(
         self, input_ids: Tensor, spans: Tensor | SpanPlan, positions: Tensor | None = None
     ) -> Tensor:
-        """Unshifted logits ``[B, L, V]`` of input_ids ``[B, L]``.
+        """Compute unshifted logits ``[B, L, V]`` of input_ids ``[B, L]``.
 
         spans: int32 ``[L, K, 2]`` or ``[B, L, K, 2]``; positions default to ``0..L-1``.
         """
@@ -92,7 +91,7 @@ class DiffusionModel(ModelParts):
     def hidden(
         self, input_ids: Tensor, spans: Tensor | SpanPlan, positions: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states ``[B, L, C]``, the rows that `head` reads."""
+        """Compute the last hidden states ``[B, L, C]``, which `head` reads."""
         if isinstance(spans, Tensor):
             spans = SpanPlan(spans.to(input_ids.device))
         if positions is None:
@@ -104,18 +103,18 @@ class DiffusionModel(ModelParts):
             ).last_hidden_state
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits ``[..., V]`` of hidden states ``[..., C]``."""
+        """Compute logits ``[..., V]`` of hidden states ``[..., C]``."""
         return self.backbone.lm_head(hidden)
 
     def decode_rows(
         self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
     ) -> Tensor:
-        """Feed flat rows ``[T]`` through the cache (its `slots` set); logits ``[N, V]`` of the rows
-        `read` ``[N]`` only."""
+        """Feed flat rows ``[T]`` through the cache (its `slots` set); return logits ``[N, V]`` of
+        the rows `read` ``[N]``."""
         if self.compiled_rows is not None:
             hidden = self.compiled_rows(tokens, positions, plan, cache)
         else:
-            # All requests in one row of a batch of 1: the plan says which slots each row sees.
+            # A batch of 1 with all requests in its row; the plan says which slots each row sees.
             hidden = self.backbone.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
@@ -127,38 +126,31 @@ class DiffusionModel(ModelParts):
         return self.head(hidden.index_select(0, read))
 
     def compile(self) -> None:
-        """Compile what `decode_rows` runs, adapter merged: the same function to rounding, for any
-        number of rows, with less to do besides the arithmetic: by `torch.compile`, or in C++ where
-        `d2f.cpu.rows` can. Takes some seconds.
+        """Compile what `decode_rows` runs, the adapter merged: in C++ where `d2f.cpu` can, else by
+        `torch.compile`. The same function to rounding, for any number of rows. Takes some seconds.
 
         Raises CompileError where `torch.compile` cannot.
         """
+        from d2f import cpu
         from d2f.compile import CompiledRows
-        from d2f.cpu.rows import native_rows
 
         self.merge_adapter()  # beside the weights it is two more products a layer
-        self.compiled_rows = native_rows(self.backbone, self.new_cache)
-        if self.compiled_rows is None:
+        native = cpu.compiled_rows(self.backbone, self.new_cache)
+        self.compiled_rows, self.scores_natively = native, native is not None
+        if native is None:
             with as_current(self.device):
                 self.compiled_rows = CompiledRows(self.backbone, self.new_cache)
-        if self.compiled_rows.code is not None:
-            self.compiled_rows.code.make_usual()
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            from d2f.cpu.rows import can_score
-
-            self.scores_natively = can_score()
 
     def new_cache(self, slots: int) -> SlotCache:
-        """An empty cache of `slots` slots in the model's dtype, on its device."""
+        """Make an empty cache of `slots` slots in the model's dtype, on its device."""
         config = self.backbone.config
         heads = config.num_key_value_heads // self.tensor_parallel
         return SlotCache(config, slots, dtype=self.dtype, device=self.device, heads=heads)
 
     @contextlib.contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Within it the model computes without its adapter: D2F's teacher is the student's own
-        weights with the LoRA off, so one copy of them serves both. Without an adapter it does
-        nothing."""
+        """Switch the adapter off, if there is one: D2F's teacher is the student's own weights with
+        the LoRA off, so one copy of them serves both."""
         if self.adapter is None:
             yield
         else:
@@ -166,20 +158,21 @@ class DiffusionModel(ModelParts):
                 yield
 
     def save(self, folder: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-        """Write `folder`, which `d2f.load` reads back to the same tokens in the same dtype: config,
-        weights in the model's dtype (safetensors), tokenizer and contract; of a model with an
-        adapter the adapter alone, with the name and hash of its base (`merge_adapter` first for
-        all of it in one). Whole or not at all. max_shard_size: most bytes of a file of weights, a
-        number or as ``5GB``.
+        """Write `folder`, whole or not at all, for `d2f.load` to read.
+
+        It has the config, weights in the model's dtype (safetensors), tokenizer and contract. A
+        model with an adapter saves the adapter alone, with the name and hash of its base; call
+        `merge_adapter` first to save all in one. max_shard_size: most bytes of a file of weights,
+        a number or as ``5GB``.
 
         Raises InputError for a folder that holds anything but an earlier save, for quantised
-        weights, for a size that is none, and where it cannot be written.
+        weights, for a bad size, and where it cannot be written.
         """
         save(self, folder, max_shard_size)
 
     def merge_adapter(self) -> None:
-        """Fold the adapter into the weights and forget it: the same function, one matrix less.
-        Raises InputError where the weights are quantised: it would be rounded away."""
+        """Fold the adapter into the weights. Raises InputError where these are quantised: it would
+        be rounded away."""
         if self.adapter is not None:
             if self.quantized:
                 raise InputError(
@@ -192,7 +185,7 @@ class DiffusionModel(ModelParts):
             self._merged = True
 
     def merge_from(self, place: str) -> None:
-        """Fold the adapter in the folder `place` into the weights, of which this process may have
-        a part (`d2f.tensor_parallel`). Raises CheckpointError as `d2f.adapters.attach`."""
+        """Fold the adapter in the folder `place` into weights of which this process has a part
+        (`d2f.tensor_parallel`). Raises CheckpointError as `d2f.adapters.attach`."""
         merge_into_parts(self, place)
         self._merged = True

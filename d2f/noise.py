@@ -1,7 +1,8 @@
-"""Mask noise: which ratio each response token is masked with, and the draw itself.
+"""Draw mask noise: the ratio that each response token is masked with, and the masks.
 
 Every draw takes a numpy Generator made by `sample_rng` from seed, sample index and stream, so that
-neither the number of processes nor a resume changes it. Ratios are float64 ``[response]``.
+neither the number of processes nor a resume changes it. Ratios are float64 ``[response]``. Training
+can also draw recorded states of D2F's pipeline (`PipelineStates`).
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from d2f.errors import InputError
 from d2f.files import write_beside
 
 Ratios = NDArray[np.float64]
+State = tuple[float, ...]
 GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
-
-# What a sample draws; each has a stream of its own, so that none shifts another.
+# A sample's draws; each has a stream of its own, so that none shifts another.
 CONTENT, TAIL, ORDER, RATIOS, MASK, CAUSAL, BLOCKS, HELD_OUT = range(8)
 
 
 def sample_rng(seed: int, index: int, stream: int = CONTENT) -> np.random.Generator:
-    """The generator of one of a sample's draws."""
+    """Make the generator of one of a sample's draws."""
     return np.random.default_rng([seed, stream, index])  # hashed together: all differ
 
 
 def even_draw(seed: int, index: int) -> float:
-    """A number in [0, 1) that consecutive sample indexes spread evenly (low discrepancy)."""
+    """Return a number in [0, 1) that consecutive sample indexes spread evenly (low discrepancy)."""
     return float((np.random.default_rng(seed).random() + index * GOLDEN) % 1.0)
 
 
 def monotone_ratios(
     length: int, block_size: int, low: float, high: float, rng: np.random.Generator
 ) -> Ratios:
-    """D2F's noise: one ratio a block, non-decreasing from left to right, all in [low, high].
+    """Draw D2F's noise: one ratio a block, non-decreasing from left to right, all in [low, high].
 
     p_1 = low + (high - low) u, p_b = p_(b-1) + u_b (high - p_1) / (N - 1), as the official code
     draws it (D2F, section 3; the paper's bounds are 0.3 and 0.7, the code's 0.2 and 0.7). With
@@ -51,28 +52,27 @@ def monotone_ratios(
     if blocks > 1:
         steps = rng.random(blocks - 1) * (high - ratios[0]) / (blocks - 1)
         ratios[1:] = ratios[0] + np.cumsum(steps)
-    # Their sum may pass `high` by a rounding error. A short last block takes its part.
+    # The sum may pass `high` by a rounding error.
     return np.repeat(np.minimum(ratios, high), block_size)[:length]
 
 
 def random_ratios(
     length: int, block_size: int, low: float, high: float, rng: np.random.Generator
 ) -> Ratios:
-    """The ablation of D2F's noise: each block's ratio drawn uniformly in [low, high], in no order
-    (D2F, section 4)."""
+    """Draw each block's ratio uniformly in [low, high], in no order: D2F's ablation (section 4)."""
     check_bounds(low, high)
     ratios = rng.uniform(low, high, -(-length // block_size))
     return np.repeat(ratios, block_size)[:length]
 
 
 def uniform_ratios(length: int, ratio: float) -> Ratios:
-    """LLaDA's noise: every token of the response is masked with the same ratio."""
+    """Mask every token of the response with the same ratio: LLaDA's noise."""
     return np.full(length, ratio)
 
 
 def decoding_ratios(length: int, start: int, end: int, ratio: float) -> Ratios:
-    """A state of block-wise decoding: what is left of ``[start, end)`` revealed (0), the block
-    masked with `ratio`, all on its right masked (1): of 6, ``[2, 4)``, 0.5: 0 0 .5 .5 1 1."""
+    """Return a state of block-wise decoding: revealed (0) before ``[start, end)``, `ratio` in it,
+    masked (1) behind it. A length of 6, ``[2, 4)`` and 0.5 give 0 0 .5 .5 1 1."""
     position = np.arange(length)
     return np.where(position < start, 0.0, np.where(position < end, ratio, 1.0))
 
@@ -85,12 +85,12 @@ def pipeline_ratios(
     rng: np.random.Generator,
     most_active: int | None = None,
 ) -> Ratios:
-    """The states of pipelined decoding, which the published training never visits: blocks on the
-    left revealed, then monotone ratios in [low, high] over a few blocks, at most most_active, then
-    freshly appended blocks (1). With blocks of 2, say 0 0 .4 .4 .6 .6 1 1."""
+    """Draw a state of pipelined decoding, which the published training never visits: revealed
+    blocks (0), then monotone ratios in [low, high] over at most most_active blocks, then freshly
+    appended blocks (1). With blocks of 2, say 0 0 .4 .4 .6 .6 1 1."""
     check_bounds(low, high)
     blocks = -(-length // block_size)
-    # Blocks [0, first) are done, [first, first + active) in work, the others just appended.
+    # Blocks [0, first) are done, [first, first + active) are decoded, the others just appended.
     first = int(rng.integers(blocks))
     active = int(rng.integers(1, min(blocks - first, most_active or blocks) + 1))
     ratios = np.ones(blocks)
@@ -102,10 +102,11 @@ def pipeline_ratios(
 def clean_prefix_ratios(
     length: int, block_size: int, low: float, rng: np.random.Generator
 ) -> tuple[Ratios, int]:
-    """A state of block diffusion's training (BD3-LM, arXiv 2503.09573, section 3): one block, each
-    as often, is the current one, with a ratio drawn uniformly in [low, 1]; all before it is clean,
-    all after it masked. (ratios, where the current block ends); a response of 6 in blocks of 2,
-    the second of which is drawn, with 0.5::
+    """Draw a state of block diffusion's training (BD3-LM, arXiv 2503.09573, section 3): a current
+    block, all equally likely, with a ratio uniform in [low, 1]; clean before it, masked behind it.
+
+    Returns (ratios, end of the current block). A response of 6 in blocks of 2, whose second is
+    drawn with 0.5::
 
         position    0 1 | 2 3 | 4 5
         ratio       0 0 | .5 .5 | 1 1      the current block ends at 4
@@ -117,13 +118,13 @@ def clean_prefix_ratios(
 
 
 def draw_mask(ratios: Ratios, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Each token masked on its own with its ratio, ``[response]``."""
+    """Mask each token independently with its ratio, ``[response]``."""
     return rng.random(len(ratios)) < ratios
 
 
 def context_weights(masked: NDArray[np.bool_], prompt: int, p: float) -> NDArray[np.float64]:
-    """Dream's weight of each masked token by what is revealed around it (context-adaptive noise
-    rescheduling, CART, arXiv 2508.15487, section 3), 0 for revealed ones, ``[response]``:
+    """Weigh each masked token by the revealed tokens around it, revealed ones by 0, ``[response]``:
+    Dream's context-adaptive noise rescheduling (CART, arXiv 2508.15487, section 3),
 
         1/2 x sum over revealed tokens at distance d of p (1 - p)^(d - 1)
 
@@ -142,8 +143,8 @@ def context_weights(masked: NDArray[np.bool_], prompt: int, p: float) -> NDArray
 def draw_counts(
     maskable: NDArray[np.bool_], block_size: int, ratios: Ratios, rng: np.random.Generator
 ) -> NDArray[np.bool_]:
-    """WeDLM's noise (section 3): of the maskable tokens of each block exactly
-    round(ratio x their number), drawn uniformly, ``[length]``.
+    """Mask exactly round(ratio x number) of each block's maskable tokens, drawn uniformly,
+    ``[length]``: WeDLM's noise (section 3).
 
     maskable: ``[length]``. ratios: one a block, blocks counted from position 0.
     """
@@ -156,8 +157,8 @@ def draw_counts(
 
 
 def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int64]:
-    """WeDLM's order of a sequence (section 3): in each block of `block_size` the observed
-    positions, then the masked ones, each ascending. Positions in that order, int64 ``[length]``::
+    """Order a sequence as WeDLM does (section 3): in each block the observed positions, then the
+    masked ones, each ascending. Returns positions, int64 ``[length]``::
 
         masked     0 1 0 | 1 0 0      blocks of 3
         order      0 2 1 | 4 5 3
@@ -172,20 +173,14 @@ def check_bounds(low: float, high: float) -> None:
         raise ValueError(f"noise bounds must satisfy 0 <= low <= high <= 1, got [{low}, {high}]")
 
 
-# States of D2F's pipeline as decoding met them: the mask ratio of each open block at each forward.
-#
-# `python -m decode.record_states` records them; training draws from them (`noise.states`), so that
-# it
-# visits what the decoder feeds, freshly appended blocks included, and as often.
-
-State = tuple[float, ...]
-
-
 class PipelineStates:
-    """Recorded states by block size. A state is the mask ratios of the blocks that were open at one
-    forward, from the response's first block on, the finished ones (0) included.
+    """Hold states of D2F's pipeline as decoding met them, by block size.
 
-    Raises InputError for a ratio outside [0, 1] or a state without a mask.
+    `python -m decode.record_states` records them. Training that draws from them (`noise.states`)
+    visits what the decoder feeds as often as decoding does, freshly appended blocks included. A
+    state has the mask ratios of the response's blocks, from the first to the last open one, at one
+    forward; finished blocks are 0. Raises InputError for a ratio outside [0, 1] or a state without
+    a mask.
     """
 
     def __init__(self, by_size: Mapping[int, Sequence[Sequence[float]]]):
@@ -202,24 +197,25 @@ class PipelineStates:
                         f"block size {size}: a state must be ratios in [0, 1], not all 0, "
                         f"got {list(state)}"
                     )
-            # Sorted by their first block with a mask: the states that a response of some length can
-            # be in are then the first ones of the list, and `draw` finds how many by bisection.
+            # Sorted by the first block with a mask, so that the states that fit a response's length
+            # come first and `draw` finds their number by bisection.
             first = [next(i for i, ratio in enumerate(state) if ratio) for state in states]
             order = np.argsort(first, kind="stable")
             self.by_size[size] = [tuple(states[i]) for i in order]
             self._first[size] = np.array(first)[order]
 
     def draw(self, length: int, block_size: int, rng: np.random.Generator) -> tuple[Ratios, int]:
-        """(ratios ``[length]``, where the state's open blocks end) of one of the states that have
-        a mask in `length` positions. What is beyond the open blocks is masked (1). The state
-        (0, .5) of blocks of 2, drawn for a response of 5::
+        """Draw one of the states that have a mask in `length` positions.
+
+        Returns (ratios ``[length]``, end of the open blocks); beyond them all is masked (1). The
+        state (0, .5) of blocks of 2, drawn for a response of 5::
 
             position    0 1 | 2 3 | 4
             ratio       0 0 | .5 .5 | 1      the open blocks end at 4
         """
         blocks = -(-length // block_size)
         fitting = int(np.searchsorted(self._first[block_size], blocks))
-        if not fitting:  # none was recorded so early: the start of every decoding
+        if not fitting:  # none was recorded so early: take the start of every decoding
             return np.ones(length), min(block_size, length)
         state = self.by_size[block_size][int(rng.integers(fitting))][:blocks]
         ratios = np.ones(blocks)
@@ -227,13 +223,13 @@ class PipelineStates:
         return np.repeat(ratios, block_size)[:length], min(len(state) * block_size, length)
 
     def save(self, path: Path, **about: object) -> None:
-        """Write the states, with what they were recorded from."""
+        """Write the states; `about` says what they were recorded from."""
         values = {"about": about, "states": {str(k): v for k, v in self.by_size.items()}}
         write_beside(path, json.dumps(values) + "\n")
 
 
 def read_states(path: str | Path) -> PipelineStates:
-    """The states in a file that `save` wrote. Raises InputError."""
+    """Read the states in a file that `save` wrote. Raises InputError."""
     values = read_object(path)
     try:
         by_size = {

@@ -1,4 +1,4 @@
-"""Hold what a checkpoint says of a model, without what is computed with it (`d2f.model`)."""
+"""Hold the facts and parts of a model; `d2f.model` computes with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Facts:
 
     @property
     def family(self) -> str:
-        """Name of the family in `d2f.families.FAMILIES`."""
+        """Return the family's name in `d2f.families.FAMILIES`."""
         return self.contract.family
 
     @property
@@ -36,7 +36,7 @@ class _Facts:
 
     @property
     def logit_shift(self) -> int:
-        """1 where row p-1 predicts position p, else 0."""
+        """Return 1 where row p-1 predicts position p, else 0."""
         return self.contract.logit_shift
 
     @property
@@ -45,22 +45,22 @@ class _Facts:
 
     @property
     def context_length(self) -> int:
-        """Positions that the model was built for."""
+        """Return the number of positions that the model was built for."""
         return self.config.max_position_embeddings
 
     @property
     def is_diffusion(self) -> bool:
-        """Whether the family predicts masked positions (all but plain causal models)."""
+        """Say whether the family predicts masked positions (all but plain causal models)."""
         return FAMILIES[self.family].needs_mask
 
 
 @dataclass(eq=False)
 class Outline(_Facts):
-    """A checkpoint without its weights (`d2f.loading.describe`), which `d2f.load` takes as well.
+    """Describe a checkpoint without its weights (`d2f.loading.describe`); `d2f.load` accepts it.
 
     config: of transformers. tokenizer: None where the checkpoint has none. path: the folder.
-    adapter: name or folder of the adapter that goes onto it, whose contract `contract` is where it
-    has one. base_contract: that of the model without it.
+    adapter: name or folder of the adapter that goes onto it. contract: the adapter's, if it has
+    one, else the model's. base_contract: the model's without the adapter.
     """
 
     config: PretrainedConfig
@@ -73,12 +73,12 @@ class Outline(_Facts):
 
 @dataclass(eq=False, repr=False)
 class ModelParts(_Facts):
-    """The parts of a loaded model.
+    """Hold the parts of a loaded model.
 
-    backbone: the transformers model, of which PEFT replaces layers where there is an adapter.
-    contract: how its logits are to be read. tokenizer: None where the checkpoint has none. adapter:
-    the PEFT model around the backbone, or None. path: the folder that it was loaded from, None for
-    a model made in memory. tensor_parallel: how many processes have a part of the backbone each.
+    backbone: the transformers model, in which PEFT replaces layers where there is an adapter.
+    contract: how to read its logits. tokenizer: None where the checkpoint has none. adapter: the
+    PEFT model around the backbone, or None. path: the folder that it was loaded from, None for a
+    model made in memory. tensor_parallel: how many processes have a part of the backbone each.
     """
 
     backbone: PreTrainedModel
@@ -103,11 +103,12 @@ class ModelParts(_Facts):
 
     @property
     def quantized(self) -> str | None:
-        """How its weights are quantised (`d2f.quantize.QUANTISATIONS`), None where they are not."""
+        """Return the name of its quantisation (`d2f.quantize.QUANTISATIONS`), or None."""
         return getattr(self.backbone, "quantized", None)
 
     @property
     def precision(self) -> str:
-        """As ``float32``, or with quantised weights as ``float32 int8-weight``."""
+        """Name the dtype, such as ``float32``, or ``float32 int8-weight`` with quantised
+        weights."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype} {self.quantized}" if self.quantized else dtype

@@ -1,13 +1,12 @@
-"""Weights in few bits, by torchao and bitsandbytes: which quantisations there are, on which
-devices, and how a model's linear layers get them. The output head, the embeddings and the norms
-stay as they are.
+"""Quantise a model's linear layers by torchao and bitsandbytes. The output head, the embeddings
+and the norms stay as they are.
 
     int8, int8-weight, int4-weight, fp8    torchao
     nf4                                    bitsandbytes; also the frozen base of a training (QLoRA,
                                            arXiv 2305.14314)
 
-None of them mixes rows of a forward: where activations are quantised, each row has its own scale,
-so that a token does not depend on who else is in the batch.
+None of them mixes rows of a forward: quantised activations have a scale for each row, so that a
+token does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from d2f.errors import InputError
 
 @dataclass(frozen=True)
 class Quantisation:
-    """One way to keep weights in few bits.
+    """Describe one quantisation.
 
-    weights, activations: what they are in the products, for the table. library: who computes it.
+    weights, activations: their type in the products, for tables. library: what computes it.
     no_cpu: why a CPU does not have it, empty where it does. capability: the least compute
     capability of a CUDA GPU, None for any. bf16: it computes in bfloat16 alone.
     """
@@ -68,8 +67,8 @@ EXTRA = "quantize"  # of this package, with both libraries
 
 
 def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise InputError, with the reason, for a quantisation that there is not: by no such name, not
-    on this device or in this dtype, or of a library that is not installed."""
+    """Raise InputError, with the reason, where a quantisation does not exist, does not run on this
+    device or in this dtype, or needs a library that is not installed."""
     expected = f"expected one of {', '.join(available(device)) or 'none'} on {device.type}"
     if name not in QUANTISATIONS:
         raise InputError(f"quantize {name!r}: no such quantisation, {expected}")
@@ -83,12 +82,12 @@ def check_quantize(name: str, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def available(device: torch.device) -> list[str]:
-    """The quantisations that a device has."""
+    """List the quantisations that a device has."""
     return [name for name in QUANTISATIONS if not refusal(name, device)]
 
 
 def refusal(name: str, device: torch.device) -> str:
-    """Why a device does not have a quantisation, empty where it does."""
+    """Say why a device does not have a quantisation; empty where it does."""
     found = QUANTISATIONS[name]
     if device.type == "cpu":
         return found.no_cpu
@@ -102,7 +101,7 @@ def refusal(name: str, device: torch.device) -> str:
 
 
 def slowness(name: str, device: torch.device) -> str:
-    """Why what a quantisation computes is right on this device but slow, empty where it is not."""
+    """Say why a quantisation is slow on this device; empty where it is not."""
     plain = not (torch.cpu._is_vnni_supported() or torch.cpu._is_amx_tile_supported())
     if name == "int8" and device.type == "cpu" and plain:
         return (
@@ -121,8 +120,8 @@ def require(library: str, what: str) -> None:
 
 
 def loading_settings(name: str, dtype: torch.dtype) -> Any:
-    """What `from_pretrained` takes as quantization_config, to quantise each weight as it is read:
-    the whole model is never in memory unquantised. dtype: what is computed in."""
+    """Return a quantization_config for `from_pretrained`, which quantises each weight as it is
+    read: the whole model is never in memory unquantised. dtype: that of the computation."""
     if QUANTISATIONS[name].library == "torchao":
         from transformers import TorchAoConfig
 
@@ -140,8 +139,8 @@ def loading_settings(name: str, dtype: torch.dtype) -> Any:
 
 
 def quantize_layers(network: nn.Module, name: str) -> None:
-    """Quantise the linear layers in `network` in place, to what loading with `loading_settings`
-    gives: for weights that are no file's, as those that an adapter was merged into."""
+    """Quantise the linear layers of `network` in place, with the result of loading by
+    `loading_settings`: for weights that are in no file, such as those with a merged adapter."""
     if QUANTISATIONS[name].library == "torchao":
         from torchao.quantization import quantize_
 
@@ -162,7 +161,7 @@ def quantize_layers(network: nn.Module, name: str) -> None:
                     quant_storage=weight.dtype, module=new,
                 )  # fmt: skip
                 new.bias = bias
-                # It quantises when it is moved to its device, also to the one where it is.
+                # It quantises when it is moved to a device, even to its own.
                 setattr(module, child, new.to(weight.device).eval())
 
 
@@ -186,9 +185,9 @@ def _torchao_config(name: str) -> Any:
 
 
 def keep_differentiable(network: nn.Module) -> None:
-    """Let no 4-bit layer of `network` pack its weights for inference on a CPU: bitsandbytes does
-    so at the first forward that is not of training (of the teacher, of an evaluation), and what
-    packed layers compute has no gradient."""
+    """Keep 4-bit layers of `network` from packing their weights for inference on a CPU.
+    bitsandbytes does so at the first forward outside training (of the teacher, of an evaluation),
+    and packed layers have no gradient."""
     for module in network.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # Its own switch, which bitsandbytes sets where the CPU has the instructions.

@@ -1,4 +1,4 @@
-"""Which of the processes that torchrun started this one is; imports no torch."""
+"""Read this process's rank from torchrun's environment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d2f.errors import InputError
 
 
 def rank() -> int:
-    """This process's number, 0 where it was started alone."""
+    """Return this process's number, 0 where it was started alone."""
     return _number("RANK", 0)
 
 
@@ -23,5 +23,5 @@ def check_processes(size: int) -> None:
 
 
 def _number(variable: str, default: int) -> int:
-    found = os.environ.get(variable, "")  # as torchrun sets it
+    found = os.environ.get(variable, "")
     return int(found) if found.isdecimal() else default

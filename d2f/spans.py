@@ -11,9 +11,9 @@ a query with only empty ranges sees nothing. A prompt of 2 and two blocks of 2 u
     2 3      [[0, 4]]    x x x x . .
     4 5      [[0, 6]]    x x x x x x
 
-The schemes below give the spans ``[queries, K, 2]`` of one sequence, as tensors for training; those
-of a decoder's step are numpy arrays (`d2f.spans`, on which these are built). `pack` puts
-several sequences in one row.
+A decoder's step makes its spans as numpy arrays, int64 ``[Q, K, 2]``; the masks of whole sequences
+are built on these, as tensors for training, and `pack` puts several sequences in one row. Importing
+this module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Spans made on the host, in numpy: the one place where a decoder's step and a training mask get
-# theirs (`d2f.spans` has the latter as tensors). Importing it does not import torch.
-#
-# All are int64 ``[Q, K, 2]``: each query's K half-open ranges ``[start, end)`` of the keys it sees.
-# Every argument is one number for all queries or one a query, ``[Q]``.
-
 Ints = NDArray[np.int64]
+
+# In numpy, for a decoder's step. Arguments are one number for all queries or one a query, ``[Q]``.
 
 
 def block_ends(length: int, prompt_length: int, block_size: int) -> Ints:
-    """End of each position's D2F block, ``[length]``: the prompt is block 0, then blocks of
-    `block_size` from the prompt's end, the last one possibly short (D2F, section 3)::
+    """Return the end of each position's D2F block, ``[length]``. The prompt is block 0; blocks of
+    `block_size` follow, the last one possibly short (D2F, section 3)::
 
         block_ends(9, prompt_length=2, block_size=4)
 
@@ -49,13 +45,13 @@ def block_ends(length: int, prompt_length: int, block_size: int) -> Ints:
     if not 0 <= prompt_length <= length:
         raise ValueError(f"prompt_length must lie in [0, {length}], got {prompt_length}")
     position = np.arange(length)
-    after = position - prompt_length  # below 0 in the prompt, which the last line sets apart
+    after = position - prompt_length  # below 0 in the prompt
     ends = np.minimum(prompt_length + (after // block_size + 1) * block_size, length)
     return np.where(after < 0, prompt_length, ends)
 
 
 def prefix(ends: Ints) -> Ints:
-    """Query q sees ``[0, ends[q])``: every causal, bidirectional and block-causal mask."""
+    """Let query q see ``[0, ends[q])``: every causal, bidirectional and block-causal mask."""
     spans = np.zeros((len(ends), 1, 2), dtype=np.int64)
     spans[:, 0, 1] = ends
     return spans
@@ -64,8 +60,8 @@ def prefix(ends: Ints) -> Ints:
 def shadow_spans(
     hidden_start: Ints, hidden_end: Ints, ends: Ints, start: Ints | int, end: Ints | int
 ) -> Ints:
-    """WINO's shadow rows: a query sees ``[0, ends)`` but for ``[hidden_start, hidden_end)``, and
-    the slots ``[start, end)`` of the shadow::
+    """Let WINO's shadow rows see ``[0, ends)`` without ``[hidden_start, hidden_end)``, and the
+    shadow's slots ``[start, end)``::
 
         sequence of 7 slots, the shadow of its block [2, 5) in the slots 7 8 9
 
@@ -78,9 +74,9 @@ def shadow_spans(
 
 
 def branch_spans(ends: Ints, shared: int, stop: int, scratch: int) -> Ints:
-    """Rows of a candidate branch (FreeDave): positions ``[shared, stop)`` of the branch lie in the
-    slots from `scratch` on, all others in the slot of their number; a query sees the positions
-    ``[0, ends)``::
+    """Let rows of a candidate branch (FreeDave) see the positions ``[0, ends)``. The branch's
+    positions ``[shared, stop)`` lie in the slots from `scratch` on, all others in the slot of
+    their number::
 
         shared = 2, stop = 6, scratch = 9: the branch's positions 2 3 4 5 in the slots 9 10 11 12
 
@@ -89,8 +85,8 @@ def branch_spans(ends: Ints, shared: int, stop: int, scratch: int) -> Ints:
         6       [0, 2)  [9, 13)
         8       [0, 2)  [9, 13)  [6, 8)
     """
-    # Three ranges: what the branch shares with the request, its own copy, and behind that the
-    # request's slots again.
+    # Three ranges: the slots shared with the request, the branch's own, and behind them the
+    # request's again.
     own_end = scratch + np.clip(ends, shared, stop) - shared
     behind = ends > stop
     last = np.where(behind, stop, 0), np.where(behind, ends, 0)
@@ -98,38 +94,42 @@ def branch_spans(ends: Ints, shared: int, stop: int, scratch: int) -> Ints:
 
 
 def stack(*ranges: tuple[Ints | int, Ints | int]) -> Ints:
-    """K ranges, each of (starts, ends)."""
+    """Build spans from K ranges, each (starts, ends)."""
     columns = np.broadcast_arrays(*(bound for pair in ranges for bound in pair))
     return np.stack(columns, axis=-1).reshape(-1, len(ranges), 2).astype(np.int64, copy=False)
 
 
 def widened(spans: Ints, width: int) -> Ints:
-    """Spans ``[Q, K, 2]`` as ``[Q, width, 2]``, the ranges that were lacking empty."""
+    """Add empty ranges to spans ``[Q, K, 2]`` up to ``[Q, width, 2]``."""
     lacking = width - spans.shape[1]
     return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
 
 
 def at_least(least: int, **values: int) -> None:
-    """Raise ValueError, which names the value, for one below `least`."""
+    """Raise ValueError for the first value below `least`, by its name."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+# As tensors ``[queries, K, 2]``, for whole sequences.
+
+
 def bidirectional(length: int) -> Tensor:
-    """Every query sees ``[0, length)`` (LLaDA, Dream, the D2F teacher)."""
+    """Let every query see ``[0, length)`` (LLaDA, Dream, the D2F teacher)."""
     at_least(0, length=length)
     return _tensor(prefix(np.full(length, length)))
 
 
 def causal(length: int) -> Tensor:
-    """Query q sees ``[0, q + 1)`` (autoregressive models)."""
+    """Let query q see ``[0, q + 1)`` (autoregressive models)."""
     at_least(0, length=length)
     return _tensor(prefix(np.arange(length) + 1))
 
 
 def block_causal(length: int, prompt_length: int, block_size: int) -> Tensor:
-    """Query q sees ``[0, end of q's block)``; the prompt is one bidirectional block (D2F student).
+    """Let query q see ``[0, end of q's block)``; the prompt is one bidirectional block (D2F
+    student).
 
     With ``prompt_length=0`` these are blocks on absolute positions (SDAR, BD3-LM decoding).
     """
@@ -137,10 +137,10 @@ def block_causal(length: int, prompt_length: int, block_size: int) -> Tensor:
 
 
 def wedlm_training(length: int, block_size: int, *, bidirectional: bool = False) -> Tensor:
-    """Spans ``[2 * length, 2, 2]`` on ``[clean; reordered]`` (WeDLM, section 3).
+    """Build WeDLM's training spans ``[2 * length, 2, 2]`` on ``[clean; reordered]`` (section 3).
 
-    A clean query is plain causal; a reordered query sees the clean blocks before its own and its
-    own block, causally in the physical order, or all of it where that is bidirectional::
+    A clean query is causal. A reordered query sees the clean blocks before its own, and its own
+    block causally in the physical order, or all of that block where it is bidirectional::
 
         wedlm_training(4, block_size=2)    keys 0 1 2 3 are clean, 4 5 6 7 reordered
 
@@ -161,12 +161,12 @@ def wedlm_training(length: int, block_size: int, *, bidirectional: bool = False)
 
 
 def shift(spans: Tensor, offset: int) -> Tensor:
-    """The same spans over keys that start at `offset`; empty ranges stay empty."""
+    """Move spans to keys that start at `offset`; empty ranges stay empty."""
     return spans + offset
 
 
 def widen(spans: Tensor, k: int) -> Tensor:
-    """The same spans with K = k ranges a query, the added ones empty."""
+    """Add empty ranges up to K = k a query."""
     have = spans.shape[-2]
     if have > k:
         raise ValueError(f"spans have {have} ranges a query, which does not fit in {k}")
@@ -176,7 +176,7 @@ def widen(spans: Tensor, k: int) -> Tensor:
 
 
 def pack(parts: Sequence[Tensor], length: int) -> Tensor:
-    """Spans of several sequences laid one after the other in a row of `length` positions.
+    """Lay the spans of several sequences one after the other in a row of `length` positions.
 
     No sequence sees another; positions after the last one see nothing (empty spans)::
 
@@ -190,7 +190,7 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
     k = max((part.shape[-2] for part in parts), default=1)
     rows, offset = [], 0
     for part in parts:
-        rows.append(shift(widen(part, k), offset))  # spans count in the row, not the sequence
+        rows.append(shift(widen(part, k), offset))
         offset += part.shape[0]
     if offset > length:
         raise ValueError(f"sequences of {offset} positions do not fit in a row of {length}")

@@ -1,4 +1,4 @@
-"""One model over several processes, a GPU each: transformers shards the layers.
+"""Split one model over several processes, a GPU each: transformers shards the layers.
 
 Each rank reads and keeps a part of every matrix, and computes with its part of the heads::
 
@@ -9,7 +9,7 @@ Each rank reads and keeps a part of every matrix, and computes with its part of 
     gate_proj, up_proj, down_proj              half of the MLP    half: all-reduce
     embeddings, lm_head: rows                  half the vocabulary each: gathered
 
-`d2f.leading` has what rank 0 does with such a model, and what the others do.
+`d2f.leading` keeps the processes in step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from d2f.rank_number import check_processes
 
 
 def check_parallel(size: int, device: torch.device, *, quantize: bool = False) -> torch.device:
-    """The device of this process as one of `size`. Raises InputError where torchrun did not start
-    so many, or they have no GPU each; on meta nothing of it matters."""
+    """Return the device of this process as one of `size`. Raises InputError where torchrun did not
+    start so many or there are not enough GPUs; the device meta is not checked."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise InputError(f"tensor_parallel must be a whole number from 1, got {size!r}")
     if quantize:
@@ -68,20 +68,20 @@ def check_divides(name: str, config: PretrainedConfig, size: int) -> None:
 
 
 def sharded(size: int) -> dict[str, Any]:
-    """What `from_pretrained` is told, so that each rank reads and keeps its own part."""
+    """Return options of `from_pretrained` with which each rank reads and keeps its own part."""
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_plan="auto", tp_size=size)}
 
 
 def merge_into_parts(model: ModelParts, place: str) -> None:
-    """Add an adapter to the weights of which this rank has a part; its contract becomes the
-    model's where it has one. Raises as `d2f.adapters.attach`."""
+    """Add an adapter to the weights of which this rank has a part; its contract, if any, becomes
+    the model's. Raises as `d2f.adapters.attach`."""
     adapter = fitting_adapter(model, place)
     adapter.fill()
     for name in adapter.modules:
         part = model.backbone.get_submodule(name)
-        # One module at a time: all of its base's weights here, merged, and of that the own part.
+        # One module at a time: gather its weights, merge, keep this rank's part.
         whole = {key: whole_of(value) for key, value in part.named_parameters()}
         merged = adapter.merged(name, whole)
         for key, value in part.named_parameters():
@@ -91,7 +91,7 @@ def merge_into_parts(model: ModelParts, place: str) -> None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, all of one that is not in parts."""
+    """Return this process's part of a tensor, all of one that is not in parts."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -103,6 +103,6 @@ def whole_of(tensor: Tensor) -> Tensor:
 def _set(weight: Tensor, value: Tensor) -> None:
     value = value.detach().to(weight.device, weight.dtype)
     if isinstance(weight, DTensor):
-        # Every rank has the whole and takes its part, none is sent.
+        # Every rank has the whole and takes its part; nothing is sent.
         value = distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
     own_part(weight).data.copy_(own_part(value))

@@ -1,24 +1,24 @@
-"""A compiled model decodes to the tokens of the plain one, whatever rows, caches and batches."""
+"""A compiled model decodes to the tokens of the plain one, whatever rows, caches and batches, and
+its joined layers share the weights."""
 
 from __future__ import annotations
 
-import gc
+import copy
 import json
 import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import fresh_model, random_model
 
 import d2f
-import d2f.compile
-import d2f.cpu.packed
-import d2f.cpu.rows
 import decode
+from d2f import cpu
 from d2f import spans as sp
+from d2f.adapters import new_lora
 from d2f.attention import SpanPlan
+from d2f.compile import CompiledRows, JoinedModel, can_join
+from d2f.cpu import rows as native
 from d2f.errors import CompileError
 from d2f.tasks import make_problems
 from decode.compare.config import Item, Ours, Workload
@@ -33,9 +33,9 @@ DECODERS = {
     "dream": [decode.D2F(block_size=4, tau_conf=0.5, max_new_tokens=24)],
     "causal": [decode.Autoregressive(12)],
 }
-WAYS = {"graph": d2f.compile.CompiledRows}
-if d2f.cpu.packed.can_pack(random_model("llada").backbone):
-    WAYS["native"] = d2f.cpu.rows.NativeRows
+WAYS = {"graph": CompiledRows}
+if native.can_pack(random_model("llada").backbone):
+    WAYS["native"] = cpu.NativeRows
 
 
 @pytest.fixture(scope="module", params=[f"{f} {w}" for f in sorted(DECODERS) for w in WAYS])
@@ -45,16 +45,10 @@ def compiled(request):
     model = fresh_model(family)
     with pytest.MonkeyPatch.context() as patch:
         if way == "graph":
-            patch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
+            patch.setattr(cpu, "fits", lambda backbone: False)
         model.compile()
     assert type(model.compiled_rows) is WAYS[way]
     return family, model
-
-
-@pytest.fixture
-def by_graph(monkeypatch):
-    """`torch.compile` also of what C++ would compute whole."""
-    monkeypatch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
 
 
 def test_rows_of_any_number_have_the_logits_of_the_plain_forward(compiled):
@@ -109,54 +103,7 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
     assert runner.facts["compiled"] is True
 
 
-def test_where_layers_cannot_be_packed_they_are_joined_and_the_tokens_are_the_same(
-    monkeypatch, by_graph
-):
-    monkeypatch.setattr(d2f.compile, "can_pack", lambda backbone: False)
-    model = fresh_model("dream")
-    model.compile()
-    assert isinstance(model.compiled_rows.packed, d2f.cpu.packed.JoinedModel)
-    (decoder,) = DECODERS["dream"]
-    plain, fast = (
-        decode.generate(m, [[5, 6, 7], [9]], decoder) for m in (random_model("dream"), model)
-    )
-    assert [r.raw_tokens for r in fast] == [r.raw_tokens for r in plain]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_packed_weights_go_with_the_model(way, monkeypatch):
-    if way == "graph":
-        monkeypatch.setattr(d2f.cpu.rows, "fits", lambda backbone: False)
-    model = fresh_model("dream", seed=2)
-    before = set(d2f.cpu.packed._weights)
-    model.compile()
-    new = set(d2f.cpu.packed._weights) - before
-    assert new
-    del model
-    gc.collect()
-    assert not new & set(d2f.cpu.packed._weights)
-
-
-@pytest.mark.skipif("native" not in WAYS, reason="no packed layers here")
-def test_a_small_model_has_its_code_before_its_first_forward(monkeypatch):
-    """oneDNN's, of each number of rows: a large one computes longer than it would wait for that."""
-
-    def made_later(*rows: int) -> list[int]:
-        made: list[int] = []
-        model = fresh_model("llada", seed=3)
-        model.compile()
-        with monkeypatch.context() as patch:
-            patch.setattr(d2f.cpu.packed.Product, "__call__", lambda _, x: made.append(len(x)))
-            for number in rows:
-                model.compiled_rows.code.make(number)
-        return sorted(set(made))
-
-    assert made_later(1, 17, 33, 100, 512, 513) == [513]
-    monkeypatch.setattr(d2f.cpu.packed, "SMALL", 0)
-    assert made_later(1, 17) == [1, 17]
-
-
-def test_a_compiled_model_has_its_adapter_merged(tmp_path, capsys):
+def test_a_compiled_model_has_its_adapter_merged(capsys):
     assert main(["--adapter", "x", "--no-merge", "--compile"]) == 2
     assert "--compile needs a merged adapter" in capsys.readouterr().err
 
@@ -167,7 +114,7 @@ def test_without_a_compiler_the_error_says_what_is_missing():
 
     model = fresh_model("llada", seed=1)
     lacking = config.patch({"cpp.cxx": ("no-such-compiler",)})
-    d2f.cpu.rows.library.cache_clear()
+    native.library.cache_clear()
     with lacking, fresh_cache(), pytest.raises(CompileError, match="needs a C\\+\\+ compiler"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that forwards in C++ do not work either
@@ -175,38 +122,60 @@ def test_without_a_compiler_the_error_says_what_is_missing():
     assert not model.is_compiled
 
 
-needs_packing = pytest.mark.skipif(
-    not d2f.cpu.packed.can_pack(random_model("llada").backbone), reason="nothing is packed here"
-)
+IDS = torch.arange(3, 23)[None]
 
 
-@needs_packing
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=2))
-def test_a_product_of_any_number_of_rows_is_that_of_its_layers(shape):
-    torch.manual_seed(2)
-    layers = [torch.nn.Linear(12, 5), torch.nn.Linear(12, 20)]
-    x = torch.randn(*shape, 12)
+def hidden(network, spans):
+    """Last hidden states of a joined model or of a backbone's own decoder."""
+    positions = torch.arange(IDS.shape[1])[None]
     with torch.inference_mode():
-        out = d2f.cpu.packed.Product(layers)(x)
-        torch.testing.assert_close(out, torch.cat([layer(x) for layer in layers], -1))
+        return network(
+            input_ids=IDS, position_ids=positions, spans=SpanPlan(spans), use_cache=False
+        ).last_hidden_state
 
 
-@given(st.integers(1, 1 << 20))
-def test_few_numbers_of_rows_are_multiplied(rows):
-    """Else oneDNN makes code for each forward of many requests."""
-    fed = d2f.cpu.packed.multiplied_rows(rows)
-    assert rows <= fed <= rows * 17 / 16
-    octave = 1 << (rows - 1).bit_length() - 1 if rows > 1 else 1
-    numbers = {d2f.cpu.packed.multiplied_rows(octave + i) for i in range(1, min(octave, 4096) + 1)}
-    assert len(numbers) <= 16
+def storages(tensors):
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
 
 
-@needs_packing
-def test_a_packed_model_keeps_no_other_copy_of_the_weights():
-    """Beside the packed layers themselves: norms, embeddings and RoPE's tables are the model's."""
-    backbone = random_model("llada").backbone
-    twin = d2f.cpu.packed.PackedModel(backbone).model
-    ours = {tensor.data_ptr() for tensor in (*backbone.parameters(), *backbone.buffers())}
-    shared = [*twin.parameters(), *twin.buffers()]
-    assert shared and all(tensor.data_ptr() in ours for tensor in shared)
+@pytest.mark.parametrize("family", ["llada", "dream"])  # without and with biases
+def test_joined_layers_compute_the_same_and_no_weight_is_held_twice(family):
+    model, spans = fresh_model(family), sp.bidirectional(IDS.shape[1])
+    want = hidden(model.backbone.model, spans)
+    before = sum(s.nbytes() for s in storages(model.backbone.parameters()).values())
+    joined = JoinedModel(model.backbone)
+    torch.testing.assert_close(hidden(joined.model, spans), want)
+    assert len(joined.products) == 2 * model.backbone.config.num_hidden_layers
+    held = storages((*model.backbone.parameters(), *model.backbone.buffers()))
+    weights = [product.weight for product in joined.products]
+    assert storages((*weights, *joined.model.parameters(), *joined.model.buffers())).keys() <= (
+        held.keys()
+    )
+    assert sum(s.nbytes() for s in storages(model.backbone.parameters()).values()) == before
+    assert torch.equal(hidden(model.backbone.model, spans), want), "the originals are whole"
+
+
+def test_a_change_of_the_weights_changes_the_joined_ones(tmp_path):
+    """An adapter that is merged later, new weights loaded into it, and saving."""
+    model, spans = fresh_model("llada"), sp.causal(IDS.shape[1])
+    joined = JoinedModel(model.backbone)
+    new_lora(model, r=4, alpha=8, dropout=0.0)
+    for name, weight in model.adapter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    model.merge_adapter()
+    want = hidden(model.backbone.model, spans)
+    torch.testing.assert_close(hidden(joined.model, spans), want)
+    model.save(tmp_path / "saved")
+    assert torch.equal(hidden(d2f.load(tmp_path / "saved").backbone.model, spans), want)
+    other = random_model("llada", seed=3).backbone
+    model.backbone.load_state_dict(other.state_dict())
+    torch.testing.assert_close(hidden(joined.model, spans), hidden(other.model, spans))
+
+
+def test_quantised_weights_are_not_joined():
+    model = fresh_model("llada")
+    assert can_join(model.backbone)
+    quantised = copy.copy(model.backbone)
+    quantised.quantized = "int8-weight"
+    assert not can_join(quantised)

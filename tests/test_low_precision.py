@@ -12,7 +12,7 @@ import d2f
 import decode
 from d2f import quantize
 from d2f.adapters import new_lora
-from d2f.cpu.packed import can_pack
+from d2f.cpu.rows import can_pack
 from d2f.device import parse_dtype
 from d2f.errors import CheckpointError, InputError
 from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness

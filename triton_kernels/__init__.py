@@ -1,1 +1,1 @@
-"""One file a kernel, its plain PyTorch reference beside it."""
+"""Triton kernels, one file each with its plain PyTorch reference."""

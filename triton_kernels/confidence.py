@@ -1,4 +1,4 @@
-"""What a decoder needs of a row of logits: the chosen token and how sure the model is of it.
+"""Choose a token from a row of logits and measure the model's confidence in it.
 
 With z the logits of a row and p = softmax(z) over the whole vocabulary:
 
@@ -9,8 +9,8 @@ With z the logits of a row and p = softmax(z) over the whole vocabulary:
     named        p[named], of a token that the caller names
     named_log    log p[named], also where p[named] is 0 in fp32
 
-`confidence_of_logits` computes them, its truth is `confidence_reference`; both in fp32, whatever
-the logits' dtype. Of equal logits the lowest id is chosen.
+All in fp32, whatever the logits' dtype. Of equal logits the lowest id is chosen. The kernels find
+statistics of each tile of the vocabulary, then join the tiles of a row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from torch import Tensor
 from triton_kernels.dispatch import random_inputs, self_check, use_kernel
 from triton_kernels.draws import Draws
 
+_FACTS = 7  # statistics of a row in a tile, see `_store_tile`
+_COLUMNS = 1024  # of a tile
+
 
 @dataclass(frozen=True)
 class Confidence:
-    """Of each row ``[N]``: token int64, the others fp32; named and named_log None where no token
-    was named."""
+    """Hold each row's figures ``[N]``: token int64, the others fp32; named and named_log None where
+    no token was named."""
 
     token: Tensor
     probability: Tensor
@@ -39,6 +42,31 @@ class Confidence:
     named_log: Tensor | None
 
 
+def confidence_of_logits(
+    logits: Tensor,
+    *,
+    mask_id: int | None = None,
+    named: Tensor | None = None,
+    draws: Draws | None = None,
+    kernel: bool | None = None,
+) -> Confidence:
+    """Find token and confidence of each row of logits ``[N, V]``.
+
+    named: int64 ``[N]``. draws: how tokens are drawn; None takes the most likely ones. kernel: as
+    in `use_kernel`. Raises ValueError.
+    """
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [N, V], got {list(logits.shape)}")
+    if not use_kernel("confidence", logits, kernel) or not len(logits):
+        return confidence_reference(logits, mask_id=mask_id, named=named, draws=draws)
+    _check(len(logits), logits.shape[1], mask_id, named, draws)
+
+    floor = None
+    if draws is not None and draws.is_filtered:
+        floor = draws.floor(without(logits.float(), mask_id))
+    return launch(logits, mask_id, named, draws, floor)
+
+
 def confidence_reference(
     logits: Tensor,
     *,
@@ -46,12 +74,12 @@ def confidence_reference(
     named: Tensor | None = None,
     draws: Draws | None = None,
 ) -> Confidence:
-    """`confidence_of_logits` in plain PyTorch."""
+    """Compute `confidence_of_logits` in plain PyTorch."""
     _check(logits.shape[0], logits.shape[-1], mask_id, named, draws)
     wide = logits.float()  # [N, V]
     allowed = without(wide, mask_id)
     token = allowed.argmax(-1) if draws is None else draws.choose(allowed)
-    # Confidence is of the model: without temperature and noise, whichever token was chosen.
+    # Confidence is the model's: without temperature and noise, whichever token was chosen.
     p = wide.softmax(-1)
     log_p = wide.log_softmax(-1)
     best = allowed.topk(min(2, allowed.shape[-1]), dim=-1).values
@@ -70,93 +98,14 @@ def confidence_reference(
 
 
 def without(logits: Tensor, mask_id: int | None) -> Tensor:
-    """Logits ``[N, V]`` whose mask column is -inf. The mask id is never chosen, but keeps its part
-    of the probability: p is over the whole vocabulary, as in the official code, or thresholds would
-    mean something else."""
+    """Put -inf into the mask's column of logits ``[N, V]``. The mask id is never chosen but keeps
+    its part of the probability: p is over the whole vocabulary, as in the official code, or
+    thresholds would mean something else."""
     if mask_id is None:
         return logits
     allowed = logits.clone()
     allowed[:, mask_id] = -torch.inf
     return allowed
-
-
-def confidence_of_logits(
-    logits: Tensor,
-    *,
-    mask_id: int | None = None,
-    named: Tensor | None = None,
-    draws: Draws | None = None,
-    kernel: bool | None = None,
-) -> Confidence:
-    """Token and confidence of each row of logits ``[N, V]``.
-
-    named: int64 ``[N]``. draws: how tokens are drawn; None takes the most likely ones. kernel: as
-    `use_kernel` says. Raises ValueError.
-    """
-    if logits.dim() != 2:
-        raise ValueError(f"logits must be [N, V], got {list(logits.shape)}")
-    if not use_kernel("confidence", logits, kernel) or not len(logits):
-        return confidence_reference(logits, mask_id=mask_id, named=named, draws=draws)
-    _check(len(logits), logits.shape[1], mask_id, named, draws)
-
-    floor = None
-    if draws is not None and draws.is_filtered:
-        floor = draws.floor(without(logits.float(), mask_id))
-    return Confidence(*of_logits(logits, mask_id, named, draws, floor))
-
-
-def _check(
-    rows: int, vocabulary: int, mask_id: int | None, named: Tensor | None, draws: Draws | None
-) -> None:
-    if vocabulary < 1:
-        raise ValueError("expected at least one token in the vocabulary, got 0")
-    if mask_id is not None and not 0 <= mask_id < vocabulary:
-        raise ValueError(f"mask_id must lie in [0, {vocabulary}), got {mask_id}")
-    wanted: dict[str, tuple[Tensor | None, torch.dtype]] = {"named": (named, torch.int64)}
-    if draws is not None:
-        wanted |= {"seed": (draws.seed, torch.int64), "row": (draws.row, torch.int64)}
-        wanted |= {"temperature": (draws.temperature, torch.float32)}
-    for name, (given, dtype) in wanted.items():
-        if given is not None and (given.shape != (rows,) or given.dtype != dtype):
-            raise ValueError(
-                f"{name} must be {str(dtype).removeprefix('torch.')} [{rows}], got {given.dtype} "
-                f"{list(given.shape)}"
-            )
-
-
-@self_check("confidence")
-def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> None:
-    """The same tokens, ties included and drawn ones too, and the same probabilities."""
-    logits = 3 * random_inputs(((6, 5000),), dtype, device)[0]
-    # Equal largest logits in two tiles: the lower id must win.
-    logits[0, 30] = logits[0, 4000] = logits.max() + 1
-    named = torch.arange(6, device=device)
-    warm = Draws(named, named, torch.where(named > 2, 0.7, 0.0))  # half of the rows are drawn
-    for draws in (warm, None):
-        ours, plain = (
-            confidence_of_logits(logits, mask_id=7, named=named, draws=draws, kernel=kernel)
-            for kernel in (True, False)
-        )
-        if not torch.equal(ours.token, plain.token):
-            raise AssertionError("it chooses other tokens than the plain computation")
-    for name in ("probability", "entropy", "margin", "named", "named_log"):
-        difference = (getattr(ours, name) - getattr(plain, name)).abs().max().item()
-        if not difference < 1e-4:
-            raise AssertionError(f"its {name} differs by {difference:.2g} from the plain one")
-
-
-# Kernels of `confidence`: statistics of each tile of the vocabulary, then of all tiles of a row.
-#
-# A tile leaves, for each row, of its logits z and of the scores that choose the token:
-#
-#     0 largest z    1 sum e^(z - largest)    2 sum (z - largest) * e^(z - largest)
-#     3 largest z that may be chosen    4 the second largest of those
-#     5 best score    6 z of the token with the best score
-
-# token, probability, entropy, margin, named, named_log: the fields of `confidence.Confidence`
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-_FACTS = 7
-_COLUMNS = 1024  # of a tile of given logits
 
 
 @triton.jit
@@ -165,7 +114,13 @@ def _store_tile(
     temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """z [ROWS, COLUMNS] in fp32 of the rows `row` and columns `column`, -inf outside."""
+    """Store the statistics of a tile: z [ROWS, COLUMNS] in fp32 of the rows `row` and columns
+    `column`, -inf outside. Of each row's logits z and of the scores that choose the token::
+
+        0 largest z    1 sum e^(z - largest)    2 sum (z - largest) * e^(z - largest)
+        3 largest z that may be chosen    4 the second largest of those
+        5 best score    6 z of the token with the best score
+    """
     tile = tl.program_id(0)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     z = tl.where(inside, z, -float("inf"))  # [ROWS, COLUMNS]
@@ -175,7 +130,7 @@ def _store_tile(
     share = tl.where(inside, tl.exp(below), 0.0)
     total = tl.sum(share, axis=1)
     mixed = tl.sum(share * tl.where(share > 0, below, 0.0), axis=1)
-    # The sums above are over all tokens; what may be chosen is all but the mask id.
+    # The sums above are over all tokens; any but the mask id may be chosen.
     allowed = z
     if HAS_MASK:
         allowed = tl.where(column[None, :] == mask_id, -float("inf"), z)
@@ -202,7 +157,7 @@ def _store_tile(
         score = tl.where(inside, tl.where(warm[:, None], drawn, allowed), -float("inf"))
         best = tl.max(score, axis=1)
         best_at = tl.argmax(score, axis=1, tie_break_left=True)
-        # Of the chosen token the logit, because its probability is without the noise.
+        # The chosen token's logit: its probability is without the noise.
         best_z = tl.max(tl.where(here == best_at[:, None], allowed, -float("inf")), axis=1)
     if HAS_NAMED:
         # One tile holds the named token; it alone writes the row's logit, to a place of the row.
@@ -229,7 +184,7 @@ def _logits_tile(
     temperatures, floors, HAS_MASK: tl.constexpr, HAS_NAMED: tl.constexpr, SAMPLED: tl.constexpr,
     FILTERED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row's tile of given logits."""
+    """Load one row's tile of the logits."""
     row = tl.program_id(1) + tl.arange(0, 1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     # int64: rows x vocabulary passes 2**31 from some 17,000 rows on.
@@ -246,7 +201,7 @@ def _join_tiles(
     facts, tokens, named_logit, rows, tiles, out, token, HAS_NAMED: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """One row: what its tiles left, together. out [5, rows]."""
+    """Join the statistics of one row's tiles. out [5, rows]."""
     row = tl.program_id(0)
     tile = tl.arange(0, TILES)
     there = tile < tiles
@@ -282,14 +237,14 @@ def _join_tiles(
         tl.store(out + 4 * rows + row, named_log)
 
 
-def of_logits(
+def launch(
     logits: Tensor,
     mask_id: int | None,
     named: Tensor | None,
     draws: Draws | None,
     floor: Tensor | None,
-) -> Found:
-    """`confidence_of_logits`, N at least 1, arguments checked. floor: of the draws, where they have
+) -> Confidence:
+    """Launch the kernels; arguments checked, N at least 1. floor: that of the draws, if they have
     one."""
     logits, device = logits.contiguous(), logits.device
     rows, columns = logits.shape
@@ -315,4 +270,44 @@ def of_logits(
         HAS_NAMED=named is not None, TILES=triton.next_power_of_2(tiles),
     )  # fmt: skip
     of_named = (None, None) if named is None else (out[3], out[4])
-    return token, out[0], out[1], out[2], *of_named
+    return Confidence(token, out[0], out[1], out[2], *of_named)
+
+
+def _check(
+    rows: int, vocabulary: int, mask_id: int | None, named: Tensor | None, draws: Draws | None
+) -> None:
+    if vocabulary < 1:
+        raise ValueError("expected at least one token in the vocabulary, got 0")
+    if mask_id is not None and not 0 <= mask_id < vocabulary:
+        raise ValueError(f"mask_id must lie in [0, {vocabulary}), got {mask_id}")
+    wanted: dict[str, tuple[Tensor | None, torch.dtype]] = {"named": (named, torch.int64)}
+    if draws is not None:
+        wanted |= {"seed": (draws.seed, torch.int64), "row": (draws.row, torch.int64)}
+        wanted |= {"temperature": (draws.temperature, torch.float32)}
+    for name, (given, dtype) in wanted.items():
+        if given is not None and (given.shape != (rows,) or given.dtype != dtype):
+            raise ValueError(
+                f"{name} must be {str(dtype).removeprefix('torch.')} [{rows}], got {given.dtype} "
+                f"{list(given.shape)}"
+            )
+
+
+@self_check("confidence")
+def _check_confidence(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """Raise unless tokens, ties and drawn ones included, and probabilities are the plain ones."""
+    logits = 3 * random_inputs(((6, 5000),), dtype, device)[0]
+    # Equal largest logits in two tiles: the lower id must win.
+    logits[0, 30] = logits[0, 4000] = logits.max() + 1
+    named = torch.arange(6, device=device)
+    warm = Draws(named, named, torch.where(named > 2, 0.7, 0.0))  # half of the rows are drawn
+    for draws in (warm, None):
+        ours, plain = (
+            confidence_of_logits(logits, mask_id=7, named=named, draws=draws, kernel=kernel)
+            for kernel in (True, False)
+        )
+        if not torch.equal(ours.token, plain.token):
+            raise AssertionError("it chooses other tokens than the plain computation")
+    for name in ("probability", "entropy", "margin", "named", "named_log"):
+        difference = (getattr(ours, name) - getattr(plain, name)).abs().max().item()
+        if not difference < 1e-4:
+            raise AssertionError(f"its {name} differs by {difference:.2g} from the plain one")

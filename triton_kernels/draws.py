@@ -1,10 +1,11 @@
-"""Tokens drawn at a temperature, of each row by itself:
+"""Draw tokens at a temperature, each row on its own:
 
     token = argmax over v of z[v] / temperature - log(-log(u[v])),    u[v] uniform in [0, 1)
 
-is a draw from softmax(z / temperature) (Gumbel's trick). u comes from Philox, with the request's
-seed for its key and for its counter the token's id and the row's number within the request:
-so a row draws the same in any batch, in the kernel and here, on any device.
+is a draw from softmax(z / temperature) (Gumbel's trick). u comes from Philox 4x32-10 (Salmon et al.
+2011): its key is the request's seed, its counter the token's id and the row's number within the
+request. So a row draws the same in any batch, here and in a kernel (by ``tl.rand4x(seed,
+offset)``), on any device.
 """
 
 from __future__ import annotations
@@ -14,10 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Triton's random numbers in PyTorch: Philox 4x32-10 (Salmon et al. 2011) by key and counter.
-#
-# What a kernel draws with ``tl.rand4x(seed, offset)`` the reference draws too, on any device.
-
 _ROUND = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -25,8 +22,8 @@ _SCALE = 4.6566127342e-10  # the largest int32 times this is below 1 in fp32
 
 
 def uniform(seeds: Tensor, rows: Tensor, count: int) -> Tensor:
-    """fp32 ``[N, count]`` in [0, 1), four numbers a counter: at j of line i number j % 4 of the key
-    seeds[i] and the counter (j // 4, rows[i], 0, 0).
+    """Return fp32 ``[N, count]`` in [0, 1), Triton's random numbers. Element [i, j] is number j % 4
+    of the key seeds[i] and the counter (j // 4, rows[i], 0, 0).
 
     seeds, rows: int64 ``[N]``, rows below 2**32.
     """
@@ -35,7 +32,7 @@ def uniform(seeds: Tensor, rows: Tensor, count: int) -> Tensor:
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = (seeds & _LOW)[:, None], ((seeds >> 32) & _LOW)[:, None]
     for _ in range(10):
-        # int64 keeps all 64 bits of a product, with the highest for its sign.
+        # int64 keeps all 64 bits of a product, the highest as its sign.
         a, b = _ROUND[0] * c0, _ROUND[1] * c2
         c0, c2 = ((b >> 32) & _LOW) ^ c1 ^ k0, ((a >> 32) & _LOW) ^ c3 ^ k1
         c1, c3 = b & _LOW, a & _LOW
@@ -48,11 +45,11 @@ def uniform(seeds: Tensor, rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Draws:
-    """How the token of each row ``[N]`` is drawn.
+    """Say how to draw the token of each row ``[N]``.
 
     seed: int64, of its request. row: int64 below 2**32, its number among the rows of the request.
     temperature: fp32; 0 takes the most likely token. top_k: int64, 0 is off, and top_p: fp32, 1 is
-    off: which tokens may be drawn (`floor`); both None where every row may draw any.
+    off: they limit the tokens (`floor`); both None where every row may draw any.
     """
 
     seed: Tensor
@@ -63,14 +60,16 @@ class Draws:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether there is a `floor`."""
+        """Say whether there is a `floor`."""
         return self.top_k is not None
 
     def floor(self, allowed: Tensor) -> Tensor:
-        """The least of a row's logits that may be drawn, fp32 ``[N]``, of logits ``[N, V]`` that
-        are -inf where a token is never chosen: that of the last of the top_k, and of the smallest
-        set whose probability at the temperature reaches top_p. Equal logits stay together, and the
-        largest always."""
+        """Return the least logit that may be drawn in each row, fp32 ``[N]``: the last of the
+        top_k, and of the smallest set whose probability at the temperature reaches top_p. Equal
+        logits stay together; the largest always stays.
+
+        allowed: logits ``[N, V]``, -inf where a token is never chosen.
+        """
         assert self.top_k is not None and self.top_p is not None
         ordered = allowed.sort(-1, descending=True).values  # [N, V]
         count = ordered.shape[1]
@@ -84,7 +83,7 @@ class Draws:
         return torch.where(self.top_p < 1, by_p[:, 0], by_k[:, 0])
 
     def choose(self, allowed: Tensor) -> Tensor:
-        """Tokens ``[N]`` from such logits; of equal ones the lowest id."""
+        """Draw tokens ``[N]`` from such logits; of equal ones the lowest id."""
         noise = uniform(self.seed, self.row, allowed.shape[1])
         kept = allowed
         if self.is_filtered:
@@ -94,5 +93,5 @@ class Draws:
 
     @property
     def _divisor(self) -> Tensor:
-        """Temperatures ``[N, 1]``, 1 where nothing is drawn."""
+        """Return temperatures ``[N, 1]``, 1 where nothing is drawn."""
         return torch.where(self.temperature > 0, self.temperature, 1.0)[:, None]

@@ -1,5 +1,5 @@
-"""Span attention by PyTorch's flex_attention: what trains on a GPU, and in the benchmarks the
-strongest general alternative to the kernel of decoding."""
+"""Compute span attention by PyTorch's flex_attention, for training on a GPU. In the benchmarks it
+is the strongest general alternative to the decoding kernel."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-_SHAPES = 64  # that one process may compile
+_SHAPES = 64  # that a process may compile
 
 
 @cache
 def _compiled() -> Any:
-    # Beyond its limit of 8 shapes dynamo would run flex_attention uncompiled: all scores in memory,
-    # slow and without a word. `fullgraph` makes the limit an error.
+    # Beyond its limit of 8 shapes dynamo would silently run flex_attention uncompiled: slow, all
+    # scores in memory. `fullgraph` makes the limit an error.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _SHAPES)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 class FlexSpans:
-    """Attention over spans int32 ``[B, T, K, 2]`` of S keys; its block mask is made once.
+    """Attend over spans int32 ``[B, T, K, 2]`` of S keys, with one block mask for all calls.
 
-    Called with q ``[B, H, T, D]`` and k, v ``[B, H_kv, S, D]`` it gives ``[B, H, T, D]``. It has no
-    backward on a CPU, and compiles anew for each shape.
+    A call takes q ``[B, H, T, D]`` and k, v ``[B, H_kv, S, D]`` and returns ``[B, H, T, D]``. It
+    has no backward on a CPU, and compiles anew for each shape.
     """
 
     def __init__(self, spans: Tensor, keys: int):
@@ -42,7 +42,7 @@ class FlexSpans:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        # Within a layer that is being compiled it becomes a part of that.
+        # Within a layer that is being compiled it becomes part of that graph.
         attend = flex_attention if torch.compiler.is_compiling() else _compiled()
         out: Tensor = attend(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=grouped)
         return out

@@ -8,13 +8,13 @@ With z the logits, a running maximum m and running sums over the tiles seen, one
 
     KL = (sum_v e^(z_t - m_t) * (z_t - z_s)) / (sum_v e^(z_t - m_t)) - lse(z_t) + lse(z_s)
 
-Backward makes each tile's logits again and multiplies ``weight * (s - t)`` with its part of the
-head. Where a tile holds the whole vocabulary for a fair number of rows, rows are taken a part at a
-time instead, and the gradient of a part is made while its logits are there: three products of
+Backward computes each tile's logits again and multiplies ``weight * (s - t)`` with its part of the
+head. Where a tile can hold the whole vocabulary for enough rows, the rows are taken a part at a
+time instead, and a part's gradient is computed while its logits are there: three products of the
 logits' size, not five. Two equal inputs give 0, and a gradient of 0, exactly.
 
-The matrix products are the library's on every device; on a GPU a kernel does what lies between them
-in one pass over a tile.
+The matrix products are the library's on every device; on a GPU a kernel does everything between
+them in one pass over a tile.
 """
 
 from __future__ import annotations
@@ -34,22 +34,12 @@ from triton_kernels.dispatch import compare, random_inputs, self_check, use_kern
 
 TILE_BYTES = 768 << 20  # of one tile's fp32 logits on an accelerator, at most
 _TILE_SHARE = 32  # of its memory: one part in so many
-CPU_TILE_BYTES = 16 << 20  # what is computed of it is there beside it
+CPU_TILE_BYTES = 16 << 20  # results computed from it are held beside it
 _LEAST_COLUMNS = 128
-# Fewer rows at a time, and reading the head for each part would take the time.
+# With fewer rows at a time, reading the head for each part would take the time.
 _LEAST_ROWS = 512
 _CPU_LEAST_ROWS = 32
-
-
-def masked_linear_kl_reference(
-    student_hidden: Tensor, teacher_hidden: Tensor, head: Tensor, weight: Tensor
-) -> Tensor:
-    """`masked_linear_kl` with all logits at once, in plain PyTorch."""
-    student, teacher = (
-        _wide(F.linear(hidden, head)).log_softmax(-1)
-        for hidden in (student_hidden, teacher_hidden.detach())
-    )
-    return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * weight).sum()
+_BLOCK = 1024  # columns of a kernel's step
 
 
 def masked_linear_kl(
@@ -61,20 +51,20 @@ def masked_linear_kl(
     columns: int | None = None,
     kernel: bool | None = None,
 ) -> Tensor:
-    """Sum over rows of weight x KL(teacher || student), a scalar of at least fp32.
+    """Sum weight x KL(teacher || student) over the rows; a scalar of at least fp32.
 
     student_hidden, teacher_hidden: ``[N, C]``, N may be 0. head: ``[V, C]``, frozen. weight:
-    ``[N]``. columns: tokens of the vocabulary in a tile; by default all of them for some of the
-    rows, or some for all of the rows (`tile_shape`). kernel: whether Triton computes between the
-    matrix products (default: as `use_kernel` says). Only student_hidden gets a gradient. Raises
-    ValueError for shapes, devices or dtypes that do not fit, and for a head that wants a gradient.
+    ``[N]``. columns: tokens of the vocabulary in a tile; by default `tile_shape` decides.
+    kernel: compute between the matrix products by Triton, as in `use_kernel`. Only student_hidden
+    gets a gradient. Raises ValueError for shapes, devices or dtypes that do not fit, and for a head
+    that wants a gradient.
     """
     _check(student_hidden, teacher_hidden, head, weight, columns)
     rows = len(weight)
     if columns is None:
         rows, columns = tile_shape(rows, len(head), head.device)
-    # What autocast asks for is done once, here; within the function it is off, so that forward and
-    # backward compute in the same dtype.
+    # Autocast is applied once, here; within the function it is off, so that forward and backward
+    # compute in the same dtype.
     kind = student_hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -90,12 +80,23 @@ def masked_linear_kl(
     )
 
 
+def masked_linear_kl_reference(
+    student_hidden: Tensor, teacher_hidden: Tensor, head: Tensor, weight: Tensor
+) -> Tensor:
+    """Compute `masked_linear_kl` with all logits at once, in plain PyTorch."""
+    student, teacher = (
+        _wide(F.linear(hidden, head)).log_softmax(-1)
+        for hidden in (student_hidden, teacher_hidden.detach())
+    )
+    return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * weight).sum()
+
+
 def tile_shape(rows: int, vocabulary: int, device: torch.device) -> tuple[int, int]:
-    """Rows and tokens of the vocabulary in a tile, whose fp32 logits of student and teacher stay
-    within what `tile_bytes` allows: the whole vocabulary wherever enough rows of it fit, because
-    that takes 6 N C V operations (C the width of a hidden state) and tiles of it 10 N C V."""
+    """Choose a tile's rows and tokens of the vocabulary. Its fp32 logits of student and teacher
+    stay within `tile_bytes`. It has the whole vocabulary wherever that fits for enough rows,
+    because that takes 6 N C V operations (C the width of a hidden state), a part of it 10."""
     cpu = device.type == "cpu"
-    logits = tile_bytes(device) // 4 // 2  # of each of the two
+    logits = tile_bytes(device) // 4 // 2  # of student and teacher each
     part = logits // vocabulary
     if part >= min(rows, _CPU_LEAST_ROWS if cpu else _LEAST_ROWS):
         return max(1, min(rows, part)), vocabulary
@@ -103,8 +104,8 @@ def tile_shape(rows: int, vocabulary: int, device: torch.device) -> tuple[int, i
 
 
 def tile_bytes(device: torch.device) -> int:
-    """Bytes of one tile's fp32 logits: of a GPU a part of its memory, 768 MiB from 24 GiB on. Not
-    of what is free there: the same run then computes in the same order of summation."""
+    """Return the bytes of one tile's fp32 logits: a part of a GPU's memory, 768 MiB from 24 GiB on.
+    Not of its free memory: a run sums in the same order whatever else is on the GPU."""
     if device.type == "cpu":
         return CPU_TILE_BYTES
     if device.type == "cuda":
@@ -128,7 +129,7 @@ class _MaskedLinearKL(torch.autograd.Function):
         ctx.columns, ctx.kernel, ctx.dtype = columns, kernel, student.dtype
         with torch.autocast(student.device.type, enabled=False):
             # All rows against a tile of the vocabulary at a time: its logits are gone before the
-            # sums over all tiles are complete, so backward makes them again.
+            # sums over all tiles are complete, so backward computes them again.
             if len(head) > columns:
                 hidden = torch.cat((student, teacher))  # [2N, C]
                 totals = Statistics.empty(hidden)
@@ -177,32 +178,31 @@ class _MaskedLinearKL(torch.autograd.Function):
             return gradient.to(hidden.dtype), *rest
 
 
+def _tiles(head: Tensor, columns: int) -> Iterator[Tensor]:
+    for first in range(0, len(head), columns):
+        yield head[first : first + columns]
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` in total's fp32 or fp64: the product of a tile is not rounded to a's dtype
-    before it is added, which over many tiles would bias the gradient."""
+    """Compute ``total += a @ b`` in total's fp32 or fp64. Rounding each tile's product to a's dtype
+    before adding it would bias the gradient over many tiles."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> Tensor:
-    """``scale * (softmax(student) - softmax(teacher))`` ``[N, columns]`` of a tile of logits
-    ``[2N, columns]`` in its dtype, which it may overwrite; log_sum ``[2N]`` and scale ``[N]`` at
-    least fp32."""
-    if kernel:
-        return difference_masked_kl_tiles(logits, log_sum, scale)
-    student, teacher = _wide(logits).sub_(log_sum[:, None]).exp_().chunk(2)
-    return student.sub_(teacher).mul_(scale[:, None]).to(logits.dtype)
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass
 class Statistics:
-    """What the tiles seen so far add up to, in at least fp32; the first N rows are the student's,
-    the second N the teacher's.
+    """Sum up the tiles seen so far, in at least fp32. The first N rows are the student's, the
+    next N the teacher's.
 
     largest: ``[2N]``, the running maximum of each row's logits. total: ``[2N]``, the sum of
-    e^(z - largest). cross: ``[N]``, of each teacher row the sum of e^(z_t - largest) * (z_t - z_s).
+    e^(z - largest). cross: ``[N]``, the sum of e^(z_t - largest) * (z_t - z_s) of each teacher row.
     """
 
     largest: Tensor
@@ -215,8 +215,8 @@ class Statistics:
         return Statistics(zeros - torch.inf, zeros, zeros[len(zeros) // 2 :].clone())
 
     def add(self, logits: Tensor, kernel: bool) -> Tensor | None:
-        """Take a tile of logits ``[2N, columns]``, which may be overwritten. Without the kernel
-        e^(z - largest) of the tile."""
+        """Add a tile of logits ``[2N, columns]``, which may be overwritten. Returns e^(z - largest)
+        of the tile, or None with the kernel."""
         if kernel:
             add_tile(logits, self.largest, self.total, self.cross)
             return None
@@ -227,80 +227,43 @@ class Statistics:
         shrink = (before - self.largest).exp()
         student, teacher = logits.chunk(2)
         n, gap = len(teacher), teacher - student
-        # In place: on a CPU each new tensor of this size costs more than what is computed into it.
+        # In place: on a CPU a new tensor of this size costs more than the computation.
         shares = logits.sub_(self.largest[:, None]).exp_()
         self.total = self.total * shrink + shares.sum(-1)
         self.cross = self.cross * shrink[n:] + gap.mul_(shares[n:]).sum(-1)
         return shares
 
     def log_sum(self) -> Tensor:
-        """Logarithm of the sum of e^z, ``[2N]``."""
+        """Return the logarithm of the sum of e^z, ``[2N]``."""
         return self.largest + self.total.log()
 
     def divergence(self) -> Tensor:
-        """KL(teacher || student) of each row, ``[N]``."""
+        """Return KL(teacher || student) of each row, ``[N]``."""
         student, teacher = self.log_sum().chunk(2)  # [N] each
         return self.cross / self.total.chunk(2)[1] - teacher + student
 
 
-def _tiles(head: Tensor, columns: int) -> Iterator[Tensor]:
-    for first in range(0, len(head), columns):
-        yield head[first : first + columns]
+def difference(logits: Tensor, log_sum: Tensor, scale: Tensor, kernel: bool) -> Tensor:
+    """Compute ``scale * (softmax(student) - softmax(teacher))`` ``[N, columns]``.
 
-
-def _wide(x: Tensor) -> Tensor:
-    """At least fp32."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _check(
-    student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor, columns: int | None
-) -> None:
-    if student.dim() != 2 or student.shape != teacher.shape:
-        raise ValueError(
-            "student_hidden and teacher_hidden must both be [N, C], "
-            f"got {list(student.shape)} and {list(teacher.shape)}"
-        )
-    if head.dim() != 2 or head.shape[1] != student.shape[1] or not len(head):
-        raise ValueError(f"head must be [V, {student.shape[1]}], got {list(head.shape)}")
-    if weight.shape != student.shape[:1]:
-        raise ValueError(f"weight must be [{len(student)}], got {list(weight.shape)}")
-    dtypes = {x.dtype for x in (student, teacher, head)}
-    if len(dtypes) > 1 or not head.is_floating_point():
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        raise ValueError(f"hidden states and head must share one floating dtype, got {names}")
-    devices = {str(x.device) for x in (student, teacher, head, weight)}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
-    if head.requires_grad and torch.is_grad_enabled():
-        raise ValueError("head must be frozen: no gradient is computed for it")
-    if columns is not None and columns < 1:
-        raise ValueError(f"columns must be at least 1, got {columns}")
-
-
-@self_check("masked_kl")
-def _check_masked_kl(dtype: torch.dtype, device: torch.device, dim: int) -> None:
-    """The loss and its gradient, over several tiles."""
-    inputs = random_inputs(((9, 64), (9, 64), (700, 64)), dtype, device)
-
-    def compute(given: Sequence[Tensor], kernel: bool) -> list[Tensor]:
-        student, teacher, head = given
-        student = student.detach().requires_grad_()
-        weight = torch.linspace(0, 1, 9, device=device)
-        loss = masked_linear_kl(student, teacher, head, weight, columns=256, kernel=kernel)
-        return [loss.detach()[None], *torch.autograd.grad(loss, [student])]
-
-    compare("the masked KL", inputs, compute)
-
-
-# What `masked_kl` does between its matrix products, in one pass over a tile of logits each.
-
-_BLOCK = 1024
+    logits: a tile ``[2N, columns]``, which may be overwritten; the result has its dtype. log_sum
+    ``[2N]`` and scale ``[N]`` in at least fp32.
+    """
+    if kernel:
+        logits = logits.contiguous()
+        rows, columns = len(scale), logits.shape[1]
+        out = torch.empty((rows, columns), dtype=logits.dtype, device=logits.device)
+        if rows:
+            grid = (rows, triton.cdiv(columns, _BLOCK))
+            _difference[grid](logits, log_sum, scale, out, rows, columns, BLOCK=_BLOCK)
+        return out
+    student, teacher = _wide(logits).sub_(log_sum[:, None]).exp_().chunk(2)
+    return student.sub_(teacher).mul_(scale[:, None]).to(logits.dtype)
 
 
 @triton.jit
 def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr):
-    """One row: its student's and its teacher's running statistics over [2 * rows, columns]."""
+    """Update the running statistics of one row's student and teacher over [2 * rows, columns]."""
     row = tl.program_id(0)
     other = rows + row
     # [2 * rows, columns]: a student's row, and its teacher's `rows` further down
@@ -331,7 +294,7 @@ def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr)
 
 @triton.jit
 def _difference(logits, log_sum, scale, out, rows, columns, BLOCK: tl.constexpr):
-    """scale * (softmax(student) - softmax(teacher)) of one row's part of a tile."""
+    """Store scale * (softmax(student) - softmax(teacher)) of one row's part of a tile."""
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -347,7 +310,7 @@ def _difference(logits, log_sum, scale, out, rows, columns, BLOCK: tl.constexpr)
 
 
 def add_tile(logits: Tensor, largest: Tensor, total: Tensor, cross: Tensor) -> None:
-    """Take a tile of logits ``[2N, columns]`` into the statistics (fp32, in place)."""
+    """Add a tile of logits ``[2N, columns]`` to the statistics (fp32, in place)."""
     logits = logits.contiguous()
     if len(cross):
         _add_tile[(len(cross),)](
@@ -355,13 +318,41 @@ def add_tile(logits: Tensor, largest: Tensor, total: Tensor, cross: Tensor) -> N
         )
 
 
-def difference_masked_kl_tiles(logits: Tensor, log_sum: Tensor, scale: Tensor) -> Tensor:
-    """``scale * (softmax(student) - softmax(teacher))`` ``[N, columns]`` of a tile of logits
-    ``[2N, columns]`` in its dtype; log_sum ``[2N]`` and scale ``[N]`` in fp32."""
-    logits = logits.contiguous()
-    rows, columns = len(scale), logits.shape[1]
-    out = torch.empty((rows, columns), dtype=logits.dtype, device=logits.device)
-    if rows:
-        grid = (rows, triton.cdiv(columns, _BLOCK))
-        _difference[grid](logits, log_sum, scale, out, rows, columns, BLOCK=_BLOCK)
-    return out
+def _check(
+    student: Tensor, teacher: Tensor, head: Tensor, weight: Tensor, columns: int | None
+) -> None:
+    if student.dim() != 2 or student.shape != teacher.shape:
+        raise ValueError(
+            "student_hidden and teacher_hidden must both be [N, C], "
+            f"got {list(student.shape)} and {list(teacher.shape)}"
+        )
+    if head.dim() != 2 or head.shape[1] != student.shape[1] or not len(head):
+        raise ValueError(f"head must be [V, {student.shape[1]}], got {list(head.shape)}")
+    if weight.shape != student.shape[:1]:
+        raise ValueError(f"weight must be [{len(student)}], got {list(weight.shape)}")
+    dtypes = {x.dtype for x in (student, teacher, head)}
+    if len(dtypes) > 1 or not head.is_floating_point():
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise ValueError(f"hidden states and head must share one floating dtype, got {names}")
+    devices = {str(x.device) for x in (student, teacher, head, weight)}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+    if head.requires_grad and torch.is_grad_enabled():
+        raise ValueError("head must be frozen: no gradient is computed for it")
+    if columns is not None and columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+
+
+@self_check("masked_kl")
+def _check_masked_kl(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """Compare the loss and its gradient, over several tiles."""
+    inputs = random_inputs(((9, 64), (9, 64), (700, 64)), dtype, device)
+
+    def compute(given: Sequence[Tensor], kernel: bool) -> list[Tensor]:
+        student, teacher, head = given
+        student = student.detach().requires_grad_()
+        weight = torch.linspace(0, 1, 9, device=device)
+        loss = masked_linear_kl(student, teacher, head, weight, columns=256, kernel=kernel)
+        return [loss.detach()[None], *torch.autograd.grad(loss, [student])]
+
+    compare("the masked KL", inputs, compute)

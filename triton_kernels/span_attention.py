@@ -2,9 +2,13 @@
 
     out[t, h] = softmax(scale * q[t, h] . k[h // group, j] for j in spans[t]) @ v[h // group, j]
 
-`span_attention_reference` is the plain PyTorch computation: the path of the CPU and the truth
-that the kernel is tested against. `span_attention` runs the kernel where `use_kernel` says so. It
-is made for decoding and has no backward: training takes `triton_kernels.flex` or the reference.
+`span_attention` is made for decoding: it runs the kernel where `use_kernel` says so, else
+`span_attention_reference`, which is the path of the CPU and what the kernel is tested against. The
+kernel has no backward; training takes `triton_kernels.flex` or the reference.
+
+A program of the kernel computes a few queries with all heads that share one key head (their rows
+share the loads of keys and values) over the tiles of keys that one of its rows sees. With few
+queries and many keys the tiles are split over programs, whose parts are joined afterwards.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from triton_kernels.dispatch import compare, random_inputs, self_check, use_kern
 
 MAX_SPANS = 3  # every mask of this field is a union of at most three ranges (`d2f.spans`)
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+_LEAST_TILE = 16  # keys
+_FILLS_A_GPU = 256  # programs
+_JOIN_SHARE = 0.15  # of the bytes of keys and values that a split reads, at most for joining it
 
 
 def span_attention(
@@ -39,10 +46,11 @@ def span_attention(
     """Attention of rows of many requests in one flat batch over a flat cache.
 
     q ``[T, H, D]``; k, v ``[H_kv, S, D]`` with H a multiple of H_kv; spans int32 ``[T, K, 2]``,
-    absolute slots, K at most 3, the ranges of a row apart; scale defaults to ``D ** -0.5``.
-    Returns ``[T, H, D]`` in q's dtype; a row that sees no key gives 0. kernel: as `use_kernel`
-    says; fp64 is the reference's, and so is a call that wants a gradient. check: look into the
-    spans, which on a GPU waits for them.
+    absolute slots, K at most 3, the ranges of a row disjoint; scale defaults to ``D ** -0.5``.
+    Returns ``[T, H, D]`` in q's dtype; a row that sees no key gives 0.
+
+    kernel: as in `use_kernel`; without it, calls in fp64 or with a gradient are the reference's.
+    check: look into the spans, which on a GPU waits for them.
 
     Raises ValueError for shapes, dtypes, devices or spans that do not fit, and where the kernel is
     asked for a gradient or a head dimension that is not in `HEAD_DIMS`.
@@ -61,21 +69,10 @@ def span_attention(
     if wants_gradient(q, k, v):
         raise ValueError("the span attention kernel has no backward, and a gradient is wanted")
 
-    # The kernel takes the strides of rows and heads, never that within a head: a transposed tensor
-    # is read as it lies.
+    # The kernel takes the strides of rows and heads but not within a head: it reads a transposed
+    # tensor without a copy.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     return forward(q, k, v, spans.contiguous(), scale)
-
-
-def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel can compute these: a head dimension that it is compiled for, and no
-    gradient."""
-    return q.shape[-1] in HEAD_DIMS and not wants_gradient(q, k, v)
-
-
-def wants_gradient(*given: Tensor) -> bool:
-    """Whether what is computed of these is to be differentiated."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 def write_slots(
@@ -90,31 +87,22 @@ def write_slots(
     """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
     if use_kernel("write_slots", k, kernel):
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-        write_slots_span_attention_tiles(k, v, slots, keys, values)
+        heads, rows, dim = keys.shape
+        if rows:
+            strides = [s for x in (keys, values, k, v) for s in x.stride()[:2]]
+            _write[(rows, heads)](
+                keys, values, slots, k, v, *strides, DIM=dim, WIDTH=triton.next_power_of_2(dim)
+            )
         return
-    # The cache's dtype: RoPE in fp32 gives keys in fp32.
+    # In the cache's dtype: RoPE in fp32 gives keys in fp32.
     k.index_copy_(1, slots, keys.to(k.dtype))
     v.index_copy_(1, slots, values.to(v.dtype))
-
-
-def span_mask(spans: Tensor, keys: int, first_key: int = 0) -> Tensor:
-    """Boolean mask ``[..., queries, keys]`` of spans ``[..., queries, K, 2]`` over the keys
-    ``[first_key, first_key + keys)``: True where the query sees the key."""
-    key = torch.arange(first_key, first_key + keys, dtype=spans.dtype, device=spans.device)
-    starts, ends = spans[..., None, 0], spans[..., None, 1]  # [..., queries, K, 1]
-    inside = [
-        (key >= starts[..., i, :]) & (key < ends[..., i, :]) for i in range(spans.shape[-2])
-    ]  # K x [..., queries, keys]
-    mask = inside[0]
-    for part in inside[1:]:
-        mask = mask | part
-    return mask
 
 
 def span_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Span attention in plain PyTorch, heads grouped, for a batch.
+    """Compute span attention in plain PyTorch, heads grouped, for a batch.
 
     q ``[B, H, T, D]``; k, v ``[B, H_kv, S, D]`` with H a multiple of H_kv; spans int32
     ``[B or 1, T, K, 2]`` over the S keys; scale defaults to ``D ** -0.5``. Returns
@@ -126,8 +114,8 @@ def span_attention_reference(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None
 ) -> Tensor:
-    """`span_attention_reference` with the mask ``[B or 1, T, S]`` already built, so that the
-    layers of one forward share it; None where every query sees every key."""
+    """Compute `span_attention_reference` with the mask ``[B or 1, T, S]`` already built, so that
+    the layers of one forward share it; None where every query sees every key."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
@@ -137,102 +125,43 @@ def masked_attention(
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
     # mask [B or 1, 1, T, S]: the same for all heads
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
-    if q.device.type == "cpu":  # gives 0 for a query that sees no key, of itself
+    if q.device.type == "cpu":  # gives 0 for a query that sees no key already
         return out
     return torch.where(mask.any(dim=-1)[:, None, :, None], out, 0.0)
 
 
-def validate_spans(spans: Tensor, keys: int) -> None:
-    """Raise ValueError unless spans ``[..., queries, K, 2]`` are well formed over `keys` keys."""
-    if spans.dtype != torch.int32 or spans.dim() < 3 or spans.shape[-1] != 2:
-        raise ValueError(
-            f"spans must be int32 [..., queries, K, 2], got {spans.dtype} {list(spans.shape)}"
-        )
-    if not 1 <= spans.shape[-2] <= MAX_SPANS:
-        raise ValueError(f"spans must have 1 to {MAX_SPANS} ranges a query, got {spans.shape[-2]}")
-    starts, ends = spans.unbind(-1)
-    if bool((starts > ends).any()):
-        raise ValueError("a span starts after its end")
-    filled = ends > starts  # an empty range may lie anywhere: padding has [0, 0), a shift moves it
-    if bool((filled & ((starts < 0) | (ends > keys))).any()):
-        raise ValueError(f"a span reaches outside the keys [0, {keys})")
-    for i in range(spans.shape[-2]):
-        for j in range(i):
-            both = filled[..., i] & filled[..., j]
-            apart = (ends[..., i] <= starts[..., j]) | (ends[..., j] <= starts[..., i])
-            if bool((both & ~apart).any()):
-                # A kernel goes range by range and would count the shared keys twice.
-                raise ValueError("two spans of one query overlap")
+def span_mask(spans: Tensor, keys: int, first_key: int = 0) -> Tensor:
+    """Build a boolean mask ``[..., queries, keys]``, True where the query sees the key.
+
+    spans: ``[..., queries, K, 2]``, of which the keys ``[first_key, first_key + keys)`` are looked
+    at.
+    """
+    key = torch.arange(first_key, first_key + keys, dtype=spans.dtype, device=spans.device)
+    starts, ends = spans[..., None, 0], spans[..., None, 1]  # [..., queries, K, 1]
+    inside = [
+        (key >= starts[..., i, :]) & (key < ends[..., i, :]) for i in range(spans.shape[-2])
+    ]  # K x [..., queries, keys]
+    mask = inside[0]
+    for part in inside[1:]:
+        mask = mask | part
+    return mask
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            "expected q [T, H, D] and k, v [H_kv, S, D], got "
-            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-        )
-    if not k.shape[0] or q.shape[1] % k.shape[0]:
-        raise ValueError(f"{q.shape[1]} query heads do not share {k.shape[0]} key heads evenly")
-    if spans.dtype != torch.int32 or spans.dim() != 3 or spans.shape[0] != len(q):
-        raise ValueError(
-            f"spans must be int32 [{len(q)}, K, 2], got {spans.dtype} {list(spans.shape)}"
-        )
-    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-    devices = {str(x.device) for x in (q, k, v, spans)}
-    if len(devices) > 1:
-        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+def can_run(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Say whether the kernel can compute these: a head dimension that it is compiled for, and no
+    gradient."""
+    return q.shape[-1] in HEAD_DIMS and not wants_gradient(q, k, v)
 
 
-@self_check("span_attention")
-def _check_span_attention(dtype: torch.dtype, device: torch.device, dim: int) -> None:
-    """Two to a key head, few rows on many keys and the other way round."""
-    if dim not in HEAD_DIMS:
-        raise AssertionError(f"its head dimension must be one of {HEAD_DIMS}, got {dim}")
-    for queries, slots in ((5, 300), (70, 70)):
-        ends = torch.arange(1, queries + 1) * slots // queries
-        spans = torch.stack((ends // 3, ends), -1)[:, None].to(device, torch.int32)
-        shapes = ((queries, 4, dim), (2, slots, dim), (2, slots, dim))
-        inputs = random_inputs(shapes, dtype, device)
-
-        def compute(given: Sequence[Tensor], kernel: bool, where: Tensor = spans) -> list[Tensor]:
-            q, k, v = given
-            return [span_attention(q, k, v, where, kernel=kernel)]
-
-        compare("span attention", inputs, compute)
-
-
-@self_check("write_slots")
-def _check_write_slots(dtype: torch.dtype, device: torch.device, dim: int) -> None:
-    """What is written is there, and nothing else has changed."""
-    shapes = ((2, 3, dim), (2, 3, dim), (2, 9, dim), (2, 9, dim))
-    keys, values, k, v = random_inputs(shapes, dtype, device)
-    slots = torch.tensor([7, 0, 4], device=device)
-    found = []
-    for kernel in (True, False):
-        own_k, own_v = k.clone(), v.clone()
-        write_slots(own_k, own_v, slots, keys, values, kernel=kernel)
-        found.append(torch.stack((own_k, own_v)))
-    if not torch.equal(*found):
-        raise AssertionError("the slots hold something else than was written")
-
-
-# Kernels of `span_attention`: forward, its parts joined, and writing to slots.
-#
-# A program takes a few queries with all heads that share one key head (their rows share the loads
-# of
-# keys and values), and of the keys only tiles that one of its rows sees. With few queries and many
-# keys the tiles are split over programs, whose parts are joined afterwards.
-
-_LEAST_TILE = 16
-_FILLS_A_GPU = 256  # programs
-_JOIN_SHARE = 0.15  # of the bytes of keys and values that a split reads, at most for joining it
+def wants_gradient(*given: Tensor) -> bool:
+    """Say whether a result of these will be differentiated."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
 @triton.jit
 def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, queries):
-    """Query and head within the group of each row of a tile, and whether there is one. Sizes of a
-    tile are powers of two and a group need not be; two queries, a group of 3::
+    """Return each row's query, its head within the group, and whether there is such a row. Sizes
+    of a tile are powers of two and a group need not be; two queries, a group of 3::
 
         row       0 1 2 3   4 5 6 7      QUERIES = 2, GROUP = 3, PADDED = 4
         query     0 0 0 0   1 1 1 1
@@ -246,15 +175,15 @@ def rows_of(tile, QUERIES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def seen_by(spans, query, real, span, SPANS: tl.constexpr):
-    """Bounds of one span of each row; 0, 0 where there is no row."""
+    """Load the bounds of one span of each row; 0, 0 where there is no row."""
     place = spans + (query * SPANS + span) * 2
     return tl.load(place, mask=real, other=0), tl.load(place + 1, mask=real, other=0)
 
 
 @triton.jit
 def reach_of(start, end):
-    """From the first to the last key that any row of the tile sees by this range: what lies outside
-    is not loaded. Empty ranges may lie anywhere and do not count."""
+    """Return the first and the last key that any row of the tile sees by this span; keys outside
+    are not loaded. Empty spans may lie anywhere and do not count."""
     low = tl.min(tl.where(end > start, start, 2147483647))
     high = tl.max(tl.where(end > start, end, 0))
     return low, tl.maximum(low, high)
@@ -265,16 +194,17 @@ def unseen_tiles(
     spans, tile, queries, low, span, SPANS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Of each query of a tile the gap before it: keys between what the queries before it see and
-    what it and those behind it see. Where the gap begins, in tiles of keys from `low` on, the tiles
-    in the gaps before it left out, and how many tiles lie in it. Two requests, KEYS = 2::
+    """Find the gap before each query of a tile: the keys between those that the queries before it
+    see and those that it and the queries behind it see. Returns where the gap begins, in tiles of
+    keys from `low` on without the tiles of earlier gaps, and its number of tiles. Two requests,
+    KEYS = 2::
 
         key           0 1   2 3   4 5   6 7   8 9
         query 0       x x   x .   . .   . .   . .    begins at 0, 0 tiles
         query 1       . .   . .   . .   . x   x x    begins at 2, 1 tile
         the i-th tile to visit, i = 0 1 2 3, is the tile 0 1 3 4
 
-    Queries in the order of what they see leave every such gap out, those in any other order fewer.
+    Every such gap is left out for queries in the order of the keys they see, fewer in others.
     """
     query = tile * QUERIES + tl.arange(0, QUERIES)
     start, end = seen_by(spans, query, query < queries, span, SPANS)
@@ -299,8 +229,8 @@ def _forward(
     query, member, real = rows_of(tile, QUERIES, GROUP, PADDED, queries)
     splits = 1
     if SPLITS > 1:
-        # The grid is fixed by sizes, as a CUDA graph needs it. How many of the splits compute is
-        # decided here, by the keys that these rows see; the others are done.
+        # Sizes alone fix the grid, as a CUDA graph needs it. The keys that these rows see decide
+        # here how many of the splits compute; the others return.
         reach = 0
         for span in tl.static_range(SPANS):
             start, end = seen_by(spans, query, real, span, SPANS)
@@ -376,7 +306,7 @@ def _join(
     HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One row of one head from the splits that computed; where one did, it has written the row."""
+    """Join one row of one head from the splits that computed; a single one has written the row."""
     row = tl.program_id(0).to(tl.int64)
     splits = tl.load(used + row // HEADS // QUERIES)
     if splits == 1:
@@ -414,8 +344,47 @@ def _write(
     tl.store(v + head * v_h + slot * v_s + d, y.to(v.dtype.element_ty), mask=inside)
 
 
+def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Launch the kernels; arguments checked, T at least 1. Returns ``[T, H, D]``."""
+    shape = Shape(q, k, v, spans)
+    out = torch.empty((shape.queries, shape.heads, shape.dim), dtype=q.dtype, device=q.device)
+    splits = shape.splits()
+    parts = (out, out, out, spans)  # unused without splits
+    if splits > 1:
+        rows = (splits, shape.queries, shape.heads)
+        part = torch.empty((*rows, shape.dim), dtype=torch.float32, device=q.device)
+        most, total = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
+        used = torch.empty(shape.tiles, dtype=torch.int32, device=q.device)
+        parts = (part, most, total, used)
+    grid = (shape.tiles, shape.kv_heads, splits)
+    scale *= math.log2(math.e)  # the kernel's exponentials are to the base 2
+    with_tile(shape.keys, lambda keys: _forward[grid](
+        q, k, v, spans, out, *parts, scale, shape.queries, *shape.strides,
+        **shape.sizes, KEYS=keys, SPLITS=splits, LEAST=shape.least_keys(),
+    ))  # fmt: skip
+    if splits > 1:
+        count = shape.queries * shape.heads
+        _join[(count,)](
+            *parts, out, count, HEADS=shape.heads, QUERIES=shape.tile, DIM=shape.dim,
+            WIDTH=shape.width, SPLITS=splits,
+        )  # fmt: skip
+    return out
+
+
+def with_tile(keys: int, launch: Callable[[int], object]) -> None:
+    """Launch with tiles of `keys` keys, or of fewer where the GPU has too little shared memory."""
+    while True:
+        try:
+            launch(keys)
+            return
+        except OutOfResources:
+            if keys <= _LEAST_TILE:
+                raise
+            keys //= 2
+
+
 class Shape:
-    """Sizes and strides of a call, as the kernels take them."""
+    """Derive the sizes, strides and tiles of a call for the kernels."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, spans: Tensor):
         self.queries, self.heads, self.dim = q.shape
@@ -449,70 +418,93 @@ class Shape:
             self.keys = min(self.keys, 32)
 
     def least_keys(self) -> int:
-        """Keys that a split reads at the least, so that the join's traffic stays within its share
-        of theirs: each split writes an fp32 row with its maximum and total for every row of the
-        tile, and the join reads it."""
+        """Return the fewest keys that a split may read. Each split writes an fp32 row with its
+        maximum and total for every row of the tile, and the join reads it; that traffic must stay
+        within `_JOIN_SHARE` of the keys' and values'."""
         rows = min(self.tile, self.queries) * self.group
         joined = 2 * 4 * rows * (self.dim + 2)  # bytes a split
         return math.ceil(joined / (_JOIN_SHARE * 2 * self.dim * self.element_bytes))
 
     def splits(self) -> int:
-        """Programs that may share the keys of a tile of queries; a power of two."""
+        """Return how many programs may share the keys of a tile of queries; a power of two."""
         # A decoding step has few rows on a long cache: one program a tile would leave most of the
-        # GPU idle. Only sizes are looked at: what rows see is on the GPU, where `_forward` takes
-        # as many of these splits as it is worth.
+        # GPU idle. Only sizes count here: the spans are on the GPU, where `_forward` uses as many
+        # of these splits as pay.
         programs = self.tiles * self.kv_heads
         wanted = min(_FILLS_A_GPU // max(1, programs), self.slots // self.least_keys(), 64)
         return 1 << (max(1, wanted).bit_length() - 1)  # rounded down to a power of two
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """Output ``[T, H, D]``; arguments checked, T at least 1."""
-    shape = Shape(q, k, v, spans)
-    out = torch.empty((shape.queries, shape.heads, shape.dim), dtype=q.dtype, device=q.device)
-    splits = shape.splits()
-    parts = (out, out, out, spans)  # unused without splits
-    if splits > 1:
-        rows = (splits, shape.queries, shape.heads)
-        part = torch.empty((*rows, shape.dim), dtype=torch.float32, device=q.device)
-        most, total = (torch.empty(rows, dtype=torch.float32, device=q.device) for _ in range(2))
-        used = torch.empty(shape.tiles, dtype=torch.int32, device=q.device)
-        parts = (part, most, total, used)
-    grid = (shape.tiles, shape.kv_heads, splits)
-    scale *= math.log2(math.e)  # the kernel's exponentials are to the base 2
-    with_tile(shape.keys, lambda keys: _forward[grid](
-        q, k, v, spans, out, *parts, scale, shape.queries, *shape.strides,
-        **shape.sizes, KEYS=keys, SPLITS=splits, LEAST=shape.least_keys(),
-    ))  # fmt: skip
-    if splits > 1:
-        count = shape.queries * shape.heads
-        _join[(count,)](
-            *parts, out, count, HEADS=shape.heads, QUERIES=shape.tile, DIM=shape.dim,
-            WIDTH=shape.width, SPLITS=splits,
-        )  # fmt: skip
-    return out
-
-
-def write_slots_span_attention_tiles(
-    k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor
-) -> None:
-    """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
-    heads, rows, dim = keys.shape
-    if rows:
-        strides = [s for x in (keys, values, k, v) for s in x.stride()[:2]]
-        _write[(rows, heads)](
-            keys, values, slots, k, v, *strides, DIM=dim, WIDTH=triton.next_power_of_2(dim)
+def _check(q: Tensor, k: Tensor, v: Tensor, spans: Tensor) -> None:
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            "expected q [T, H, D] and k, v [H_kv, S, D], got "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         )
+    if not k.shape[0] or q.shape[1] % k.shape[0]:
+        raise ValueError(f"{q.shape[1]} query heads do not share {k.shape[0]} key heads evenly")
+    if spans.dtype != torch.int32 or spans.dim() != 3 or spans.shape[0] != len(q):
+        raise ValueError(
+            f"spans must be int32 [{len(q)}, K, 2], got {spans.dtype} {list(spans.shape)}"
+        )
+    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+        raise ValueError(f"q, k and v must share a floating dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    devices = {str(x.device) for x in (q, k, v, spans)}
+    if len(devices) > 1:
+        raise ValueError(f"all tensors must be on one device, got {', '.join(sorted(devices))}")
 
 
-def with_tile(keys: int, launch: Callable[[int], object]) -> None:
-    """Launch with tiles of `keys` keys, or smaller ones where the GPU has too little memory for
-    them."""
-    while True:
-        try:
-            launch(keys)
-            return
-        except OutOfResources:
-            if keys <= _LEAST_TILE:
-                raise
-            keys //= 2
+def validate_spans(spans: Tensor, keys: int) -> None:
+    """Raise ValueError unless spans ``[..., queries, K, 2]`` are well formed over `keys` keys."""
+    if spans.dtype != torch.int32 or spans.dim() < 3 or spans.shape[-1] != 2:
+        raise ValueError(
+            f"spans must be int32 [..., queries, K, 2], got {spans.dtype} {list(spans.shape)}"
+        )
+    if not 1 <= spans.shape[-2] <= MAX_SPANS:
+        raise ValueError(f"spans must have 1 to {MAX_SPANS} ranges a query, got {spans.shape[-2]}")
+    starts, ends = spans.unbind(-1)
+    if bool((starts > ends).any()):
+        raise ValueError("a span starts after its end")
+    filled = ends > starts  # an empty range may lie anywhere: padding has [0, 0), a shift moves it
+    if bool((filled & ((starts < 0) | (ends > keys))).any()):
+        raise ValueError(f"a span reaches outside the keys [0, {keys})")
+    for i in range(spans.shape[-2]):
+        for j in range(i):
+            both = filled[..., i] & filled[..., j]
+            apart = (ends[..., i] <= starts[..., j]) | (ends[..., j] <= starts[..., i])
+            if bool((both & ~apart).any()):
+                # A kernel goes range by range and would count the shared keys twice.
+                raise ValueError("two spans of one query overlap")
+
+
+@self_check("span_attention")
+def _check_span_attention(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """Compare with two heads to a key head: few rows on many keys and the other way round."""
+    if dim not in HEAD_DIMS:
+        raise AssertionError(f"its head dimension must be one of {HEAD_DIMS}, got {dim}")
+    for queries, slots in ((5, 300), (70, 70)):
+        ends = torch.arange(1, queries + 1) * slots // queries
+        spans = torch.stack((ends // 3, ends), -1)[:, None].to(device, torch.int32)
+        shapes = ((queries, 4, dim), (2, slots, dim), (2, slots, dim))
+        inputs = random_inputs(shapes, dtype, device)
+
+        def compute(given: Sequence[Tensor], kernel: bool, where: Tensor = spans) -> list[Tensor]:
+            q, k, v = given
+            return [span_attention(q, k, v, where, kernel=kernel)]
+
+        compare("span attention", inputs, compute)
+
+
+@self_check("write_slots")
+def _check_write_slots(dtype: torch.dtype, device: torch.device, dim: int) -> None:
+    """Raise unless the rows are in their slots and nothing else has changed."""
+    shapes = ((2, 3, dim), (2, 3, dim), (2, 9, dim), (2, 9, dim))
+    keys, values, k, v = random_inputs(shapes, dtype, device)
+    slots = torch.tensor([7, 0, 4], device=device)
+    found = []
+    for kernel in (True, False):
+        own_k, own_v = k.clone(), v.clone()
+        write_slots(own_k, own_v, slots, keys, values, kernel=kernel)
+        found.append(torch.stack((own_k, own_v)))
+    if not torch.equal(*found):
+        raise AssertionError("the slots hold something else than was written")

@@ -1,8 +1,8 @@
-// Of rows of logits in fp32: the chosen token and how sure the model is of it, in two passes, one for
-// the two largest and one for the sums. d2f/native_confidence.py compiles it, behind span_attention.cpp,
-// and calls it; triton_kernels/confidence.py says what the figures are.
+// The chosen token and the model's confidence in rows of fp32 logits, in two passes: one for the two
+// largest and one for the sums. triton_kernels/confidence.py defines the figures. rows.py compiles this
+// file behind attention.cpp, whose vectors it uses.
 //
-// A row is computed alone, whatever else is in its forward.
+// Each row is computed alone, so its result does not depend on the batch.
 
 struct Scored {
   const float *logits;   // [rows, vocabulary]

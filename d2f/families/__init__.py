@@ -1,5 +1,5 @@
-"""The model families by name. A family is one file of this folder, which says all there is to know
-of it as its `FAMILY`; the files are found, so a new one is enough.
+"""Find the model families. A family is one file of this folder with a `FAMILY`; adding the file is
+enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from d2f.families.family import Family, check_complete
 
 
 def find_families() -> dict[str, Family]:
-    """The family of each file here that has one, by name; whose prompts see most comes first."""
+    """Import the files of this folder; return families by name, those whose prompts see most
+    first."""
     modules = [
         import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
     ]
@@ -30,7 +31,8 @@ FAMILIES = find_families()
 
 
 def family_of(model_type: str | None) -> Family:
-    """The family whose official checkpoints have this ``model_type``. Raises CheckpointError."""
+    """Find the family whose official checkpoints have this ``model_type``. Raises
+    CheckpointError."""
     for family in FAMILIES.values():
         if model_type in family.model_types:
             return family
@@ -42,21 +44,21 @@ def family_of(model_type: str | None) -> Family:
 
 
 def get_family(name: str) -> Family:
-    """A family by name. Raises CheckpointError that lists the known ones."""
+    """Return a family by name. Raises CheckpointError that lists the known ones."""
     if name not in FAMILIES:
         raise CheckpointError(f"family must be one of {sorted(FAMILIES)}, got {name!r}")
     return FAMILIES[name]
 
 
 def model_classes() -> dict[str, Any]:
-    """transformers' classes that the families run on, by transformers' model type."""
+    """Return transformers' classes that the families run on, by transformers' model type."""
     kinds = [kind for family in FAMILIES.values() for kind in family.classes]
     return {kind.config_class.model_type: kind for kind in kinds}
 
 
 def transformers_config(family: Family, raw: Mapping[str, Any]) -> PretrainedConfig:
-    """The transformers configuration of a config.json, be it the family's own or transformers'
-    (what this project saves, whatever the family). Raises CheckpointError."""
+    """Make the transformers configuration of a config.json, in the family's own format or in
+    transformers', which this project saves. Raises CheckpointError."""
     native = model_classes().get(raw.get("model_type", ""))
     if native is None:
         return family.make_config(raw)
@@ -64,15 +66,12 @@ def transformers_config(family: Family, raw: Mapping[str, Any]) -> PretrainedCon
     return native.config_class.from_dict(dict(raw))
 
 
-# The contract that a family implies, and whether one can be its.
-
-
 def published_contract(
     family: Family,
     raw: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Contract:
-    """The contract of an official checkpoint, which carries none: from its family, the fields of
+    """Make the contract of an official checkpoint, which has none, from its family, the fields of
     its config.json (`raw`) and its tokenizer. Raises CheckpointError where these name no mask
     id."""
     mask_id = raw.get("mask_token_id")
@@ -104,9 +103,8 @@ def published_contract(
 
 
 def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
-    """The block size in config.json of a family that is trained on blocks. Raises
-    CheckpointError."""
-    # Only where the prompt is block-causal is the published model trained on blocks (SDAR).
+    """Read the block size of a family that is trained on blocks. Raises CheckpointError."""
+    # Published models with block-causal prompts are trained on blocks (SDAR).
     size = raw.get("block_size") if family.prompt_rule == "block_causal" else None
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise CheckpointError(
@@ -116,9 +114,8 @@ def _trained_blocks(family: Family, raw: Mapping[str, Any]) -> int | None:
 
 
 def new_contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract:
-    """The contract of a new model of the family with this tokenizer: mask and end ids are the
-    tokenizer's, and no objective yet. Raises CheckpointError for a tokenizer without a mask token
-    where the family needs one."""
+    """Make the contract of a new model with this tokenizer's mask and end ids and no objective yet.
+    Raises CheckpointError for a tokenizer without a mask token where the family needs one."""
     if family.needs_mask and tokenizer.mask_token_id is None:
         raise CheckpointError(f"the family {family.name} needs a tokenizer with a mask token")
     return Contract(

@@ -1,4 +1,4 @@
-"""Plain autoregressive models in transformers' own format: baselines, and starts of the others."""
+"""Plain autoregressive models in transformers' format: baselines, and starts of the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TYPES = ("llama", "qwen2", "qwen3")
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
-    """Raises CheckpointError always: these models have no configuration of their own format, and
-    transformers' is read before this is asked."""
+    """Raise CheckpointError: these models have no format of their own, and transformers' is read
+    before this is called."""
     check_complete(raw)
     raise CheckpointError(
         f"config.json: model_type must be one of {list(_TYPES)}, got {raw.get('model_type')!r}"

@@ -10,7 +10,7 @@ from d2f.families.family import Family, renamed_config
 
 
 def _official_config(config: PretrainedConfig) -> dict[str, Any]:
-    """A Qwen2Config as the published config.json says it."""
+    """Turn a Qwen2Config into the fields of the published config.json."""
     scaling = {k: v for k, v in config.rope_parameters.items() if k != "rope_theta"}
     return {
         "architectures": ["DreamModel"],
@@ -50,6 +50,6 @@ FAMILY = Family(
     prompt_rule="bidirectional",
     end_tokens=("<|im_end|>",),
     scratch=Qwen2ForCausalLM,
-    starts=("qwen2", "llama"),  # Llama's with biases of 0
+    starts=("qwen2", "llama"),  # Llama's get biases of 0
     official_config=_official_config,
 )

@@ -1,7 +1,7 @@
-"""What a family says of itself, and what the families' files share.
+"""Describe a family of checkpoints: which of transformers' classes runs its weights unchanged, how
+to read its logits, what can become of it.
 
-A family says which of transformers' own classes runs its weights unchanged. The facts are read
-from the published checkpoints' configurations and weight indexes.
+The facts are from the published checkpoints' configurations and weight indexes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MakeConfig = Callable[[Mapping[str, Any]], PretrainedConfig]
 
 @dataclass(frozen=True)
 class Family:
-    """One family of checkpoints.
+    """Describe one family.
 
-    What its checkpoints are:
+    Checkpoints:
 
     name: in contracts and on command lines; the names of its official classes begin with it, in
     any case. model_types: values of ``model_type`` in an official config.json. classes:
@@ -33,20 +33,20 @@ class Family:
     group): every weight, or empty where the names are the same. tokenizer: transformers' class for
     tokenizer files whose own class is code of the checkpoint.
 
-    How they are read:
+    Reading:
 
     logit_shift: 1 where row p-1 predicts position p. rope_fp32: RoPE is applied in fp32 whatever
-    the dtype. prompt_rule: what a prompt attends before D2F training (``bidirectional``,
-    ``block_causal``, ``causal``). needs_mask: it predicts masked positions, all but plain causal
+    the dtype. prompt_rule: what a prompt attends to before D2F training (``bidirectional``,
+    ``block_causal``, ``causal``). needs_mask: it predicts masked positions, as all but plain causal
     models do. end_tokens: tokens that end a response besides the configured eos.
 
-    What becomes of it:
+    Making models:
 
-    scratch: the class that a model from scratch is built of, None where none is. starts:
-    transformers' model types of autoregressive models whose weights a model of the family can begin
-    with. keeps_class: such a model stays of the class that it was, else it becomes a `scratch`.
-    official_config: the configuration to the fields of an official config.json, architectures and
-    model_type among them; None where models are not exported in the family's own format.
+    scratch: the class of a model from scratch, None where none is built. starts: transformers'
+    model types of autoregressive models whose weights a model of the family can start from.
+    keeps_class: such a model keeps its class, else it becomes a `scratch`. official_config: the
+    configuration to the fields of an official config.json, architectures and model_type among
+    them; None where models are not exported in the family's own format.
     """
 
     name: str
@@ -71,17 +71,17 @@ class Family:
 
     @cached_property
     def _reverse_renamings(self) -> list[WeightRenaming]:
-        # Undone in the opposite order: a later rule may have seen an earlier one's result.
+        # In the opposite order: a later rule may have seen an earlier one's result.
         return [renaming.reverse_transform() for renaming in reversed(self._renamings)]
 
     def native_name(self, name: str) -> str:
-        """transformers' name of a weight, from the family's."""
+        """Return transformers' name of a weight, from the family's."""
         return _renamed(name, self._renamings)
 
     def official_name(self, name: str) -> str:
-        """The family's name of a weight, from transformers'. Raises CheckpointError."""
+        """Return the family's name of a weight, from transformers'. Raises CheckpointError."""
         made = _renamed(name, self._reverse_renamings)
-        # A mapping names every weight; and a name that does not lead back would be read as another.
+        # A mapping names every weight, and each name must lead back to the same weight.
         if self.key_mapping and (made == name or self.native_name(made) != name):
             raise CheckpointError(f"{name}: the family {self.name} has no name for this weight")
         return made
@@ -105,7 +105,7 @@ _MOST = {"num_hidden_layers": 10_000, "n_layers": 10_000}
 
 
 def check_sizes(raw: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise CheckpointError for a size that none can be, before anything is made of it."""
+    """Raise CheckpointError for an impossible size, before anything is allocated."""
     for name in names:
         size, most = raw.get(name), _MOST.get(name, 2**31 - 1)
         if size is not None and (
@@ -117,8 +117,8 @@ def check_sizes(raw: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 def check_complete(raw: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a size in transformers' names that is none, or that transformers
-    would fill with a default of its own."""
+    """Raise CheckpointError for an impossible size in transformers' names, or a missing one that
+    transformers would replace by a default."""
     lacking = [name for name in _NEEDED if name not in raw]
     if lacking:
         raise CheckpointError(f"config.json lacks {', '.join(lacking)}")
@@ -126,8 +126,8 @@ def check_complete(raw: Mapping[str, Any]) -> None:
 
 
 def renamed_config(kind: Any) -> MakeConfig:
-    """A `make_config` for a config.json that has the fields of the class `kind` of transformers'
-    configurations under another model_type."""
+    """Return a `make_config` for a config.json with the fields of transformers' configuration class
+    `kind` under another model_type."""
 
     def make(raw: Mapping[str, Any]) -> PretrainedConfig:
         check_complete(raw)

@@ -14,8 +14,8 @@ _SIZES = (
     "d_model", "embedding_size", "max_sequence_length", "mlp_hidden_size", "n_heads",
     "n_kv_heads", "n_layers", "vocab_size",
 )  # fmt: skip
-# What a Llama computes. LLaDA's configuration can say other models too: one with ALiBi would load
-# into a Llama without a word and compute something else.
+# LLaDA's configuration can describe models that are no Llama. One with ALiBi, say, would load into
+# a Llama without an error and compute something else.
 _MUST_BE = {
     "block_type": "llama",
     "layer_norm_type": "rms",
@@ -32,7 +32,7 @@ _MUST_BE = {
 
 
 def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
-    """LLaDA's config.json as a LlamaConfig; a variant that Llama cannot express is an error."""
+    """Turn LLaDA's config.json into a LlamaConfig. Raises CheckpointError for other variants."""
     for name, expected in _MUST_BE.items():
         if name in raw and raw[name] != expected:
             raise CheckpointError(
@@ -63,7 +63,7 @@ def _make_config(raw: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _official_config(config: PretrainedConfig) -> dict[str, Any]:
-    """A LlamaConfig as the published config.json says it."""
+    """Turn a LlamaConfig into the fields of the published config.json."""
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from d2f.cpu.rows import scored
+from d2f.cpu import scored
 from decode.step import Ints, Predictions, Sampling
 from triton_kernels.confidence import confidence_of_logits, confidence_reference, without
 from triton_kernels.dispatch import use_kernel
@@ -122,7 +122,7 @@ def draws_of(lines: Tensor, *, filtered: bool) -> Draws:
 
 def table_of(logits: Tensor, wanted: Wanted, *, native: bool = False) -> Tensor:
     """Score logits ``[N, V]``: one fp64 table ``[2 or 6, N]`` of what `Predictions` has, in its
-    order, so that it crosses from the device in one transfer. native: by `d2f.cpu.rows`, drawn
+    order, so that it crosses from the device in one transfer. native: by `d2f.cpu`, drawn
     rows, too, so that no row's values depend on its neighbours."""
     queried, lines = (
         None if given is None else torch.from_numpy(given).to(logits.device)

@@ -1,7 +1,7 @@
-// One layer of a decoding forward on a CPU, in fp32: new keys and values to their slots, then
-// attention of flat rows over spans of the slots. d2f/native.py compiles and calls it.
+// A layer's attention in a decoding forward on a CPU, in fp32: write new keys and values to their slots,
+// then attend with flat rows over spans of the slots.
 //
-// A row is computed alone, whatever else is in its forward: its result does not depend on the batch.
+// Each row is computed alone, so its result does not depend on the batch.
 
 #include <algorithm>
 #include <cmath>

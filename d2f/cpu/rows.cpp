@@ -1,10 +1,10 @@
-// All layers of a decoding forward on a CPU, in fp32, of the models that Llama's and Qwen's layers
-// make: between the products, which are oneDNN's by PyTorch's C interface, nothing is called from
-// Python. d2f/native_rows.py compiles it below span_attention.cpp, whose functions it uses.
+// All layers of a decoding forward on a CPU, in fp32, of models with Llama's, Qwen2's or Qwen3's layers.
+// The products are oneDNN's, through PyTorch's C interface. rows.py compiles this file behind
+// attention.cpp, whose functions it uses.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim_cpu.h>
 
-#include <memory>
+#include <stdexcept>
 
 struct Product {  // of layers with one input; the weight in oneDNN's layout
   AtenTensorHandle weight, bias;  // no bias: null
@@ -24,48 +24,48 @@ struct Model {
 };
 
 struct Rows {  // of one forward
-  float *hidden;           // [rows, width], the embeddings, then what the layers make of them
-  const float *rotary;     // [positions, 2, dim], cosines and sines
+  float *hidden;             // [rows, width], the embeddings, then what the layers make of them
+  const float *rotary;       // [positions, 2, dim], cosines and sines
   const int64_t *positions;  // [rows]
   const int64_t *places;     // [rows], the slots that keys and values are written to
   const int32_t *spans;      // [rows, ranges, 2]
   float *const *caches;      // keys and values [kv_heads, slots, dim] of each layer in turn
-  int64_t rows, rotary_rows, ranges, slots, threads;
+  int64_t rows, ranges, slots, threads;
   int64_t multiplied;  // rows of the products, at least `rows`
 };
 
-enum { DONE, FAILED, NO_SUCH_DIM, BEYOND_ROTARY };
+static void check(AOTITorchError failed) {
+  if (failed) throw std::runtime_error("PyTorch failed");
+}
 
-// A tensor of PyTorch's, let go of at the end of its life.
+// A tensor of PyTorch's.
 struct Held {
   AtenTensorHandle handle = nullptr;
-  Held() = default;
-  Held(const Held &) = delete;
-  Held &operator=(const Held &) = delete;
+  // [multiplied, columns] of a forward: uninitialised, but zero behind its rows.
+  Held(const Rows &r, int64_t columns) {
+    const int64_t sizes[] = {r.multiplied, columns}, strides[] = {columns, 1};
+    check(aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(),
+                                   aoti_torch_device_type_cpu(), 0, &handle));
+    std::fill(data() + r.rows * columns, data() + r.multiplied * columns, 0.0f);
+  }
+  // x @ weight + bias
+  Held(const Held &x, const Product &product) {
+    AtenTensorHandle bias = product.bias;
+    check(aoti_torch_cpu__linear_pointwise(x.handle, product.weight, bias ? &bias : nullptr, "none",
+                                           nullptr, 0, nullptr, &handle));
+  }
+  Held(Held &&other) noexcept : handle(other.handle) { other.handle = nullptr; }
   ~Held() {
     if (handle) aoti_torch_delete_tensor_object(handle);
   }
   float *data() const {
     void *at = nullptr;
-    return aoti_torch_get_data_ptr(handle, &at) ? nullptr : static_cast<float *>(at);
-  }
-  // [multiplied, columns] of a forward: its rows' memory as it comes, that behind them zero.
-  bool make(const Rows &r, int64_t columns) {
-    const int64_t sizes[] = {r.multiplied, columns}, strides[] = {columns, 1};
-    if (aoti_torch_empty_strided(2, sizes, strides, aoti_torch_dtype_float32(),
-                                 aoti_torch_device_type_cpu(), 0, &handle))
-      return false;
-    std::fill(data() + r.rows * columns, data() + r.multiplied * columns, 0.0f);
-    return true;
-  }
-  bool multiply(const Held &x, const Product &product) {
-    AtenTensorHandle bias = product.bias;
-    return !aoti_torch_cpu__linear_pointwise(x.handle, product.weight, bias ? &bias : nullptr,
-                                             "none", nullptr, 0, nullptr, &handle);
+    check(aoti_torch_get_data_ptr(handle, &at));
+    return static_cast<float *>(at);
   }
 };
 
-// f(row) of every row, by all threads or, where that is too little for them, by this one.
+// Call f(row) for every row: on all threads, or on this one where there is too little to do.
 template <class F>
 static void each_row(const Rows &r, int64_t work, F f) {
   const bool parallel = r.threads > 1 && r.rows > 1 && r.rows * work > (1 << 14);
@@ -116,15 +116,15 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t d
   }
 }
 
-// Queries, keys and values [rows, (heads + 2 kv_heads) dim] of a layer, rotated.
-static bool project(const Model &m, const Rows &r, const Block &block, Held &qkv) {
-  Held normed;
-  if (!normed.make(r, m.width)) return false;
+// The part of a layer before its attention: norm, projections, RoPE. Fills
+// queries, keys and values [rows, (heads + 2 kv_heads) dim].
+static Held project(const Model &m, const Rows &r, const Block &block) {
+  const Held normed(r, m.width);
   float *to = normed.data();
   each_row(r, m.width, [&](int64_t row) {
     normalise(r.hidden + row * m.width, block.before_attention, m.width, m.eps, to + row * m.width);
   });
-  if (!qkv.multiply(normed, block.qkv)) return false;
+  Held qkv(normed, block.qkv);
   float *data = qkv.data();
   const int64_t turned = m.heads + m.kv_heads, columns = (turned + m.kv_heads) * m.dim;
   each_row(r, turned * m.dim, [&](int64_t row) {
@@ -136,13 +136,12 @@ static bool project(const Model &m, const Rows &r, const Block &block, Held &qkv
       rotate(x, cosines, cosines + m.dim, m.dim);
     }
   });
-  return true;
+  return qkv;
 }
 
-// What is left of a layer after its attention [rows, heads dim]; `hidden` is then its output.
-static bool complete(const Model &m, const Rows &r, const Block &block, const Held &attended) {
-  Held out, normed, both, inner, last;
-  if (!out.multiply(attended, block.o) || !normed.make(r, m.width)) return false;
+// The part of a layer behind its attention [rows, heads dim]; `hidden` is then its output.
+static void complete(const Model &m, const Rows &r, const Block &block, const Held &attended) {
+  const Held out(attended, block.o), normed(r, m.width);
   const float *from = out.data();
   float *to = normed.data();
   each_row(r, m.width, [&](int64_t row) {
@@ -150,35 +149,29 @@ static bool complete(const Model &m, const Rows &r, const Block &block, const He
     for (int64_t i = 0; i < m.width; i++) x[i] += from[row * m.width + i];
     normalise(x, block.before_mlp, m.width, m.eps, to + row * m.width);
   });
-  if (!both.multiply(normed, block.gate_up) || !inner.make(r, m.inner)) return false;
+  const Held both(normed, block.gate_up), inner(r, m.inner);
   const float *gates = both.data();
   float *gated = inner.data();
   each_row(r, 2 * m.inner, [&](int64_t row) {
     const float *x = gates + row * 2 * m.inner;
     gate(x, x + m.inner, m.inner, gated + row * m.inner);
   });
-  if (!last.multiply(inner, block.down)) return false;
+  const Held last(inner, block.down);
   const float *added = last.data();
   each_row(r, m.width, [&](int64_t row) {
     for (int64_t i = row * m.width; i < (row + 1) * m.width; i++) r.hidden[i] += added[i];
   });
-  return true;
 }
 
-// The first part of a layer, for an attention that is computed elsewhere: see `project`.
-extern "C" int before_attention(const Model *m, const Rows *r, int64_t layer, float *to) {
-  Held qkv;
-  if (!project(*m, *r, m->blocks[layer], qkv)) return FAILED;
-  std::copy_n(qkv.data(), r->rows * (m->heads + 2 * m->kv_heads) * m->dim, to);
-  return DONE;
-}
-
-// The second part: `attended` [rows, heads, dim].
-extern "C" int after_attention(const Model *m, const Rows *r, int64_t layer, const float *attended) {
-  Held x;
-  if (!x.make(*r, m->heads * m->dim)) return FAILED;
-  std::copy_n(attended, r->rows * m->heads * m->dim, x.data());
-  return complete(*m, *r, m->blocks[layer], x) ? DONE : FAILED;
+// 0, or 1 where PyTorch failed, which it has then printed.
+template <class F>
+static int answer(F f) {
+  try {
+    f();
+    return 0;
+  } catch (const std::exception &) {
+    return 1;
+  }
 }
 
 // The norm behind the last layer, in place.
@@ -189,33 +182,41 @@ extern "C" void normalise_last(const Model *m, const Rows *r) {
   });
 }
 
-extern "C" void let_go(void *tensor) {
-  aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(tensor));
-}
-
-// DONE, or BEYOND_ROTARY where the table lacks the angles of a position.
-extern "C" int check_rows(const Rows *r) {
-  for (int64_t row = 0; row < r->rows; row++)
-    if (r->positions[row] >= r->rotary_rows) return BEYOND_ROTARY;
-  return DONE;
-}
-
-// The whole forward: `hidden` becomes the last hidden states. Not DONE: FAILED, of which PyTorch has
-// said why, or NO_SUCH_DIM.
+// The whole forward: `hidden` becomes the last hidden states.
 extern "C" int forward(const Model *m, const Rows *r) {
-  const int64_t columns = (m->heads + 2 * m->kv_heads) * m->dim;
-  for (int64_t layer = 0; layer < m->count; layer++) {
-    Held qkv, attended;
-    if (!project(*m, *r, m->blocks[layer], qkv) || !attended.make(*r, m->heads * m->dim))
-      return FAILED;
-    const float *q = qkv.data(), *key = q + m->heads * m->dim, *value = key + m->kv_heads * m->dim;
-    const Layer part{q, key, value, m->dim, columns, m->dim, columns, m->dim, columns, r->places,
-                     r->caches[2 * layer], r->caches[2 * layer + 1], r->spans, attended.data(),
-                     r->rows, m->heads, m->kv_heads, r->slots, m->dim, r->ranges, r->threads,
-                     m->scale};
-    if (write_and_attend(&part)) return NO_SUCH_DIM;
-    if (!complete(*m, *r, m->blocks[layer], attended)) return FAILED;
-  }
-  normalise_last(m, r);
-  return DONE;
+  return answer([&] {
+    const int64_t columns = (m->heads + 2 * m->kv_heads) * m->dim;
+    for (int64_t layer = 0; layer < m->count; layer++) {
+      const Held qkv = project(*m, *r, m->blocks[layer]), attended(*r, m->heads * m->dim);
+      const float *q = qkv.data(), *key = q + m->heads * m->dim, *value = key + m->kv_heads * m->dim;
+      const Layer part{q, key, value, m->dim, columns, m->dim, columns, m->dim, columns, r->places,
+                       r->caches[2 * layer], r->caches[2 * layer + 1], r->spans, attended.data(),
+                       r->rows, m->heads, m->kv_heads, r->slots, m->dim, r->ranges, r->threads,
+                       m->scale};
+      if (write_and_attend(&part)) throw std::runtime_error("no such head dimension");
+      complete(*m, *r, m->blocks[layer], attended);
+    }
+    normalise_last(m, r);
+  });
+}
+
+// A layer around an attention that is computed elsewhere: first `project`,
+extern "C" int before_attention(const Model *m, const Rows *r, int64_t layer, float *to) {
+  return answer([&] {
+    const Held qkv = project(*m, *r, m->blocks[layer]);
+    std::copy_n(qkv.data(), r->rows * (m->heads + 2 * m->kv_heads) * m->dim, to);
+  });
+}
+
+// then `complete`, of `attended` [rows, heads, dim].
+extern "C" int after_attention(const Model *m, const Rows *r, int64_t layer, const float *attended) {
+  return answer([&] {
+    const Held x(*r, m->heads * m->dim);
+    std::copy_n(attended, r->rows * m->heads * m->dim, x.data());
+    complete(*m, *r, m->blocks[layer], x);
+  });
+}
+
+extern "C" void delete_handle(void *tensor) {
+  aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(tensor));
 }
