@@ -186,7 +186,8 @@ class Product:
         self.weight = _join([layer.weight for layer in layers])  # [outputs of all, inputs]
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _join(biases) if biases else None
-        self.forget()
+        self.x: Tensor | None = None  # the last input, and its outputs of each layer
+        self.parts: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
         """All layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
@@ -200,8 +201,7 @@ class Product:
 
     def forget(self) -> None:
         """Release the last forward's outputs, which would be held until the next one."""
-        self.x: Tensor | None = None
-        self.parts: tuple[Tensor, ...] = ()
+        self.x, self.parts = None, ()
 
 
 class _Part(nn.Module):

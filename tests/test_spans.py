@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from d2f import spans as sp
 from d2f.spans import block_ends, branch_spans, prefix, shadow_spans, stack, widened
-from triton_kernels.span_attention import MAX_SPANS
+from triton_kernels.span_attention import MAX_SPANS, validate_spans
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 12)
@@ -26,7 +26,7 @@ def seen(spans, keys):
 def same(spans, queries, keys, allow):
     """The spans are well formed and are exactly the predicate."""
     spans = torch.as_tensor(spans, dtype=torch.int32)
-    sp.validate(spans, keys)
+    validate_spans(spans, keys)
     assert spans.shape[0] == queries
     assert seen(spans, keys) == [{k for k in range(keys) if allow(q, k)} for q in range(queries)]
 
@@ -189,7 +189,7 @@ def any_spans(draw):
 def test_shift_moves_every_key_and_keeps_empty_rows_empty(spans, offset):
     keys = len(spans)
     moved = sp.shift(spans, offset)
-    sp.validate(moved, keys + offset)
+    validate_spans(moved, keys + offset)
     assert seen(moved, keys + offset) == [{k + offset for k in row} for row in seen(spans, keys)]
 
 
@@ -197,7 +197,7 @@ def test_shift_moves_every_key_and_keeps_empty_rows_empty(spans, offset):
 def test_widen_changes_the_shape_and_nothing_else(spans, more):
     k = min(spans.shape[1] + more, MAX_SPANS)
     wide = sp.widen(spans, k)
-    sp.validate(wide, len(spans))
+    validate_spans(wide, len(spans))
     assert wide.shape == (len(spans), k, 2)
     assert seen(wide, len(spans)) == seen(spans, len(spans))
 
@@ -206,7 +206,7 @@ def test_widen_changes_the_shape_and_nothing_else(spans, more):
 def test_packed_sequences_see_only_themselves_and_padding_sees_nothing(parts, padding):
     length = sum(len(part) for part in parts) + padding
     packed = sp.pack(parts, length)
-    sp.validate(packed, length)
+    validate_spans(packed, length)
     want, offset = [], 0
     for part in parts:
         want += [{k + offset for k in row} for row in seen(part, len(part))]
@@ -236,11 +236,11 @@ def ranges(*rows):
 )
 def test_validate_refuses_malformed_spans(spans, keys, message):
     with pytest.raises(ValueError, match=message):
-        sp.validate(spans, keys)
+        validate_spans(spans, keys)
 
 
 def test_validate_takes_touching_and_empty_ranges_and_leading_dimensions():
-    sp.validate(ranges([[2, 4], [0, 2], [9, 9]], [[0, 0], [0, 0], [0, 0]])[None, None], 4)
+    validate_spans(ranges([[2, 4], [0, 2], [9, 9]], [[0, 0], [0, 0], [0, 0]])[None, None], 4)
 
 
 @pytest.mark.parametrize(

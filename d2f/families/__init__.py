@@ -129,11 +129,11 @@ def new_contract(family: Family, tokenizer: PreTrainedTokenizerBase) -> Contract
 
 
 def check_ids(place: str, contract: Contract, vocabulary: int) -> None:
-    """Raise CheckpointError unless a contract can be of a model of its family with this vocabulary
-    (its number of tokens): the family's logit shift and RoPE, a mask id where the family needs one,
-    all ids within the vocabulary, and a mask that does not end a response."""
+    """Raise CheckpointError unless a contract fits its family and a vocabulary of this many tokens:
+    the family's logit shift and RoPE, a mask id where the family needs one, ids in the vocabulary,
+    and a mask that does not end a response."""
     family = get_family(contract.family)
-    # Facts of the published weights, which no training of this project changes.
+    # Facts of the published weights, which no training here changes.
     for name in ("logit_shift", "rope_fp32"):
         expected, came = getattr(family, name), getattr(contract, name)
         if came != expected:
