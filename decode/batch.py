@@ -80,7 +80,7 @@ class InputOptions:
 
 @dataclass(kw_only=True)
 class OutputOptions:
-    """How it runs, and what it writes."""
+    """Run it, and write results."""
 
     output: Annotated[str, arg(metavar="DIR")]
     """folder for the answers; one of another run is refused"""

@@ -242,7 +242,7 @@ def parse(kind: type[Options], arguments: Sequence[str] | None = None, *, usual:
 
 
 def decoder_flags(kinds: Sequence[Kind], names: Iterable[str]) -> list[tuple[str, Any, Any]]:
-    """Fields for `make_dataclass`: these options of the decoders, None where one is not given."""
+    """Make fields for `make_dataclass` of these options, None where one is not given."""
     found = options_by_name(kinds)
     flags = []
     for name in names:
@@ -258,8 +258,8 @@ def _annotation(option: Option) -> Any:
 
 
 def options_by_name(kinds: Iterable[Kind]) -> dict[str, list[tuple[Kind, Option]]]:
-    """Each option of some decoders, with every decoder that has it; those of one come together,
-    those that all have last."""
+    """Return each option of some decoders with every decoder that has it; those of one come
+    together, those that all have last."""
     found: dict[str, list[tuple[Kind, Option]]] = {}
     for kind in kinds:
         for option in options_of(kind):
@@ -289,7 +289,6 @@ def help_of(having: Sequence[tuple[Kind, Option]], count: int) -> str:
 def offered(arguments: Sequence[str] | None) -> list[Kind]:
     """Return the decoders whose options a command line may have: those of the package, and one of
     the user's own that it names, which brings flags of its own. Raises InputError."""
-
     words = [*(sys.argv[1:] if arguments is None else arguments), ""]
     named = [after for word, after in pairwise(words) if word == "--decoder"]
     named += [w.partition("=")[2] for w in words if w.startswith("--decoder=")]
@@ -312,36 +311,34 @@ class DecoderSettings:
         read."""
         if "max_new_tokens" in self.given:
             lengths = [self.given["max_new_tokens"]]
+        kinds = self._able() if self.name is None else [find_decoder(self.name)]
         for length in lengths:
-            if self.name is not None:
-                self._build(find_decoder(self.name), length)
+            refused: dict[str, str] = {}
+            for kind in kinds:
+                try:
+                    self._build(kind, length)
+                except InputError as error:
+                    refused.setdefault(str(error), kind.name)
+                else:
+                    break  # which decoder it is follows from the model
             else:
-                self._check_defaults(length)
+                texts = [f"{name}: {text}" for text, name in refused.items()]
+                raise InputError("; ".join(texts if len(texts) > 1 else refused))
 
-    def _check_defaults(self, length: int) -> None:
-        """Raise InputError unless a decoder that some model has by default takes the options."""
+    def _able(self) -> list[Kind]:
+        """Return the decoders with all of the options that some model has by default."""
         able = [kind for kind in DECODERS.values() if set(self.given) <= set(option_names(kind))]
         # `Decoder.is_default_for` itself is false for every model.
-        defaults = [kind for kind in able if "is_default_for" in vars(kind)]
-        if not defaults:
-            common = [*common_options(), "max_new_tokens", "stop"]
-            given = ", ".join(name for name in self.given if name not in common)
-            if not able:
-                raise InputError(f"no decoder has all of the options {given}")
-            raise InputError(
-                f"no model is decoded with the options {given} by default: name a decoder that has "
-                f"them, {' or '.join(kind.name for kind in able)}"
-            )
-        refused: dict[str, str] = {}
-        for kind in defaults:
-            try:
-                self._build(kind, length)
-            except InputError as error:
-                refused.setdefault(str(error), kind.name)
-            else:
-                return  # which decoder it is follows from the model
-        texts = [f"{name}: {text}" for text, name in refused.items()]
-        raise InputError("; ".join(texts if len(texts) > 1 else refused))
+        if found := [kind for kind in able if "is_default_for" in vars(kind)]:
+            return found
+        common = [*common_options(), "max_new_tokens", "stop"]
+        given = ", ".join(name for name in self.given if name not in common)
+        if not able:
+            raise InputError(f"no decoder has all of the options {given}")
+        raise InputError(
+            f"no model is decoded with the options {given} by default: name a decoder that has "
+            f"them, {' or '.join(kind.name for kind in able)}"
+        )
 
     def decoder(self, model: DiffusionModel, length: int | None = None) -> Decoder:
         """Return the decoder that was named, else the model's default one, with every option
@@ -394,12 +391,13 @@ def split(
     known = ["decoder", *(name for kind in DECODERS.values() for name in option_names(kind))]
     refuse_another_kind(values, known, where, "options of a decoder")
     name = values.get("decoder")
-    for one in (name, decoder):
-        if one is not None or ("decoder" in values and one is name):
-            try:
-                known += option_names(find_decoder(one))
-            except InputError as error:
-                raise InputError(f"{where}: {error}" if one is name else str(error)) from error
+    if "decoder" in values:
+        try:
+            known += option_names(find_decoder(name))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if decoder is not None:
+        known += option_names(find_decoder(decoder))
     for key in values:
         if key not in known:
             expected = ", ".join(dict.fromkeys(known))

@@ -7,7 +7,6 @@ how fast they were. `--help` lists the options, docs/evaluation.md says what a t
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -65,7 +64,7 @@ ANSWERS = "answers.jsonl"  # in the folder of --output
 
 @dataclass(kw_only=True)
 class ProblemOptions:
-    """Which problems, and how often."""
+    """Choose problems, and how often each is answered."""
 
     split: Literal["tuning", "heldout", "all"] = "heldout"
     """which problems; all: every row of a task's data, also those that tuning may see"""
@@ -100,7 +99,7 @@ class ProblemOptions:
 
 @dataclass(kw_only=True)
 class OutputOptions:
-    """How it runs, and what it writes."""
+    """Run it, and write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 32
     """problems decoded together, at least 1; the tokens do not depend on it"""
@@ -262,7 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if followed(options):
             return
         if options.json is not None:
-            options.json = Path(os.path.realpath(options.json))
             check_place(options.json, "--json")
         report = run(options)
     if options.json is not None:

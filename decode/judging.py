@@ -33,20 +33,17 @@ class JudgePool:
 
     def right(self, asked: Sequence[Asked]) -> list[bool]:
         """Return the verdicts in order. Raises InputError where a judge raises."""
-        found: dict[int, bool] = {}
-        slow: dict[int, Asked] = {}
-        for number, (task, problem, text) in enumerate(asked):
-            if task.judging_seconds is None:
-                found[number] = task.right(problem, text)
-            else:
-                slow[number] = task, problem, text
-        found |= self._judge(slow)
+        slow = {n: one for n, one in enumerate(asked) if one[0].judging_seconds is not None}
+        found = self._judge(slow)
         # A process that dies breaks its pool. Judging what it left one by one tells which it was.
         for number in slow.keys() - found.keys():
             alone = self._judge({number: slow[number]})
             self.failed += not alone
             found[number] = alone.get(number, False)
-        return [found[number] for number in range(len(asked))]
+        return [
+            found[number] if number in slow else task.right(problem, text)
+            for number, (task, problem, text) in enumerate(asked)
+        ]
 
     def _judge(self, asked: Mapping[int, Asked]) -> dict[int, bool]:
         """Return the verdicts there are before a process dies."""

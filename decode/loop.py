@@ -30,7 +30,7 @@ EncodedPrompt = tuple[list[int], Decoder]
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of jobs.
+    """Hold what came of jobs.
 
     records: in the order of the jobs, those that the ledger had among them.
     new: decoded in this run, as they were finished.

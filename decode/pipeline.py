@@ -61,7 +61,7 @@ DEFAULT_PROBLEMS = 2
 
 @dataclass(kw_only=True)
 class PromptOptions:
-    """What to decode, by default held-out problems."""
+    """Choose prompts; held-out problems by default."""
 
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """one user message, through the tokenizer's chat template"""
@@ -93,7 +93,7 @@ class PromptOptions:
 
 @dataclass(kw_only=True)
 class OutputOptions:
-    """How it runs, and what it writes."""
+    """Run it, and write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
     """prompts decoded together, at least 1; the tokens do not depend on it"""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RecordOptions:
-    """What is recorded."""
+    """Choose what is recorded."""
 
     problems: int = 64
     """of each task"""
@@ -50,13 +50,12 @@ class RecordOptions:
     @property
     def sizes(self) -> list[int]:
         """Read --block-sizes."""
-        text = self.block_sizes
         try:
-            sizes = [int(part) for part in text.split(",")] if text else []
-        except ValueError as error:
-            raise InputError(f"--block-sizes must be as 4,8, got {text!r}") from error
+            sizes = [int(part) for part in (self.block_sizes or "").split(",") if self.block_sizes]
+        except ValueError:
+            sizes = [0, 0]
         if len(set(sizes)) < len(sizes):
-            raise InputError(f"--block-sizes must have each size once, got {text!r}")
+            raise InputError(f"--block-sizes must be as 4,8, each once, got {self.block_sizes!r}")
         return sizes
 
     def check(self) -> None:

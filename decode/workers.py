@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,7 +57,8 @@ def workers(options: Any) -> Iterator[Crew]:
     here = options.address is None and options.device is None
     gpus = int(parse_device(None).type == "cuda" if here else options.device not in (None, "cpu"))
     with ray_session(options.address, options.workers, "--workers", gpus=gpus) as cores:
-        if options.address is not None and options.device is None and has_gpus():
+        has_gpus = any(node.get("GPU", 0) for node in nodes())
+        if options.address is not None and options.device is None and has_gpus:
             gpus, cores = 1, share(nodes(), options.workers, "--workers", 1)
         crew = RayWorkers(options, options.workers, cores, gpus)
         try:
@@ -168,24 +170,20 @@ Crew = OneWorker | RayWorkers
 
 
 class _Worker:
-    """What runs in a worker's process. The model is loaded when it is first needed."""
+    """Run in a worker's process. The model is loaded when it is first needed."""
 
     def __init__(self, options: Any):
         self._options = options
-        self._loaded: tuple[DiffusionModel, str] | None = None
+
+    @cached_property
+    def _here(self) -> OneWorker:
+        return OneWorker(*load(self._options), self._options)
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        model, weights = self._load()
-        return function(self._options, model, weights, *arguments)
+        return self._here.ask(function, *arguments)
 
     def run(self, work: Any, items: list[Any]) -> list[Any]:
-        model, _ = self._load()
-        return list(work(model, items))
-
-    def _load(self) -> tuple[DiffusionModel, str]:
-        if self._loaded is None:
-            self._loaded = load(self._options)
-        return self._loaded
+        return list(work(self._here.model, items))
 
 
 def _weights(options: Any, model: DiffusionModel, weights: str) -> str:
@@ -213,9 +211,13 @@ def ray_session(
     require_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     local = address == "local"
-    here = [{"CPU": cores_here(), "GPU": _gpus_here() if gpus else 0}]
     if local:
-        cores = share(here, workers, option, gpus)
+        here = {"CPU": cores_here()}
+        if gpus:
+            import torch
+
+            here["GPU"] = torch.cuda.device_count()
+        cores = share([here], workers, option, gpus)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if local and "ray" not in sys.modules:
         # Read when Ray is imported: without it, it would listen on this machine's other addresses.
@@ -226,12 +228,9 @@ def ray_session(
     if ray.is_initialized():
         yield share(nodes(), workers, option, gpus)
         return
-    settings: dict[str, Any] = {
-        "log_to_driver": log_to_driver,
-        "logging_level": logging.ERROR,
-    }
+    settings: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     if local:
-        settings |= {"num_cpus": here[0]["CPU"], "include_dashboard": False}
+        settings |= {"num_cpus": here["CPU"], "include_dashboard": False}
     else:
         _check_there(address)
     try:
@@ -274,21 +273,10 @@ def nodes() -> list[Mapping[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def has_gpus() -> bool:
-    """Tell whether a machine of the cluster has any GPU, in a session."""
-    return any(node.get("GPU", 0) for node in nodes())
-
-
 def cores_here() -> int:
     """Return the number of cores that this process may use."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return there or 1
-
-
-def _gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _check_there(address: str) -> None:

@@ -62,10 +62,11 @@ def test_another_run_is_refused_with_the_differences_named(path):
     Ledger(path, RUN).close()  # the refused one holds no lock
 
 
-def test_a_header_without_rows_is_replaced(tmp_path):
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_header_without_rows_is_replaced(tmp_path, end):
+    """Also one that was cut: nothing may be put behind it."""
     path = tmp_path / "rows.jsonl"
-    with Ledger(path, RUN) as ledger:
-        ledger.start()
+    path.write_text(json.dumps({"run": RUN}) + end)
     with Ledger(path, {"seed": 1}) as ledger:
         ledger.add(ROWS[0])
     with Ledger(path, {"seed": 1}) as ledger:

@@ -20,7 +20,7 @@ from d2f.tasks.task import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
 from decode.evaluate import evaluate
-from decode.harness.model import D2FLM
+from decode.harness.model import D2FLM, LOADING
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "lm-eval.md").read_text(encoding="utf-8")
@@ -208,7 +208,7 @@ def test_the_documentation_is_of_this_model():
         for row in table.splitlines()
         for name in re.findall(r"`(\w+)`", row.split("|")[1] if row.count("|") > 1 else "")
     }
-    taken = set(inspect.signature(D2FLM.__init__).parameters)
+    taken = {*inspect.signature(D2FLM.__init__).parameters, *LOADING}
     outside = {"self", "options", "device", "batch_size", "max_batch_size", "trust_remote_code"}
     assert names == taken - outside
     block = PAGE.partition("```python\n")[2].partition("```")[0]
