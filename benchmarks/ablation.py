@@ -33,7 +33,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
 
 
 class First(Section):
-    """What is made before the runs that read it."""
+    """A file or folder to make before the runs that read it."""
 
     makes: str
     """The file or folder, as the runs' configurations name it."""
@@ -65,7 +65,7 @@ class Variant(Section):
 
 
 class Setting(Section):
-    """What all variants are trained with once more; variants are compared within it."""
+    """Keys that all variants are trained with once more; variants are compared within it."""
 
     name: Name
     set: dict[str, Any] = Field(default_factory=dict)
@@ -133,7 +133,7 @@ class Ablation(Section):
                     )
 
     def flags(self, decoding: Decoding) -> list[str]:
-        """The command line of `d2f evaluate` for a way to decode, without model and output."""
+        """Make the command line of `d2f evaluate`, without model and output."""
         given = ["--decoder", decoding.decoder, "--tasks", ",".join(self.tasks)]
         given += ["--problems", str(self.problems), "--split", self.split]
         given += ["--batch-size", str(self.batch_size)]
@@ -160,7 +160,7 @@ class Run:
     model: str | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """What is measured so far: a row for each way to decode and task."""
+        """Yield what is measured so far: a row for each way to decode and task."""
         for decoding in self.decode:
             path = self.folder / decoding.name / "report.json"
             if path.exists():

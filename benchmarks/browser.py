@@ -14,13 +14,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_chromium() -> str | None:
-    """Where this machine has one."""
+    """Find chromium on the path."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    """One without a window."""
+    """Start a browser without a window."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -58,7 +58,7 @@ LARGE, SMALL = ("LLaDA-8B", "Dream-7B"), ("tiny", "small")
 
 
 def device() -> str:
-    """The device that is measured: the first GPU, else the CPU."""
+    """Return the device to measure: the first GPU, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -116,13 +116,13 @@ def check_fits(needed: dict[str, int], device: str) -> None:
 
 
 def default_shapes(needed: dict[str, int], device: str) -> Sequence[str]:
-    """The large shapes that fit on a GPU, else small ones."""
+    """Return the large shapes that fit on a GPU, else small ones."""
     fit = [shape for shape in LARGE if needed[shape] <= free_bytes(device)]
     return fit if device == "cuda" and fit else SMALL
 
 
 def about(dtype: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Say what the numbers were measured on."""
     import triton
 
     threads = f"cpu, {torch.get_num_threads()} threads"

@@ -48,7 +48,7 @@ INSTRUCTIONS = {  # as cuobjdump names them
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a kernel takes."""
+    """The resources of a compiled kernel."""
 
     kernel: str
     shared: int
@@ -125,8 +125,10 @@ def largest_block(capability: int) -> int:
 
 
 def compiled(name: str, call: Callable[[], object], capability: int) -> list[Compiled]:
-    """What each kernel takes that the call launches. Raises triton's errors where one does not
-    compile or fit."""
+    """Compile the kernels that a call launches and list their resources.
+
+    Raises triton's errors where one does not compile or fit.
+    """
     with compiling(capability) as found:
         call()
     table = {}

@@ -89,7 +89,7 @@ def batch(rows: int, cached: int) -> FlatRows:
 
 
 def ours(model: DiffusionModel, rows: int, cached: int, device: str) -> dict[str, Forward]:
-    """The engine's forwards."""
+    """Return the engine's ways to compute a forward."""
     flat, cache = batch(rows, cached), model.new_cache(cached + rows + 1)
     for layer in cache.layers:
         for buffer in layer:
@@ -198,7 +198,7 @@ def measure(
 
 
 def try_compile(model: DiffusionModel) -> CompiledRows | None:
-    """What `DiffusionModel.compile` makes; None, with a line that says why, where it cannot."""
+    """Compile as `DiffusionModel.compile` does; None, with a line that says why, where it fails."""
     try:
         return CompiledRows(model.backbone, model.new_cache)
     except CompileError as error:

@@ -67,7 +67,7 @@ def requests_of(model: DiffusionModel, task: str, problems: int) -> list[Request
 
 
 def engine_of(model: DiffusionModel, requests: list[Request], batch_size: int) -> Engine:
-    """An engine with the requests queued."""
+    """Make an engine with the requests queued."""
     sizes = sorted((request.session.slots for request in requests), reverse=True)
     engine = Engine(model, batch_size=batch_size, slots=sum(sizes[:batch_size]))
     for request in requests:
@@ -77,7 +77,7 @@ def engine_of(model: DiffusionModel, requests: list[Request], batch_size: int) -
 
 @contextmanager
 def timed_parts(model: DiffusionModel) -> Iterator[dict[str, float]]:
-    """The seconds that each part has taken, counted while the context lasts."""
+    """Count the seconds of each part while the context lasts."""
     seconds = dict.fromkeys(PARTS, 0.0)
 
     def timed(part: str, run: Callable[..., Any]) -> Callable[..., Any]:

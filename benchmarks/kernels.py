@@ -63,8 +63,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def decoding_spans(rows: int, cached: int, blocks: int = 2) -> Tensor:
-    """One or two blocks that are being decoded: each sees what is cached, itself and what is
-    before."""
+    """Make the spans of one or two blocks that are being decoded: each sees what is cached, itself
+    and the block before it."""
     first = -(-rows // blocks)
     ends = [cached + first] * first + [cached + rows] * (rows - first)
     return torch.tensor([[[0, end]] for end in ends], dtype=torch.int32)

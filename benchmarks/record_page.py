@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def served() -> Iterator[str]:
-    """The address of a server of both models, in a process of its own."""
+    """Serve both models in a process of its own and yield the address."""
     named = [word for model in MODELS for word in ("--model", model)]
     command = [sys.executable, "-m", "decode.serve", *named, "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -79,7 +79,7 @@ def served() -> Iterator[str]:
 
 
 def record(page: Page, example: int) -> Iterator[Frame]:
-    """What is seen: the prompt, then both panes forward by forward."""
+    """Record the prompt, then both panes forward by forward."""
     page.locator("#run:enabled").wait_for()
     page.select_option("#example", str(example))
     yield page.screenshot(), PAUSE
@@ -98,7 +98,7 @@ def record(page: Page, example: int) -> Iterator[Frame]:
 
 
 def write(frames: Sequence[Frame], path: Path) -> None:
-    """The frames as an animation that repeats. Raises InputError where it is too large."""
+    """Write the frames as an animation that repeats. Raises InputError where it is too large."""
     from PIL import Image
 
     images = [Image.open(io.BytesIO(png)).convert("RGB") for png, _ in frames]

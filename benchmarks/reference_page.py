@@ -54,7 +54,7 @@ _WORDS = {
 
 
 def reference() -> str:
-    """The whole page, Markdown."""
+    """Write the whole page, Markdown."""
     lines = [_HEAD]
     for title, command, kind in _KINDS:
         schema = kind.model_json_schema()
@@ -69,7 +69,7 @@ def reference() -> str:
 
 
 def phrase(schema: dict[str, Any], sections: dict[str, Any]) -> str:
-    """The type of a value and its bounds in words."""
+    """Put the type of a value and its bounds into words."""
     if "$ref" in schema:
         return "section"
     if "enum" in schema or "const" in schema:
@@ -116,7 +116,7 @@ def _plain(number: float) -> str:
 def _sections(
     schema: dict[str, Any], known: dict[str, Any], place: str = ""
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The section itself and those within it, each with its dotted place."""
+    """Yield the section and those within it, each with its dotted place."""
     yield place, schema
     for name, value in schema["properties"].items():
         listed, targets = _targets(value)
@@ -129,7 +129,7 @@ def _sections(
 
 
 def _targets(schema: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Whether a value is a list of sections, and the sections that it may be."""
+    """Find the sections that a value may be, and if it is a list of them."""
     if schema.get("type") == "array" and "items" in schema:
         return True, _targets(schema["items"])[1]
     several = schema.get("anyOf") or schema.get("oneOf") or [schema]

@@ -50,7 +50,7 @@ class Summary:
         return list(dict.fromkeys(row["workload"] for row in self.speeds))
 
     def at(self, workload: str, concurrency: int) -> dict[str, dict[str, Any]]:
-        """The speeds at one load, by entry."""
+        """Return the speeds at one load, by entry."""
         return {
             row["entry"]: row
             for row in self.speeds
@@ -75,13 +75,13 @@ class Summary:
 
 
 def fastest_of_vllm(speeds: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The fastest of the ways to serve with vLLM (entries whose names begin like it)."""
+    """Find the fastest of the ways to serve with vLLM (entries whose names begin like it)."""
     served = [row for entry, row in speeds.items() if entry.startswith(BASELINE)]
     return max(served, key=lambda row: row["throughput"])
 
 
 def frontier() -> str:
-    """What D2F and verified WeDLM gain over vLLM's fastest way, a sentence a task."""
+    """Say what D2F and verified WeDLM gain over vLLM's fastest way, a sentence a task."""
     found = [Summary.load("frontier-tiny"), Summary.load("frontier-code")]
     lines = [_gain(summary, task) for summary in found for task in summary.workloads]
     return "\n".join([*lines, "", *(summary.measured() for summary in found)])
@@ -151,7 +151,7 @@ def comparison() -> str:
 
 
 def decoders() -> str:
-    """A row for each decoder, from its card."""
+    """Make a row for each decoder, from its card."""
     head = ("decoder", "a forward decides", "rows", "cache", "models", "source")
     cards = [(name, kind.card) for name, kind in DECODERS.items() if kind.card is not None]
     rows = [(f"`{name}`", c.decides, c.rows, c.cache, c.models, c.source) for name, c in cards]
@@ -159,7 +159,7 @@ def decoders() -> str:
 
 
 def quantisations() -> str:
-    """A row for each value of --quantize."""
+    """Make a row for each value of --quantize."""
     head = ("`--quantize`", "weights", "activations", "by", "CPU", "CUDA GPU")
     rows = [
         (f"`{name}`", q.weights, q.activations, q.library, _on_cpu(name, q), _on_cuda(q))
@@ -182,7 +182,7 @@ def _on_cuda(found: Quantisation) -> str:
 
 
 def measured_on_gpus() -> str:
-    """The runs in benchmarks/results/gpu."""
+    """Show the runs in benchmarks/results/gpu."""
     paths = sorted((RESULTS / "gpu").glob("*.json"))
     return markdown([run for path in paths for run in read_runs(path)])
 

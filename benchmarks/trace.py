@@ -41,7 +41,7 @@ def entered() -> Iterator[dict[str, int]]:
 
 
 def forward() -> dict[str, int]:
-    """One forward of a D2F request that is neither its first nor its last."""
+    """Trace a forward of a D2F request that is neither its first nor its last."""
     import d2f
     import decode
 
@@ -54,7 +54,7 @@ def forward() -> dict[str, int]:
 
 
 def step() -> dict[str, int]:
-    """The second step of a D2F training on rows of a JSONL file, from the rows to the loss."""
+    """Trace the second step of a D2F training on a JSONL file, from the rows to the loss."""
     from distill import trainer
     from distill.config import read_config
 

@@ -63,8 +63,8 @@ WAYS = ("plain", "ours", "compiled")
 
 
 def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tensor]:
-    """A step of samples of one length, a quarter of it prompt, and its mask ratios ``[B, L]``, 0
-    where nothing is masked."""
+    """Draw samples of one length, a quarter of it prompt, and their mask ratios ``[B, L]``, 0 where
+    nothing is masked."""
     rng = np.random.default_rng(0)
     prompt = length // 4
     ids = torch.from_numpy(rng.integers(4, model.vocab_size, (samples, length)))
@@ -90,7 +90,7 @@ def draw(model: DiffusionModel, samples: int, length: int) -> tuple[Batch, Tenso
 
 
 def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
-    """The loss as distill/train.py computes it."""
+    """Compute the loss as distill/train.py does."""
     config = TrainConfig(
         objective=D2FOptions(name="d2f", block_size=BLOCK_SIZE),
         output="-",
@@ -106,7 +106,7 @@ def ours(model: DiffusionModel, batch: Batch) -> Callable[[], Tensor]:
 
 
 def plain(model: DiffusionModel, batch: Batch, share: Tensor) -> Callable[[], Tensor]:
-    """The loss from dense masks and all logits, by transformers' own attention."""
+    """Compute the loss from dense masks and all logits, by transformers' own attention."""
     model.backbone.set_attn_implementation("sdpa")
     samples, length = share.shape
     ends = torch.from_numpy(block_ends(length, length // 4, BLOCK_SIZE)).to(share.device)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_row(way: str, measured: list[dict[str, Any]]) -> None:
-    """A way's medians in a line, nothing where it has none."""
+    """Print a way's medians in a line, if it has any."""
     if measured:
         middle = {key: statistics.median(one[key] for one in measured) for key in measured[0]}
         print(

@@ -169,7 +169,7 @@ def _nearest(kind: type[BaseModel] | None, parts: Sequence[str | int]) -> str:
 
 
 def _below(section: type[BaseModel], key: str) -> Iterator[type[BaseModel]]:
-    """The sections that the value of a key may be."""
+    """List the sections that the value of a key may be."""
     field = section.model_fields.get(key)
     return _sections(field.annotation) if field is not None else iter(())
 
@@ -231,7 +231,7 @@ def _field(kind: type[BaseModel] | None, flag: str) -> FieldInfo | None:
 
 
 def _types(annotation: Any) -> set[Any]:
-    """The types that an annotation allows."""
+    """List the types that an annotation allows."""
     if get_origin(annotation) is Annotated:
         return _types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -259,7 +259,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _member(members: list[Any], name: str, flag: str) -> int:
-    """The place of a list's member by number or `name`; hyphens and underscores are one."""
+    """Find a list's member by number or `name`; hyphens and underscores are one."""
     if name.isdecimal() and int(name) < len(members):
         return int(name)
     names = [str(m.get("name")) for m in members if isinstance(m, dict)]

@@ -190,5 +190,5 @@ def _library() -> Any:
 
 
 def _first(error: BaseException) -> str:
-    """The first lines of an error, in one."""
+    """Join the first lines of an error."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -155,7 +155,7 @@ class Evaluation(Section):
 
     @property
     def wants_loss(self) -> bool:
-        """Whether a held-out loss is asked for."""
+        """True if a held-out loss is asked for."""
         return self.loss_rows is not None or self.loss_file is not None
 
     @model_validator(mode="after")
@@ -379,7 +379,7 @@ class Options(Section):
         """Raise ValueError for keys outside the section that do not go with it."""
 
     def contract(self) -> dict[str, object]:
-        """What decoding must know of the result: fields of `d2f.contract.Contract`."""
+        """Return what decoding must know of the result: fields of `d2f.contract.Contract`."""
         found: dict[str, object] = {"objective": self.name, "prompt_rule": self.prompt_rule}
         if self.block_shares:  # of several, decoders take the first
             found["block_size"] = next(iter(self.block_shares))
@@ -529,7 +529,7 @@ class TrainConfig(Settings):
 
     @property
     def decodes_tasks(self) -> bool:
-        """Whether an evaluation decodes problems."""
+        """True if an evaluation decodes problems."""
         return bool(self.evaluation.tasks or self.data.tasks)
 
     @property
@@ -540,12 +540,12 @@ class TrainConfig(Settings):
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether the weights of init stay as they are and a LoRA on them is trained."""
+        """True if the weights of init stay frozen and a LoRA on them is trained."""
         return self.objective.trained_lora is not None
 
     @property
     def yaml(self) -> str:
-        """The resolved configuration as a file."""
+        """Write the resolved configuration as YAML."""
         values = self.model_dump(mode="json")
         return dump({"objective": values.pop("objective"), **values})
 

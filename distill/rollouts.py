@@ -48,7 +48,7 @@ _NOT_TAKEN = ("max_new_tokens", "early_exit", "lossless")  # all of a task's res
 
 @dataclass(kw_only=True)
 class TeacherOptions(OneProcessModel):
-    """Whose answers are collected."""
+    """The model whose answers are collected."""
 
     model: Annotated[str, arg(metavar="NAME")] = field()
     """folder, hub name or bundled model"""
@@ -56,7 +56,7 @@ class TeacherOptions(OneProcessModel):
 
 @dataclass(kw_only=True)
 class CollectOptions:
-    """What is collected."""
+    """The rollouts to collect."""
 
     decoder: Literal["wino", "d2f"] = "wino"
     """whose answers; d2f records the forward that each block was there from, too"""
@@ -75,7 +75,7 @@ class CollectOptions:
 
     @property
     def ladder(self) -> list[float]:
-        """The numbers of --temperatures."""
+        """Parse the numbers of --temperatures."""
         try:
             ladder = [float(part) for part in self.temperatures.split(",")]
         except ValueError:
@@ -193,7 +193,7 @@ def _write(options: Options, crew: Crew, jobs: list[TrajectoryJob], file: Ledger
 def describe(
     options: Options, model: DiffusionModel, weights: str, jobs: list[TrajectoryJob]
 ) -> dict[str, Any]:
-    """What decides a run's rollouts, and what their reader checks."""
+    """Describe what decides a run's rollouts; their reader checks it."""
     from d2f import __version__
     from decode.decoders.session import mask_kind
     from distill.data.trajectories import tokenizer_hash

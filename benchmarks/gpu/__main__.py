@@ -319,7 +319,7 @@ def code() -> str:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, None without git or a repository."""
+    """Return the commit that is checked out, None without git or a repository."""
     if shutil.which("git") is None:
         return None
     done = subprocess.run(

@@ -44,8 +44,8 @@ class Results:
         write_beside(self.path, json.dumps({"runs": self.runs}, indent=1) + "\n")
 
     def seconds(self, name: str) -> float | None:
-        """What a measurement last took on this device, by any code; half as much again if it was
-        cut off, None if it was not measured."""
+        """Return what a measurement last took on this device, by any code: half as much again if it
+        was cut off, None if it was not measured."""
         for run in reversed(self.runs):
             alike = all(run["facts"][key] == self.facts[key] for key in ("device", "dry_run"))
             entry = run["measured"].get(name)
@@ -55,7 +55,7 @@ class Results:
 
 
 def device_and_versions() -> dict[str, Any]:
-    """The facts of this process; called in a process of its own, which frees the GPU's memory."""
+    """Collect the facts of this process; call it in one of its own, which frees the GPU's memory."""
     import numpy
     import torch
     import transformers

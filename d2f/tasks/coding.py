@@ -41,8 +41,8 @@ OPENINGS = (
 class Part:
     """One thing that a function does.
 
-    words: one of them says it. lines: of Python. effect: what the lines do, as a function of what
-    is there and of the constants. among: what k, and m, may be.
+    words: wordings to choose from. lines: Python. effect: the same as a function of the value and
+    the constants. among: the values that k, and m, may have.
     """
 
     name: str
@@ -54,8 +54,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Result(Part):
-    """What becomes of the numbers that are left; its lines stand before the loop. add: lines at the
-    end of the loop's body. is_ordered: whether their order counts. is_list: else it is a number."""
+    """How the remaining numbers are combined; its lines stand before the loop.
+
+    add: lines at the end of the loop's body. is_ordered: the order of the numbers matters. is_list:
+    the result is a list, else a number.
+    """
 
     title: str = ""
     variable: str = ""
@@ -217,7 +220,7 @@ class Filled:
 
     @property
     def key(self) -> str:
-        """As "lower above 3 5"."""
+        """Join name and constants, as in "lower above 3 5"."""
         return " ".join([self.part.name, *map(str, self.constants)])
 
     def fill(self, text: str, **names: str) -> str:
@@ -225,14 +228,14 @@ class Filled:
         return text.format(**dict(zip("km", self.constants, strict=False)), **names)
 
     def apply(self, value: Any) -> Any:
-        """What it makes of a list or number."""
+        """Apply it to a list or number."""
         return self.part.effect(value, *self.constants)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a function does: with the list, with each number, with those that are left, and with
-    what comes of them."""
+    """A whole function: what it does to the list, to each number, to those that remain, and to the
+    result."""
 
     cut: Filled
     steps: tuple[Filled, ...]
@@ -241,11 +244,11 @@ class Description:
 
     @property
     def key(self) -> str:
-        """The parts in order, as "skip 2, above 3, square, add 4, sum, times 2"."""
+        """Join the parts in order, as in "skip 2, above 3, square, add 4, sum, times 2"."""
         return ", ".join(part.key for part in (self.cut, *self.steps, self.result, self.end))
 
     def write(self, rng: np.random.Generator) -> Problem:
-        """The problem, with the names and the wording from rng."""
+        """Put it into words; rng chooses names and wording."""
         items, n = pick(rng, ITEMS)
         names = {"name": pick(rng, NAMES), "items": items, "n": n}
         sentences = [pick(rng, OPENINGS).format(**names)]
@@ -276,13 +279,13 @@ class Description:
         return "\n".join(lines)
 
     def apply(self, numbers: list[int]) -> Any:
-        """What the function returns."""
+        """Compute what the function returns."""
         left = _apply(self.steps, self.cut.apply(numbers))
         return self.end.apply(self.result.apply(left))
 
 
 def draw(rng: np.random.Generator) -> Description:
-    """A description of MIN_STEPS to MAX_STEPS different steps, none of them in vain."""
+    """Draw MIN_STEPS to MAX_STEPS different steps, each of which changes some result."""
     result = pick(rng, RESULTS)
     cuts = CUTS + ORDERS if result.is_ordered else CUTS
     cut = _fill(rng, pick(rng, cuts))
@@ -435,8 +438,8 @@ def _bounded(value: Any) -> Any:
 
 
 def tests(problem: Problem) -> list[list[int]]:
-    """The lists that a response is tried with, a function of the key: none, one number, PROBES,
-    random ones and all of NUMBERS."""
+    """List the inputs that a response is tried with, a function of the key alone: the empty list, one
+    number, PROBES, random ones and all of NUMBERS."""
     rng = np.random.default_rng(list(problem.key.encode()))
     lengths = [pick_integer(rng, 1, LONGEST_TEST) for _ in range(RANDOM_TESTS)]
     drawn = [[pick(rng, NUMBERS) for _ in range(length)] for length in lengths]
@@ -464,7 +467,7 @@ def _draw_steps(rng: np.random.Generator) -> tuple[Filled, ...]:
 
 
 def _all_matter(found: Description) -> bool:
-    """Whether something else is returned for one of PROBES without any one of the steps."""
+    """Check that leaving out any one step changes the result on some probe."""
     expected = [found.apply(probe) for probe in PROBES]
     for place in range(len(found.steps)):
         others = (*found.steps[:place], *found.steps[place + 1 :])

@@ -57,7 +57,7 @@ class Judge(Section):
 
     @property
     def notice(self) -> str | None:
-        """What a user should know before anything is judged."""
+        """A sentence that the user should read before anything is judged."""
         return None
 
 
@@ -168,7 +168,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _marked_number(text: str) -> Fraction | None:
-    """The first number that stands right behind a mark."""
+    """Find the first number that stands right behind a mark."""
     for mark in _MARK.finditer(text):
         found = _NUMBER.match(text, mark.end())
         value = _value(found) if found else None
@@ -283,7 +283,7 @@ def _expressions(text: str) -> list[Any]:
 
 
 def _last_box(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` whose braces close."""
+    r"""Find the last ``\boxed{...}`` whose braces close."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -359,7 +359,7 @@ class Python(Judge):
 
 
 def _codes(text: str, tests: str) -> list[str]:
-    """What of a response may be the code, the likeliest first.
+    """List the parts of a response that may be the code, the likeliest first.
 
     The last block that defines what the tests call; what stands before a fence, as a function's
     body does that goes on with prose; the last block; all of it.
@@ -378,7 +378,7 @@ def _codes(text: str, tests: str) -> list[str]:
 
 
 def _defined(program: str) -> set[str]:
-    """The names that a program defines at its top level."""
+    """List the names that a program defines at its top level."""
     if not _parses(program):  # as a block that was cut off
         return set(re.findall(r"^(?:async )?(?:def|class) (\w+)", program, re.MULTILINE))
     found: set[str] = set()

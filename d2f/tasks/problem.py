@@ -50,19 +50,19 @@ class Draft(Protocol):
 
     @property
     def key(self) -> str:
-        """The key of the problem that `write` returns."""
+        """Return the key of the problem that `write` makes."""
 
     def write(self, rng: np.random.Generator) -> Problem:
-        """The problem, in words chosen by rng."""
+        """Put it into words; rng chooses them."""
 
 
 def pick(rng: np.random.Generator, items: Sequence[Item]) -> Item:
-    """One of items, each as likely (several times quicker than rng.choice)."""
+    """Pick one item, each as likely; several times quicker than rng.choice."""
     return items[int(rng.random() * len(items))]
 
 
 def pick_integer(rng: np.random.Generator, low: int, high: int) -> int:
-    """An integer of low..high, both included, each as likely."""
+    """Pick an integer of low..high, both included, each as likely."""
     return low + int(rng.random() * (high - low + 1))
 
 
@@ -73,7 +73,7 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_tra
 
 
 def columns_of(template: str) -> set[str]:
-    """The columns that a template reads. Raises InputError for one that is none."""
+    """List the columns that a template reads. Raises InputError for a bad template."""
     try:
         return set(meta.find_undeclared_variables(_ENVIRONMENT.parse(template)))
     except (TemplateError, RecursionError) as error:
@@ -81,7 +81,7 @@ def columns_of(template: str) -> set[str]:
 
 
 def render(template: str, row: Mapping[str, Any]) -> str:
-    """The text of a row. Raises BadRecord."""
+    """Render a template with a row. Raises BadRecord."""
     try:
         text = _ENVIRONMENT.from_string(template).render(row)
         text.encode()

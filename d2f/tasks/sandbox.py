@@ -189,7 +189,7 @@ def _another_user() -> int:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """An environment with nothing of ours, which may hold keys and tokens."""
+    """Make an environment with nothing of ours, which may hold keys and tokens."""
     return {
         "PATH": os.defpath,
         "HOME": folder,

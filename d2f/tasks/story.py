@@ -84,11 +84,11 @@ class Chain:
 
     @property
     def key(self) -> str:
-        """The numbers and operators in order, as "12+5*2", worked from left to right."""
+        """Join numbers and operators, as in "12+5*2", worked from left to right."""
         return str(self.start) + "".join(f"{operator}{n}" for operator, n in self.steps)
 
     def write(self, rng: np.random.Generator) -> Problem:
-        """The story, one sentence a step, with the person, the things and the wording from rng."""
+        """Tell the story, one sentence a step; rng chooses the person, the things and the words."""
         name, pronoun = pick(rng, PEOPLE)
         edible = rng.random() < 0.5
         items = pick(rng, FOODS if edible else THINGS)
@@ -116,7 +116,7 @@ class Chain:
 
 
 def draw(rng: np.random.Generator) -> Chain:
-    """A chain of 1 to MAX_STEPS steps, each number of steps as likely, all values 1..MAX_VALUE."""
+    """Draw 1 to MAX_STEPS steps, each number of them as likely, with all values in 1..MAX_VALUE."""
     count = pick_integer(rng, 1, MAX_STEPS)
     in_groups = rng.random() < 0.25
     steps = []
@@ -144,12 +144,12 @@ def apply(value: int, operator: str, n: int) -> int:
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether the integer right after the first "####" of text is the result."""
+    """Check that the integer right after the first "####" is the result."""
     return answer(text) == problem.answer.rpartition("#### ")[2]
 
 
 def answer(text: str) -> str | None:
-    """The integer right after the first "####" of text, None where there is none."""
+    """Extract the integer right after the first "####"; None without one."""
     _, _, after = text.partition("####")
     found = RESULT.match(after)
     return None if found is None else str(int(found[1]))

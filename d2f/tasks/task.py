@@ -37,14 +37,14 @@ RESPONSE_LENGTH: dict[str, int] = {"story": 64, "countdown": 32, "sudoku": 32, "
 
 
 def number_of(kind: str, name: str, names: Sequence[str]) -> int:
-    """The place of name in names. Raises ValueError, naming the kind, where it is none of them."""
+    """Return the index of name in names. Raises ValueError that names the kind."""
     if name not in names:
         raise ValueError(f"{kind} must be one of {', '.join(names)}, got {name!r}")
     return names.index(name)
 
 
 def check(problem: Problem, text: str) -> bool:
-    """Whether text, a decoded response, solves the problem. No string makes it raise.
+    """Check that a decoded response solves the problem. No text makes it raise.
 
     story: the integer after the first "####" counts, whatever the steps and the rest say.
     countdown: every line is checked, and nothing may follow the last step.
@@ -65,7 +65,7 @@ MAX_COUNT = 100_000  # distinct problems at a time: about a minute and a half of
 
 
 def split_of(key: str) -> str:
-    """The split of every problem with this key: 5% heldout, 5% tuning, 90% train.
+    """Return the split of every problem with this key: 5% heldout, 5% tuning, 90% train.
 
     It depends on the key alone, so splits stay disjoint whatever seeds they are drawn with.
     """
@@ -77,7 +77,7 @@ def split_of(key: str) -> str:
 
 
 def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
-    """The problem at index, a function of the arguments alone. Other indexes may repeat its key.
+    """Make the problem at index, a function of the arguments alone; other indexes may repeat its key.
 
     Raises ValueError for an unknown task or split, and for a negative index or seed.
     """
@@ -94,7 +94,7 @@ def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
 
 
 def make_problems(task: str, split: str, count: int, seed: int = 0) -> list[Problem]:
-    """The first count problems with distinct keys, walking the indexes from 0.
+    """Make the first count problems with distinct keys, walking the indexes from 0.
 
     Raises ValueError as make_problem does, for a count that is negative or above MAX_COUNT, before
     any is drawn, and for one beyond what the split holds (MAX_REPEATS repeats in a row).
@@ -150,20 +150,22 @@ class Task(ABC):
 
     @abstractmethod
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
-        """The first `count` problems of a split, in an order that the seed decides; None: all that
-        there are. Fewer are the beginning of more. Raises InputError for a split or data that
-        there is not, ValueError for more problems than there are."""
+        """Return the first `count` problems of a split (None: all), in an order that the seed decides.
+
+        Fewer are the beginning of more. Raises InputError for an unknown split or missing data,
+        ValueError for more problems than there are.
+        """
 
     @abstractmethod
     def right(self, problem: Problem, text: str) -> bool:
-        """Whether text, a decoded response, solves the problem."""
+        """Judge a decoded response."""
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
-        """What a response answers, so that equal answers can be counted; None where it has none."""
+        """Extract the answer, so that equal ones can be counted; None without one."""
 
     def kept_back(self, split: str) -> int:
-        """Problems that there are beside those of a split, and that could be evaluated too."""
+        """Count the problems outside a split that could be evaluated too."""
         return 0
 
 
@@ -201,7 +203,7 @@ class GeneratedTask(Task):
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:
-    """Text before the first stop string: what a reader gets."""
+    """Cut a text at the first stop string."""
     cuts = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(cuts)] if cuts else text
 

@@ -39,7 +39,7 @@ CHAT_TEMPLATE = f"""
 def train_tokenizer(
     vocab_size: int = 512, seed: int = 0, tasks: Sequence[str] = DEFAULT_TASKS
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on train problems of tasks: any text round-trips.
+    """Train a byte-level BPE tokenizer on train problems of tasks; any text round-trips.
 
     Numbers go digit by digit. `<|endoftext|>` (end and padding), `<|mask|>`, `<|user|>` and
     `<|assistant|>` have the ids 0 to 3, and the chat template uses them. Equal arguments give

@@ -205,14 +205,14 @@ class Encoder:
 
     @property
     def identity(self) -> str:
-        """What the ids of a text depend on, in one line."""
+        """Describe in one line what the ids of a text depend on."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         layout = None if self.layout is None else self.layout.model_dump()
         parts = [backend and backend.to_str(), str(self.tokenizer.chat_template), layout]
         return json.dumps([*parts, self.templated, self.end_id, self.mask_id])
 
     def _prompt(self, messages: Messages) -> str:
-        """The prompt up to where the response begins. Raises BadRecord."""
+        """Render the prompt up to where the response begins. Raises BadRecord."""
         if not self.templated:
             if len(messages) > 1:
                 raise BadRecord("several messages need a chat template, data.chat_template is none")
@@ -382,7 +382,7 @@ class Rows:
 
 
 def _wanted(name: str, there: Sequence[str], layout: Columns | None) -> list[str]:
-    """The columns that are read of a data set that has these."""
+    """Choose the columns to read of those that a data set has."""
     if layout is None:
         wanted = [c for c in ("prompt", "response", "messages") if c in there]
         lacking = "messages" not in wanted and len(wanted) < 2

@@ -313,7 +313,7 @@ def hold_out(config: TrainConfig, stream: Stream) -> HeldOut | None:
 
 
 def _other(file: str, stream: Stream) -> Stream:
-    """A stream over another file, which is read as the stream's own data is."""
+    """Make a stream over another file, read as the stream's own data is."""
     nothing = dict.fromkeys(("tasks", "dataset", "dataset_config", "split"))
     data, encoder = stream.data.model_copy(update=nothing | {"file": file}), stream.encoder
     found = Stream(
