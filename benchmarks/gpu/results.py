@@ -55,7 +55,7 @@ class Results:
 
 
 def device_and_versions() -> dict[str, Any]:
-    """Collect the facts of this process; call it in one of its own, which frees the GPU's memory."""
+    """Collect the facts of this process; called in one of its own, it frees the GPU's memory."""
     import numpy
     import torch
     import transformers

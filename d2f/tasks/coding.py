@@ -438,7 +438,7 @@ def _bounded(value: Any) -> Any:
 
 
 def tests(problem: Problem) -> list[list[int]]:
-    """List the inputs that a response is tried with, a function of the key alone: the empty list, one
+    """List the inputs that a response is tried with, a function of the key: the empty list, one
     number, PROBES, random ones and all of NUMBERS."""
     rng = np.random.default_rng(list(problem.key.encode()))
     lengths = [pick_integer(rng, 1, LONGEST_TEST) for _ in range(RANDOM_TESTS)]

@@ -77,7 +77,7 @@ def split_of(key: str) -> str:
 
 
 def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
-    """Make the problem at index, a function of the arguments alone; other indexes may repeat its key.
+    """Make the problem at index from the arguments alone; other indexes may repeat its key.
 
     Raises ValueError for an unknown task or split, and for a negative index or seed.
     """
@@ -150,7 +150,7 @@ class Task(ABC):
 
     @abstractmethod
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
-        """Return the first `count` problems of a split (None: all), in an order that the seed decides.
+        """Return the first `count` problems of a split (None: all), in the order of the seed.
 
         Fewer are the beginning of more. Raises InputError for an unknown split or missing data,
         ValueError for more problems than there are.
