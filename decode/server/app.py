@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request
@@ -355,7 +355,6 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
     app.state.server = state
     app.include_router(router)
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
-    app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestFrame, state=state)
     if options.cors_origin:  # around the frame: what a browser asks first bears no key
@@ -369,12 +368,13 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
     return app
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    return cast(ApiError, error).response()
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
-    error = cast(HTTPException, error)
-    said = {404: f"there is no {request.url.path}", 405: f"{request.method} is not for this path"}
-    text = said.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):
+        said = {
+            404: f"there is no {request.url.path}",
+            405: f"{request.method} is not for this path",
+        }
+        text = said.get(error.status_code, str(error.detail))
+        error = ApiError(error.status_code, text, headers=error.headers)
+    return error.response()

@@ -237,10 +237,10 @@ class Generation:
             yield
         except Exception as error:
             found = as_api_error(error)
-            self.error = str(found or error)
+            self.error = str(error if found is None else found.detail)
             self.outcome = "failed"
             if found is not None:
-                default = "refused" if found.status < 500 else "failed"
+                default = "refused" if found.status_code < 500 else "failed"
                 self.outcome = _OUTCOMES.get(found.code or "", default)
             raise found or error from error
 

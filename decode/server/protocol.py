@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
+from starlette.exceptions import HTTPException
 
 from d2f.config import explain
 from d2f.errors import EngineClosedError, InputError, QueueFullError, RequestError, brief
@@ -31,7 +32,7 @@ RETRY_SECONDS = 1  # what a client is told to wait when the queue is full
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """Tell a client of an error: ``{"error": {"message", "type", "param", "code"}}``.
 
     param: the field that is wrong.
@@ -46,22 +47,15 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        self.message = brief(message)  # it may quote the client: one printable line
-        super().__init__(self.message)
-        self.status = status
-        self.param = None if param is None else brief(param)
+        said = brief(message)  # it may quote the client: one printable line
+        super().__init__(status, said, headers)
         self.code = code
-        self.headers = dict(headers or {})
-
-    @property
-    def content(self) -> dict[str, Any]:
-        default = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = _KINDS.get(self.status, default)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        param = None if param is None else brief(param)
+        self.content = {"error": {"message": said, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.content, self.status, self.headers)
+        return JSONResponse(self.content, self.status_code, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError | None:

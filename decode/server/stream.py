@@ -180,12 +180,11 @@ class ForwardEvents:
             "cached": cached,
             "seconds": round(self._generation.seconds, 6),
             "blocks": [
-                {
-                    "start": block.start,
-                    "end": block.end,
-                    "state": block.state,
-                    "tokens": list(block.tokens),
-                    "texts": [None if t is None else self._text(t) for t in block.tokens],
+                vars(block)
+                | {
+                    "texts": [
+                        None if token is None else self._text(token) for token in block.tokens
+                    ]
                 }
                 for block in event.blocks
             ],

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class ResponseText:
         *,
         logprobs: bool = False,
     ):
-        self._growing = growing_text(tokenizer)
+        self._growing = GrowingText(tokenizer)
         self._stop, self._end_ids = tuple(stop), frozenset(end_ids)
         self._ended = False
         self.settled = 0  # tokens that are final, up to an end token
@@ -129,7 +129,9 @@ class ResponseText:
         return text
 
     def _logprob(self, token: int, position: int) -> TokenLogprob:
-        return TokenLogprob(token, log(self._confidence[position]), self._length)
+        confidence = self._confidence[position]
+        logprob = math.log(confidence) if confidence > 0 else LEAST
+        return TokenLogprob(token, logprob, self._length)
 
     def new_logprobs(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the text since the last call; at the end, of all that is
@@ -157,88 +159,70 @@ def _beginning(text: str, stop: str) -> int:
 
 
 class GrowingText:
-    """Decode ids that come bit by bit. This base knows nothing of its tokenizer and holds all text
-    back. whole: all of the text is final."""
+    """Decode ids that come bit by bit, and give out text once it is final. Of a tokenizer whose
+    decoder is not known all text is held back.
+
+    special: write special tokens out.
+    whole: all of the text is final.
+    """
 
     whole = False
 
-    def add(self, new: list[int]) -> str:
-        """Return the text that became final with these ids."""
-        return ""
-
-
-class _Bytes(GrowingText):
-    """Decode ids of a byte-level tokenizer, and drop those before the last whole character."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
-        core: Any = tokenizer
-        # What `tokenizer.decode` calls, which takes ten times as long.
-        self._decode = core.backend_tokenizer.decode
-        self._skip = skip
-        self.whole = True
-        self._open: list[int] = []  # the last of them may have the beginning of a character
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False):
+        whole: Any = tokenizer
+        self._tokenizer, self._skip = whole, not special
+        parts = _decoder_parts(tokenizer)
+        bytes_alone = [part["type"] for part in parts] == ["ByteLevel"]
+        self._is_known = bytes_alone or (bool(parts) and all(map(_is_local, parts)))
+        if not self._is_known:
+            return
+        cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._cleaned = _CLEANED if cleans else 0
+        self._forgets = bytes_alone and not cleans
+        # The core is called by `tokenizer.decode`, which takes ten times as long.
+        core = whole.backend_tokenizer if self._forgets else whole
+        self._decode: Callable[..., str] = core.decode
+        # A special token, which is left out, does not end a run of bytes.
+        added = {} if bytes_alone else whole.added_tokens_decoder
+        self._special = {token for token, what in added.items() if what.special}
+        self._has_runs = not bytes_alone
+        self._ids: list[int] = []
         self._given = 0  # characters of their text that were given out
 
     def add(self, new: list[int]) -> str:
-        self._open += new
-        text = str(self._decode(self._open, skip_special_tokens=self._skip))
+        """Return the text that became final with these ids."""
+        if not self._is_known:
+            return ""
+        self._ids += new
+        end = len(self._ids)
+        while end and self._has_runs and self._may_go_on(self._ids[end - 1]):
+            end -= 1
+        text = self._decode(self._ids[:end], skip_special_tokens=self._skip)
         # An incomplete character is one U+FFFD, however many of its bytes are there; any before it
         # are of bytes that nothing can mend.
         final = text.removesuffix("\ufffd")
-        piece = final[self._given :]
-        self._given = len(final)
-        self.whole = final == text
-        if self.whole:
-            self._open, self._given = [], 0
-        return piece
-
-
-class _Whole(GrowingText):
-    """Decode ids of a SentencePiece tokenizer, or of one that cleans its text up: all anew each
-    time, without the last tokens, whose text the next ones may change."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip: bool):
-        self._tokenizer, self._skip = tokenizer, skip
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {token for token, what in added if what.special}
-        self._cleaned = _CLEANED if _cleans(tokenizer) else 0
-        self.whole = True
-        self._ids: list[int] = []
-        self._given = 0  # characters
-
-    def add(self, new: list[int]) -> str:
-        self._ids += new
-        end = len(self._ids)
-        while end and self._may_go_on(self._ids[end - 1]):
-            end -= 1
-        text = str(self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skip))
-        final = text.removesuffix("\ufffd")
         final = final[: max(self._given, len(final) - self._cleaned)]
-        self.whole = end == len(self._ids) and final == text
         piece, self._given = final[self._given :], len(final)
+        self.whole = end == len(self._ids) and final == text
+        if self.whole and self._forgets:
+            self._ids, self._given = [], 0
         return piece
 
     def _may_go_on(self, token: int) -> bool:
-        """Tell whether the next token may be of the same run of bytes. A special token, which is
-        left out, does not end one."""
-        name = self._tokenizer.convert_ids_to_tokens(token)
-        return token in self._special or bool(_BYTE.fullmatch(str(name)))
+        """Tell whether the next token may be of the same run of bytes."""
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        return token in self._special or bool(_BYTE.fullmatch(name))
 
 
-def growing_text(
-    tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False
-) -> GrowingText:
-    """Choose by the kind of tokenizer. special: write special tokens out."""
-    own = tokenizer is not None and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
-    decoder: Any = tokenizer.backend_tokenizer.decoder if tokenizer is not None and own else None
-    if tokenizer is None or decoder is None:
-        return GrowingText()
-    state = json.loads(decoder.__getstate__())
-    parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    if [part["type"] for part in parts] == ["ByteLevel"]:
-        kind = _Whole if _cleans(tokenizer) else _Bytes
-        return kind(tokenizer, not special)
-    return _Whole(tokenizer, not special) if all(map(_is_local, parts)) else GrowingText()
+def _decoder_parts(tokenizer: PreTrainedTokenizerBase | None) -> list[dict[str, Any]]:
+    """List the parts of a tokenizer's decoder; none where it is not the library's."""
+    if tokenizer is None or type(tokenizer)._decode is not PreTrainedTokenizerFast._decode:
+        return []
+    core: Any = tokenizer
+    if core.backend_tokenizer.decoder is None:
+        return []
+    state = json.loads(core.backend_tokenizer.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
 
 
 def _is_local(part: dict[str, Any]) -> bool:
@@ -249,16 +233,7 @@ def _is_local(part: dict[str, Any]) -> bool:
     return part["type"] in _LOCAL and len(pattern) == 1 and not part.get("stop", 0)
 
 
-def _cleans(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-
-
 LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
-
-
-def log(probability: float) -> float:
-    """Return the natural logarithm, `LEAST` for 0."""
-    return math.log(probability) if probability > 0 else LEAST
 
 
 def prompt_logprobs(
@@ -268,7 +243,7 @@ def prompt_logprobs(
 ) -> list[TokenLogprob]:
     """List the tokens of a prompt. Offsets are in its text with special tokens."""
     known = {one.position: one for one in likelihoods}
-    growing, offset, found = growing_text(tokenizer, special=True), 0, []
+    growing, offset, found = GrowingText(tokenizer, special=True), 0, []
     for position, token in enumerate(ids):
         one = TokenLogprob(token, None, offset)
         if position in known:

@@ -265,24 +265,6 @@ def test_play_and_pause(tab):
     assert re.fullmatch(r"Forward (\d+) of \1", place)
 
 
-def test_the_keyboard_alone_does_it_all(tab, events):
-    """Tab reaches what is asked, the focus is seen, Ctrl+Enter runs; a field keeps its keys."""
-    page = tab.page
-    outline = "getComputedStyle(document.activeElement).outlineStyle"
-    for _ in range(10):
-        page.keyboard.press("Tab")
-        assert page.evaluate(outline) == "solid"
-        if page.evaluate("document.activeElement.id") == "prompt":
-            break
-    page.keyboard.press("Control+a")
-    page.keyboard.type(STORY)
-    page.keyboard.press("Control+Enter")
-    tab.done()
-    assert tab.text(LEFT) == events[LEFT][-1].result.text
-    page.keyboard.press("Home")  # in the text
-    tab.at(len(events[RIGHT]))
-
-
 def test_a_trace_is_saved_and_loaded(tab, browser, page_url, tmp_path):
     tab.run(STORY)
     tab.go(4)
