@@ -1,7 +1,7 @@
 """python -m benchmarks.tables
 
-Write the generated tables of README.md and docs/ anew: from the summaries in benchmarks/results and
-from what decoders and quantisations say of themselves.
+Write the generated tables of README.md and docs/ anew: from the summaries in benchmarks/results, the
+evaluations beside the bundled models, and what decoders and quantisations say of themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.results import markdown, read_runs
+from benchmarks.make_models import results_table
 from benchmarks.sizes import decoding_table, weights_table
 from d2f.files import write_beside
 from d2f.quantize import QUANTISATIONS, Quantisation
@@ -190,6 +191,7 @@ def measured_on_gpus() -> str:
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "frontier": ("README.md", frontier),
     "comparison": ("README.md", comparison),
+    "results": ("README.md", results_table),
     "decoders": ("docs/decoders.md", decoders),
     "quantisations": ("docs/low-precision.md", quantisations),
     "weights and cache": ("docs/gpu.md", weights_table),

@@ -437,9 +437,9 @@ class Settings(Section):
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
     threads: Threads | Literal["auto"] | None = None
-    """Of a step on a CPU; auto measures as it goes which number is fastest (docs/cpu.md), and the
-    same run may then differ in the last digits. Default: torch's, no more than the processors that
-    the process may use."""
+    """Of a step on a CPU; auto chooses at the start by how busy the processors are (docs/cpu.md),
+    and the same run may then differ in the last digits. Default: torch's, no more than the
+    processors that the process may use."""
     save_every: Positive = 200
     """Steps between checkpoints."""
     keep: Positive = 2
