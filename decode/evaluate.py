@@ -51,10 +51,10 @@ from decode.jobs import (
 )
 from decode.judging import JudgePool, default_jobs
 from decode.ledger import Ledger, check_folder, check_place, refuse_early
-from decode.loop import decode_jobs
+from decode.loop import Decoded, decode_jobs
 from decode.report import Measurements, doubt_of, environment, wilson
 from decode.step import Result, p_cache_of
-from decode.workers import Crew, OneWorker, workers
+from decode.workers import OneWorker, workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -184,19 +184,19 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
         shown = stack.enter_context(ShownProgress(standard_output(), "answers"))
         rows = []
         for task in options.chosen:
-            row = evaluate_jobs(
+            decoded = decode_jobs(
                 crew,
-                task,
                 jobs[task.name],
-                split=options.split,
                 batch_size=options.batch_size,
                 max_rows=options.max_rows,
-                samples=options.samples,
-                pass_at=options.passes,
                 ledger=ledger,
-                shown=shown,
                 judges=judges,
+                displays=[_Counting(shown, task.name)],
             )
+            row = {
+                **score(task, decoded.records, samples=options.samples, pass_at=options.passes),
+                **_measured(decoded, options.split, options.batch_size, crew.count),
+            }
             shown.say(line(row))
             rows.append(row)
     if judges.failed:
@@ -288,46 +288,20 @@ def evaluate(
         Job(source, ids[place], decoder.sampled(place, 0))
         for place, source in enumerate(task_sources(task, problems))
     ]
-    return evaluate_jobs(OneWorker(model), task, jobs, split=split, batch_size=batch_size)
+    decoded = decode_jobs(OneWorker(model), jobs, batch_size=batch_size)
+    return score(task, decoded.records) | _measured(decoded, split, batch_size, 1)
 
 
-def evaluate_jobs(
-    crew: Crew,
-    task: Task,
-    jobs: Sequence[Job],
-    *,
-    split: str,
-    batch_size: int,
-    max_rows: int | None = None,
-    samples: int = 1,
-    pass_at: Sequence[int] = (),
-    ledger: Ledger | None = None,
-    shown: ShownProgress | None = None,
-    judges: JudgePool | None = None,
-) -> dict[str, Any]:
-    """Decode a task's jobs, `samples` for each problem, except those that the ledger has already.
-
-    `seconds` is the wall time of the decoding here, None where all was there; `decoded` says how
-    many responses it was for, `workers` how many processes decoded them at a time.
-    """
-    displays = [] if shown is None else [_Counting(shown, task.name)]
-    decoded = decode_jobs(
-        crew,
-        jobs,
-        batch_size=batch_size,
-        max_rows=max_rows,
-        ledger=ledger,
-        judges=judges,
-        displays=displays,
-    )
+def _measured(decoded: Decoded, split: str, batch_size: int, count: int) -> dict[str, Any]:
+    """Say how a task was decoded. seconds: wall time of the decoding in this run, None where all
+    answers were there; decoded: how many responses it was for."""
     return {
-        **score(task, decoded.records, samples=samples, pass_at=pass_at),
         "split": split,
         "batch_size": batch_size,
-        "workers": crew.count,
+        "workers": count,
         "decoded": len(decoded.new),
         "seconds": decoded.seconds if decoded.new else None,
-        "max_new_tokens": jobs[0].decoder.length,
+        "max_new_tokens": decoded.records[0].max_new_tokens,
     }
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Collection
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +39,7 @@ class Ledger:
     Args:
         path: of the file; its folder must exist.
         run: the settings that decide the results.
-        key: the field that names a row, or a function of the row.
+        key: the field that names a row.
         header: the key of the first line.
         fields: the fields of a row to keep in memory, by default all.
         ignored: settings in which the file's run may differ.
@@ -56,7 +55,7 @@ class Ledger:
         path: str | Path,
         run: dict[str, Any],
         *,
-        key: str | Callable[[Row], Hashable] = "id",
+        key: str = "id",
         header: str = "run",
         fields: Collection[str] | None = None,
         ignored: Collection[str] = (),
@@ -68,8 +67,7 @@ class Ledger:
         self.rows: dict[Any, Row] = {}
         self.torn = False
         self._whole = 0  # bytes of whole lines
-        self._key = itemgetter(key) if isinstance(key, str) else key
-        self._header, self._fields, self._sync = header, fields, sync
+        self._key, self._header, self._fields, self._sync = key, header, fields, sync
         check_place(self.path)
         self._lock = ExitStack()
         self._lock.enter_context(locked_file(self.path))
@@ -120,7 +118,7 @@ class Ledger:
 
     def _keep(self, row: Row) -> None:
         kept = row if self._fields is None else {name: row[name] for name in self._fields}
-        self.rows[self._key(row)] = kept
+        self.rows[row[self._key]] = kept
 
     def say_what_is_there(self, count: int, what: str) -> None:
         """Say on standard error what of the `count` results is not decoded again."""
@@ -132,7 +130,8 @@ class Ledger:
     def start(self) -> None:
         """Write the header if it is missing, and cut off a torn line."""
         if not self._started:
-            self.replace(())
+            write_beside(self.path, json_line({self._header: self.run}))
+            self._started = True
         elif self.torn:
             os.truncate(self.path, self._whole)
             self.torn = False
@@ -143,15 +142,6 @@ class Ledger:
         with GrowingFile(self.path) as file:
             file.write(json_line(row), sync=self._sync)
         self._keep(row)
-
-    def replace(self, rows: Iterable[Row]) -> None:
-        """Write the header and these rows in place of what is there, whole or not at all."""
-        every = list(rows)
-        lines = [json_line({self._header: self.run}), *map(json_line, every)]
-        write_beside(self.path, "".join(lines))
-        self._started, self.rows = True, {}
-        for row in every:
-            self._keep(row)
 
     def close(self) -> None:
         """Let other processes have the file."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from d2f.errors import NonFiniteLogitsError
 from decode.decoders import Decoder
@@ -64,6 +64,8 @@ def decode_jobs(
 
     Raises InputError before any work, RequestError that names what was being decoded.
     """
+    from decode.api import stream
+
     records = {} if ledger is None else {key: Record(**row) for key, row in ledger.rows.items()}
     pending = [job for job in jobs if job.source.id not in records]
     new: list[Record] = []
@@ -82,12 +84,17 @@ def decode_jobs(
         waiting.clear()
 
     watch = Stopwatch()
+    engine: dict[str, Any] = {"batch_size": batch_size, "max_rows": max_rows}
+    prompts = [(job.ids, job.decoder) for job in pending]
     if isinstance(crew, OneWorker):
-        timed = watch.over(_events(crew.model, pending, batch_size, max_rows))
+        ids, decoders = [ids for ids, _ in prompts], [decoder for _, decoder in prompts]
+        # The jobs are all checked here; nothing is decoded before the first event is asked for.
+        timed = watch.over(stream(crew.model, ids, decoders, **engine, on_error="return"))
         if pending:
             _warm_up(crew.model, pending[0])
     else:
-        timed = watch.over_workers(_last_events(crew, pending, batch_size, max_rows))
+        size = chunk_size(batch_size, len(pending), crew.count)
+        timed = watch.over_workers(crew.map(partial(results, **engine), enumerate(prompts), size))
     if ledger is not None:
         ledger.start()
     with ExitStack() as stack:
@@ -131,19 +138,6 @@ def _verdicts(
     return [by_place.get(place) for place in range(len(waiting))]
 
 
-def _events(
-    model: DiffusionModel, jobs: list[Job], batch_size: int, max_rows: int | None
-) -> Iterator[Event]:
-    """Begin the jobs, which checks them all; nothing is decoded before the first event is asked
-    for."""
-    from decode.api import stream
-
-    prompts, decoders = [job.ids for job in jobs], [job.decoder for job in jobs]
-    return stream(
-        model, prompts, decoders, batch_size=batch_size, max_rows=max_rows, on_error="return"
-    )
-
-
 def _warm_up(model: DiffusionModel, job: Job) -> None:
     """Decode the first forwards of a job, not timed: they pay for what is done only once."""
     from decode.api import stream
@@ -155,26 +149,11 @@ def _warm_up(model: DiffusionModel, job: Job) -> None:
         raise NonFiniteLogitsError(f"{error} of the warm-up; no token was taken from it") from error
 
 
-def _last_events(
-    crew: Crew, jobs: list[Job], batch_size: int, max_rows: int | None
-) -> Iterator[Event]:
-    """Decode on several workers; yield the last event of each job."""
-    items = ((place, (job.ids, job.decoder)) for place, job in enumerate(jobs))
-    size = chunk_size(batch_size, len(jobs), crew.count)
-    work = partial(results, batch_size=batch_size, max_rows=max_rows)
-    for place, result in crew.map(work, items, size):
-        yield Event(place, result.forwards, [], result=result)
-
-
 def results(
-    model: DiffusionModel,
-    items: Iterable[tuple[Key, EncodedPrompt]],
-    *,
-    batch_size: int,
-    max_rows: int | None = None,
+    model: DiffusionModel, items: Iterable[tuple[Key, EncodedPrompt]], **engine: Any
 ) -> Iterator[tuple[Key, Result]]:
     """Yield the result of each prompt, by its key, as it is done; one that failed has its error.
-    Items are drawn as requests enter."""
+    Items are drawn as requests enter. engine: batch_size and max_rows, as in `decode.stream`."""
     from decode.api import stream
 
     keys: list[Key] = []
@@ -188,16 +167,7 @@ def results(
 
     # A prompt is drawn as its request enters, then its decoder.
     chosen = iter(decoders.popleft, None)
-    events = stream(
-        model,
-        prompts(),
-        chosen,
-        batch_size=batch_size,
-        max_rows=max_rows,
-        on_error="return",
-        views=False,
-    )
-    for event in events:
+    for event in stream(model, prompts(), chosen, **engine, on_error="return", views=False):
         if event.result is not None:
             yield keys[event.request], event.result
 
@@ -229,11 +199,10 @@ class Stopwatch:
             yield event, own
             paused += time.perf_counter() - left
 
-    def over_workers(self, events: Iterable[Event]) -> Iterator[tuple[Event, float]]:
-        """Yield last events from elsewhere, each with its result's own seconds. What the consumer
-        does meanwhile is no pause: the workers go on."""
+    def over_workers(self, found: Iterable[tuple[int, Result]]) -> Iterator[tuple[Event, float]]:
+        """Yield results of requests from elsewhere as their last events, each with its own seconds.
+        What the consumer does meanwhile is no pause: the workers go on."""
         began = time.perf_counter()
-        for event in events:
-            assert event.result is not None
+        for request, result in found:
             self.seconds = time.perf_counter() - began
-            yield event, event.result.seconds
+            yield Event(request, result.forwards, [], result=result), result.seconds

@@ -113,10 +113,6 @@ class Measurements:
         return float(self.tokens.sum() / self.forwards.sum())
 
     @property
-    def forwards_per_problem(self) -> float:
-        return float(self.forwards.sum() / self.problems)
-
-    @property
     def seconds_per_problem(self) -> float:
         return float(self.seconds.sum() / self.problems)
 

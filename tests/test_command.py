@@ -152,8 +152,6 @@ def hidden(folder: Path, name: str) -> Path:
     ("name", "words"),
     [
         ("decode.py", ["-m", "d2f", "evaluate", "--help"]),
-        ("decode/", ["-m", "d2f", "evaluate", "--help"]),
-        ("decode.py", ["-c", "from distill.train import train"]),
         ("d2f.py", ["-c", "import decode; decode.generate"]),
         ("d2f/", ["-c", "from distill.train import train"]),
     ],

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import time
 from contextlib import redirect_stderr
-from pathlib import Path
 
 import pytest
 
@@ -163,13 +162,13 @@ def elsewhere(tmp_path, monkeypatch):
 def test_a_mistake_is_one_line_at_once(elsewhere, capsys, name, words, said):
     """Before a model is read, with one exit status in all commands, and nothing is written."""
     line = ["" if word == "''" else word for word in words.split()]
-    began = time.perf_counter()
+    began = time.process_time()  # what else the machine does is not counted
     assert MAINS[name](line) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     for part in said.split(".*"):
         assert part in error
-    assert time.perf_counter() - began < 5 and not list(elsewhere.iterdir())
+    assert time.process_time() - began < 5 and not list(elsewhere.iterdir())
 
 
 def test_a_mistake_in_a_training_is_the_same(elsewhere, monkeypatch):
@@ -209,4 +208,3 @@ def test_help_has_every_flag_that_the_inventory_of_a_command_lists(capsys):
             flag = {"models": "--model"}.get(field.name, "--" + field.name.replace("_", "-"))
             hidden = field.name in ("given", "model", "tensor_parallel")
             assert hidden or f"{flag} " in shown or f"{flag}, " in shown, flag
-        assert Path(parse.__globals__["__file__"]).name

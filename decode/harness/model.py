@@ -444,10 +444,11 @@ class D2FLM(TemplateLM):
                     f"{cache.filename} has answers of other software: expected an empty cache, or "
                     "our own"
                 )
+            there = there or self.settings
             differ = [
                 f"{name} {there.get(name)!r}, not {value!r}"
                 for name, value in self.settings.items()
-                if there is not None and there.get(name) != value
+                if there.get(name) != value
             ]
             if differ:
                 raise InputError(
@@ -535,28 +536,26 @@ def _way(model: DiffusionModel, way: str | None, guidance: float) -> str:
 def _decoder(
     shape: DiffusionModel, decoder: str | Decoder | None, options: dict[str, Any]
 ) -> Decoder:
-    if not isinstance(decoder, Decoder):
-        _refuse([name for name in SET_BY_TASK if name in options])
-        return DecoderSettings(decoder, options).decoder(shape, DEFAULT_MAX_NEW_TOKENS)
-    if options:
-        raise InputError(f"{', '.join(options)}: a decoder that is made has its options")
-    plain = {field.name: field.default for field in fields(decoder)}
-    _refuse([name for name in SET_BY_TASK if getattr(decoder, name) != plain[name]])
-    return decoder
-
-
-def _refuse(set_by_task: list[str]) -> None:
-    if set_by_task:
-        named = ", ".join(set_by_task)
-        raise InputError(f"{named}: a task says it itself, or --gen_kwargs, not the model")
+    given = options
+    if isinstance(decoder, Decoder):
+        if options:
+            raise InputError(f"{', '.join(options)}: a decoder that is made has its options")
+        plain = {field.name: field.default for field in fields(decoder)}
+        given = {k: v for k, v in vars(decoder).items() if v != plain[k]}
+    if named := [name for name in SET_BY_TASK if name in given]:
+        raise InputError(
+            f"{', '.join(named)}: a task says it itself, or --gen_kwargs, not the model"
+        )
+    if isinstance(decoder, Decoder):
+        return decoder
+    return DecoderSettings(decoder, options).decoder(shape, DEFAULT_MAX_NEW_TOKENS)
 
 
 def _batch_size(asked: int | str, most: int | None) -> int:
     """Read lm-eval's --batch_size: a number, or ``auto``."""
     text = str(asked)
-    if text.partition(":")[0] == "auto":
-        size = most or DEFAULT_BATCH_SIZE
-    else:
+    size = most or DEFAULT_BATCH_SIZE
+    if text.partition(":")[0] != "auto":
         size = int(text) if text.isdecimal() else 0
     whole_number("batch_size", size)
     return size
