@@ -213,7 +213,7 @@ class Event:
 
     @property
     def error(self) -> Exception | None:
-        """Why the request failed, None while it runs and where it did not."""
+        """The error that ended the request, None while it runs and where it did not fail."""
         return None if self.result is None else self.result.error
 
 

@@ -228,36 +228,12 @@ def test_options_are_checked():
 
 
 def test_options_of_the_engine_reach_it():
-    model, decoder = random_model("causal"), decode.Autoregressive(8)
-    prompt = list(range(4, 34))
-
-    async def main():
-        options = {"prefill_rows": 8, "reuse_prefixes": True, "max_rows": 7}
-        async with decode.AsyncEngine(model, batch_size=2, **options) as engine:
-            assert engine._engine.max_rows == 7
-            return [await ask(engine, prompt, decoder) for _ in range(2)]
-
-    first, second = (events[-1].result for events in run(main()))
-    want = alone(model, decoder, prompt)
-    assert first.raw_tokens == second.raw_tokens == want.raw_tokens
-    assert (first.reused_rows, second.reused_rows) == (0, 29)
-    assert [fed for fed, _ in first.calls[:4]] == [8, 8, 8, 6] and second.calls[0] == (1, 29)
+    options = {"prefill_rows": 8, "reuse_prefixes": True, "max_rows": 7, "request_slots": 9}
     with pytest.raises(TypeError, match="max_row"):
-        decode.AsyncEngine(model, max_row=7)
-
-
-def test_prompts_are_prepared_beside_the_loop(monkeypatch):
-    """A chat template may take seconds: the loop goes on meanwhile."""
-    model, preparing = random_model("llada"), Preparing(monkeypatch)
-
-    async def main():
-        async with decode.AsyncEngine(model) as engine:
-            task = ask(engine, "Use 3 and 4.", DECODERS[0])
-            await turns()
-            preparing.go_on.set()  # not reached by a loop that is held up
-            return await task
-
-    same(run(main()), alone(model, DECODERS[0], "Use 3 and 4."))
+        decode.AsyncEngine(random_model("causal"), max_row=7)
+    inner = decode.AsyncEngine(random_model("causal"), batch_size=2, slots=99, **options)._engine
+    assert (inner.batch_size, inner.pool.slots, inner.prefill_rows) == (2, 99, 8)
+    assert (inner.max_rows, inner.request_slots) == (7, 9) and inner.prefixes is not None
 
 
 @pytest.mark.parametrize(

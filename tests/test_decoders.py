@@ -14,7 +14,7 @@ import torch
 from block_tiny import sdar, student, wedlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shadows import CONTRACT, END
+from shadows import CONTRACT
 from tiny import random_model
 
 import decode
@@ -216,43 +216,6 @@ def test_the_positions_after_a_response_are_within_the_context():
         decode.generate(model, [[5]], replace(decoder, max_new_tokens=None))
 
 
-def made_up(step: Step, confidence: np.ndarray) -> Predictions:
-    ones = None if step.queried_tokens is None else np.ones(len(step.read), np.float32)
-    return Predictions(np.full(len(step.read), 9), confidence.astype(np.float32), ones)
-
-
-@pytest.mark.parametrize(
-    ("huge", "plain"),
-    [
-        (decode.Block(MOST, align="prompt"), decode.Block(9, align="prompt")),
-        (decode.Block(MOST, align="absolute"), decode.Block(12, align="absolute")),
-        (decode.Block(MOST, MOST, align="prompt"), decode.Block(9, 9, align="prompt")),
-        (decode.Static(steps=MOST), decode.Static(steps=9)),
-        (decode.Threshold(MOST), decode.Threshold(None)),
-        (decode.Wino(MOST), decode.Wino(9)),
-        (decode.FreeDave(drafts=MOST), decode.FreeDave(drafts=9)),
-        (decode.D2F(MOST), decode.D2F(9)),
-        (decode.D2F(4, lossless=MOST), decode.D2F(4, lossless=10)),
-        (decode.Autoregressive(top_k=MOST), decode.Autoregressive()),
-    ],
-)
-def test_no_option_is_counted_up_to(huge, plain):
-    """The largest option there is, is that of the response, at once and in as many slots."""
-    late = {} if plain.name == "autoregressive" else {"early_exit": False}
-    sessions = [
-        replace(one, max_new_tokens=9, **late).begin([5, 6, 7], CONTRACT) for one in (huge, plain)
-    ]
-    assert sessions[0].slots == sessions[1].slots
-    for _ in range(9):
-        steps = [session.step() for session in sessions]
-        if steps[1] is None:
-            break
-        for session, step in zip(sessions, steps, strict=True):
-            session.accept(made_up(step, np.linspace(0.1, 0.95, len(step.read))))
-        assert sessions[0].tokens == sessions[1].tokens
-    assert len(sessions[0].tokens) == 9
-
-
 # Sixty-fourths, with many ties: every sum below is exact.
 parts = st.integers(0, 64).map(lambda n: n / 64)
 confidences = st.lists(parts, min_size=1, max_size=12).map(lambda v: np.array(v, np.float32))
@@ -355,17 +318,6 @@ def test_a_threshold_is_rounded_as_the_official_codes_round_it(make, above):
     session.step()
     session.accept(Predictions(np.array([9, 9]), confidence.numpy()))
     assert len(session.revealed) == above
-
-
-def test_autoregressive_stops_at_an_end():
-    causal = replace(CONTRACT, mask_id=None, prompt_rule="causal")
-    session = decode.Autoregressive(max_new_tokens=5).begin([5, 6, 7], causal)
-    session.accept(made_up(session.step(), np.array([0.5])))
-    step = session.step()
-    assert (step.tokens.tolist(), step.positions.tolist(), step.cached) == ([9], [3], 3)
-    session.accept(Predictions(np.array([END]), np.array([0.5], np.float32)))
-    assert session.step() is None
-    assert session.tokens == [9, END]
 
 
 def confident(step: Step, first: int) -> Predictions:

@@ -120,13 +120,6 @@ def test_a_model_that_d2f_did_not_train_is_noticed_once():
     assert [str(w.message).split(" (")[0] for w in caught] == ["the model was not trained by D2F"]
 
 
-def test_text_is_the_visible_tokens(model):
-    result = decode.generate(model, "Use 3", PIPELINE)[0]
-    assert result.text == tokenizer().decode(result.tokens, skip_special_tokens=True)
-    assert result.seconds > 0
-    assert result.tokens_per_forward == len(result.tokens) / result.forwards
-
-
 def texts(tokens: list[int]) -> list[str]:
     """The text of the first 0, 1, 2, ... tokens."""
     return [
@@ -200,13 +193,6 @@ def test_the_stream_reports_every_reveal_once(model):
                 if token is not None
             }
             assert shown.items() <= revealed.items()
-
-
-def test_batch_size_bounds_what_runs_together(model):
-    order = [e.request for e in decode.stream(model, ["Use 3"] * 3, PIPELINE, batch_size=1)]
-    assert order == sorted(order)
-    both = [e.request for e in decode.stream(model, ["Use 3"] * 3, PIPELINE, batch_size=2)]
-    assert both[:2] == [0, 1] and 2 not in both[:4]
 
 
 HOT = decode.D2F(4, tau_conf=0.2, max_new_tokens=12, temperature=1.5, seed=3)

@@ -183,25 +183,6 @@ def test_a_capture_is_made_once_and_replayed(forward, monkeypatch):
     assert replayed == ["computed", "computed", "main", "main"], "computed, then recorded"
 
 
-def test_the_spans_of_a_forward_lie_as_the_kernel_reads_them(monkeypatch):
-    """Else every layer's attention copies them."""
-    model, plans, real = random_model("llada"), [], DiffusionModel.decode_rows
-
-    def keep(self, tokens, positions, plan, cache, read):
-        plans.append((plan, cache.layers[0][0].shape[2]))
-        return real(self, tokens, positions, plan, cache, read)
-
-    monkeypatch.setattr(DiffusionModel, "decode_rows", keep)
-    for static in (True, False):
-        engine = Engine(model, batch_size=1, slots=40, static=static)
-        engine.submit(Request(0, [5, 6, 7], PIPELINE, model.contract, None))
-        list(engine.run())
-    assert len(plans) > 4
-    for plan, slots in plans:
-        assert plan.spans.is_contiguous()
-        assert plan._flat_spans(1, slots).is_contiguous()
-
-
 @pytest.mark.parametrize("early", [False, True])
 def test_the_forwards_of_a_second_gpu_run_with_it_as_the_current_one(monkeypatch, early):
     """Triton starts its kernels on the current GPU, wherever their tensors are."""

@@ -105,24 +105,6 @@ def test_what_is_cut_computes_what_the_whole_computes(step, data):
     assert cut == whole
 
 
-@settings(max_examples=20)
-@given(steps(), st.data())
-def test_queried_tokens_and_scores_come_joined_in_order(step, data):
-    queried = np.arange(len(step.read)) + 10
-    feeding, found = Feed(replace(step, queried_tokens=queried, uncertainty=True)), None
-    while found is None:
-        left = [c for c in feeding.cuts.tolist() if c > feeding.fed]
-        part = feeding.piece(data.draw(st.sampled_from(left)))
-        own = part.tokens[part.read] if len(part.read) else part.read
-        value = part.queried_tokens.astype(np.float32)
-        assert part.uncertainty
-        found = feeding.take(Predictions(own, value, value, value, value + 1, value + 2))
-    assert found.token.tolist() == step.tokens[step.read].tolist()
-    assert found.queried_probability.tolist() == queried.tolist()
-    assert found.entropy.tolist() == (queried + 1).tolist()
-    assert found.margin.tolist() == (queried + 2).tolist()
-
-
 def test_the_cuts_of_each_mask():
     """The case that decode/engine/pieces.py draws."""
     x, wanted = np.zeros(6, dtype=np.int64), np.array([4])

@@ -95,7 +95,7 @@ class LosslessSession(D2FSession):
         super().accept(found)
 
     def _drafts(self) -> list[D2FSession]:
-        """States after this one by the stale predictions, as far as these tell."""
+        """Draft the states after this one from the stale predictions, as far as these tell."""
         most = min(self.most, self.width - 1)
         states: list[D2FSession] = []
         state: D2FSession = self
@@ -123,7 +123,7 @@ class LosslessSession(D2FSession):
 
 
 def _fork(state: D2FSession) -> D2FSession:
-    """A copy of a session whose steps leave the original as it is."""
+    """Copy a session, so that steps of the copy leave the original as it is."""
     # What a step changes in place is copied; the counts stay shared, as no fork is ever fed.
     twin = copy(state)
     twin.x, twin.masked = state.x.copy(), state.masked.copy()

@@ -102,7 +102,7 @@ class RevokingSession(D2FSession):
         block.masked += len(positions)
 
     def _checked(self, predictions: Predictions) -> Checked:
-        """The probabilities that the step's shadows gave, block after block. They follow the
+        """List the probabilities that the step's shadows gave, block after block. They follow the
         predictions of `wanted`, in the order in which `step` added the shadows."""
         checked, first = [], len(self.wanted)
         probability = predictions.queried_probability

@@ -86,26 +86,18 @@ def _listed(value: Any) -> list[Any] | None:
         return None
 
 
-def default_length(
-    model: DiffusionModel, ids: Sequence[int], where: str, *, extra_positions: int = 0
-) -> int:
-    """Choose the length of a response where nobody said it: 256 tokens, less where the context,
-    without the decoder's `extra_positions`, leaves less. Raises InputError where it leaves none."""
-    room = model.context_length - len(ids) - extra_positions
+def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:
+    """Set the decoder's max_new_tokens where it says none: 256, less where the context leaves less.
+    Raises InputError where it leaves none."""
+    if decoder.max_new_tokens is not None:
+        return decoder
+    room = model.context_length - len(ids) - decoder.extra_positions
     if room < 1:
         raise InputError(
             f"{where} has {len(ids)} tokens, the model's context is {model.context_length}: no "
             "room for a response"
         )
-    return min(DEFAULT_MAX_NEW_TOKENS, room)
-
-
-def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:
-    """Set the decoder's max_new_tokens where it says none. Raises InputError."""
-    if decoder.max_new_tokens is not None:
-        return decoder
-    most = default_length(model, ids, where, extra_positions=decoder.extra_positions)
-    length: Any = {"max_new_tokens": most}  # a field of every decoder, but not of their base
+    length: Any = {"max_new_tokens": min(DEFAULT_MAX_NEW_TOKENS, room)}  # a field of every decoder
     return replace(decoder, **length)
 
 
