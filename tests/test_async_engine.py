@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -119,6 +119,16 @@ def run(main):
     return asyncio.run(asyncio.wait_for(main, PATIENCE))
 
 
+def asynchronous(test):
+    """Run a test in an event loop of its own; one that waits for ever is an error."""
+
+    @wraps(test)
+    def run_test(*arguments, **named):
+        run(test(*arguments, **named))
+
+    return run_test
+
+
 async def read(events) -> list[decode.Event]:
     return [event async for event in events]
 
@@ -163,17 +173,14 @@ async def refused(engine) -> None:
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_many_at_once_give_what_each_gives_alone(family):
+@asynchronous
+async def test_many_at_once_give_what_each_gives_alone(family):
     model, draw = random_model(family), random.Random(family)
     prompts = [draw.choices(range(8, 200), k=draw.randint(1, 9)) for _ in range(24)]
     jobs = [(prompt, draw.choice(DECODERS)) for prompt in prompts]
     jobs[3] = prompts[3], "d2f"
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=5) as engine:
-            return await asyncio.gather(*(ask(engine, *job) for job in jobs)), engine
-
-    found, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=5) as engine:
+        found = await asyncio.gather(*(ask(engine, *job) for job in jobs))
     assert len({events[0].request for events in found}) == len(jobs)
     results = [alone(model, decoder, prompt) for prompt, decoder in jobs]
     for events, result in zip(found, results, strict=True):
@@ -196,35 +203,29 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_prompt_is_refused_before_it_is_queued(name):
+@asynchronous
+async def test_a_bad_prompt_is_refused_before_it_is_queued(name):
     model, (prompt, decoder, said) = random_model("llada"), BAD[name]
-
-    async def main():
-        async with decode.AsyncEngine(model, slots=100, request_slots=80, max_waiting=0) as engine:
-            events = engine.generate(prompt, decoder)
-            with pytest.raises(InputError, match=said):
-                await anext(events)
-            assert await read(events) == []
-        assert (engine.stats.forwards, engine.stats.waiting, engine.stats.failed) == (0, 0, 0)
-
-    run(main())
+    async with decode.AsyncEngine(model, slots=100, request_slots=80, max_waiting=0) as engine:
+        events = engine.generate(prompt, decoder)
+        with pytest.raises(InputError, match=said):
+            await anext(events)
+        assert await read(events) == []
+    assert (engine.stats.forwards, engine.stats.waiting, engine.stats.failed) == (0, 0, 0)
 
 
-def test_options_are_checked():
+@asynchronous
+async def test_options_are_checked():
     model = random_model("llada")
     for bad in ({"batch_size": 0}, {"slots": 0}, {"max_waiting": -1}, {"max_waiting": 1.5}):
         (name,) = bad
         with pytest.raises(InputError, match=f"{name} must be a whole number of at least"):
             decode.AsyncEngine(model, **bad)
-
-    async def main():
-        async with decode.AsyncEngine(model) as engine:
-            with pytest.raises(InputError, match="raw must be true or false, got 1"):
-                await anext(engine.generate("a", LONG, raw=1))
-            with pytest.raises(InputError, match="finish must be true or false, got 1"):
-                await engine.close(finish=1)
-
-    run(main())
+    async with decode.AsyncEngine(model) as engine:
+        with pytest.raises(InputError, match="raw must be true or false, got 1"):
+            await anext(engine.generate("a", LONG, raw=1))
+        with pytest.raises(InputError, match="finish must be true or false, got 1"):
+            await engine.close(finish=1)
 
 
 def test_options_of_the_engine_reach_it():
@@ -243,15 +244,12 @@ def test_options_of_the_engine_reach_it():
         ([9, POISON], LONG, NonFiniteLogitsError, "NaN or infinite logits at forward 1"),
     ],
 )
-def test_a_request_fails_alone(prompt, decoder, kind, said):
+@asynchronous
+async def test_a_request_fails_alone(prompt, decoder, kind, said):
     model = poisoned_model()
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=3) as engine:
-            jobs = [(PROMPT, LONG), (prompt, decoder), ([12, 13], DECODERS[1])]
-            return await asyncio.gather(*(ask(engine, *job) for job in jobs)), engine
-
-    (first, bad, third), engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=3) as engine:
+        jobs = [(PROMPT, LONG), (prompt, decoder), ([12, 13], DECODERS[1])]
+        first, bad, third = await asyncio.gather(*(ask(engine, *job) for job in jobs))
     same(first, alone(model))
     same(third, alone(model, DECODERS[1], [12, 13]))
     assert type(bad[-1].error) is kind and said in str(bad[-1].error)
@@ -279,20 +277,17 @@ def test_event_loops_in_several_threads():
             same(events, alone(model, decoder, prompt))
 
 
-def test_a_reader_who_never_reads_holds_up_nobody():
+@asynchronous
+async def test_a_reader_who_never_reads_holds_up_nobody():
     model = random_model("llada")
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=2) as engine:
-            never = engine.generate(PROMPT, LONG)
-            events = [await anext(never)]
-            jobs = [([12 + i], DECODERS[0]) for i in range(6)]
-            found = await asyncio.gather(*(ask(engine, *job) for job in jobs))
-            await engine.close()
-            assert engine.stats.finished == 7
-            return jobs, found, events + await read(never)
-
-    jobs, found, late = run(main())
+    async with decode.AsyncEngine(model, batch_size=2) as engine:
+        never = engine.generate(PROMPT, LONG)
+        events = [await anext(never)]
+        jobs = [([12 + i], DECODERS[0]) for i in range(6)]
+        found = await asyncio.gather(*(ask(engine, *job) for job in jobs))
+        await engine.close()
+        assert engine.stats.finished == 7
+        jobs, found, late = jobs, found, events + await read(never)
     for events, (prompt, decoder) in zip(found, jobs, strict=True):
         same(events, alone(model, decoder, prompt))
     same(late, alone(model))
@@ -369,21 +364,18 @@ async def leave_by_closing_beside_the_reader(events, reached):
 @pytest.mark.parametrize(
     "way", [leave_by_break, leave_by_cancelled_task, leave_by_closing_beside_the_reader]
 )
-def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way):
+@asynchronous
+async def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way):
     """One request at a time fits, and the first one would take 40 forwards."""
     model, gate = gated
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=1, slots=50) as engine:
-            reached = asyncio.Event()
-            gate.let(1)
-            await way(partial(engine.generate, PROMPT, LONG), reached)
-            assert reached.is_set()
-            second = ask(engine, [12, 13])
-            gate.open()
-            return await second, engine
-
-    events, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=1, slots=50) as engine:
+        reached = asyncio.Event()
+        gate.let(1)
+        await way(partial(engine.generate, PROMPT, LONG), reached)
+        assert reached.is_set()
+        second = ask(engine, [12, 13])
+        gate.open()
+        events = await second
     same(events, alone(model, LONG, [12, 13]))
     stats = engine.stats
     assert (stats.finished, stats.cancelled, stats.running, stats.waiting) == (1, 1, 0, 0)
@@ -391,53 +383,48 @@ def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way):
     assert is_empty(engine)
 
 
-def test_leaving_before_the_first_event_cancels(gated, instantly):
+@asynchronous
+async def test_leaving_before_the_first_event_cancels(gated, instantly):
     model, gate = gated
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=1) as engine:
-            first, waits = ask(engine), ask(engine)
-            await turns()
-            waits.cancel()
-            never_read = engine.generate(PROMPT, LONG)
-            await never_read.aclose()
-            assert await read(never_read) == []
-            gate.open()
-            return await first, engine
-
-    events, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=1) as engine:
+        first, waits = ask(engine), ask(engine)
+        await turns()
+        waits.cancel()
+        never_read = engine.generate(PROMPT, LONG)
+        await never_read.aclose()
+        assert await read(never_read) == []
+        gate.open()
+        events = await first
     same(events, alone(model))
     assert (engine.stats.cancelled, engine.stats.finished, engine.stats.forwards) == (1, 1, 40)
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_leaving_while_the_prompt_is_prepared_gives_the_place_back(monkeypatch, closed):
+@asynchronous
+async def test_leaving_while_the_prompt_is_prepared_gives_the_place_back(monkeypatch, closed):
     model, preparing = random_model("llada"), Preparing(monkeypatch)
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=1, max_waiting=0) as engine:
-            events = engine.generate(PROMPT, LONG)
-            task = asyncio.create_task(anext(events, None))
-            await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
-            assert engine.stats.waiting == 1
-            with pytest.raises(decode.QueueFullError):
-                await anext(engine.generate(PROMPT, LONG))
-            if closed:
-                await events.aclose()
-                preparing.go_on.set()
-                assert await task is None
-            else:
-                task.cancel()
-                preparing.go_on.set()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-        assert (engine.stats.running, engine.stats.waiting, engine.stats.finished) == (0, 0, 0)
-        assert engine.stats.cancelled == closed
-
-    run(main())
+    async with decode.AsyncEngine(model, batch_size=1, max_waiting=0) as engine:
+        events = engine.generate(PROMPT, LONG)
+        task = asyncio.create_task(anext(events, None))
+        await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
+        assert engine.stats.waiting == 1
+        with pytest.raises(decode.QueueFullError):
+            await anext(engine.generate(PROMPT, LONG))
+        if closed:
+            await events.aclose()
+            preparing.go_on.set()
+            assert await task is None
+        else:
+            task.cancel()
+            preparing.go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert (engine.stats.running, engine.stats.waiting, engine.stats.finished) == (0, 0, 0)
+    assert engine.stats.cancelled == closed
 
 
-def test_random_leaving_leaves_the_others_as_they_were():
+@asynchronous
+async def test_random_leaving_leaves_the_others_as_they_were():
     model, draw = random_model("llada"), random.Random(1)
     jobs = []
     for _ in range(60):
@@ -452,16 +439,13 @@ def test_random_leaving_leaves_the_others_as_they_were():
                 return None
         return found
 
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=5, slots=150) as engine:
-            tasks = [asyncio.create_task(consume(engine, *job)) for job in jobs]
-            for task, (_, _, most) in zip(tasks, jobs, strict=True):
-                if most == 0:
-                    task.cancel()
-                await asyncio.sleep(0)
-            return await asyncio.gather(*tasks, return_exceptions=True), engine
-
-    found, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=5, slots=150) as engine:
+        tasks = [asyncio.create_task(consume(engine, *job)) for job in jobs]
+        for task, (_, _, most) in zip(tasks, jobs, strict=True):
+            if most == 0:
+                task.cancel()
+            await asyncio.sleep(0)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
     for events, (prompt, decoder, most) in zip(found, jobs, strict=True):
         if most is None:
             same(events, alone(model, decoder, prompt))
@@ -470,7 +454,8 @@ def test_random_leaving_leaves_the_others_as_they_were():
     assert stats.finished >= sum(most is None for _, _, most in jobs)
 
 
-def test_a_loop_that_is_closed_leaves(gated):
+@asynchronous
+async def test_a_loop_that_is_closed_leaves(gated):
     """Its requests are cancelled; those of another loop go on."""
     model, gate = gated
     engine = decode.AsyncEngine(model, batch_size=2)
@@ -479,13 +464,11 @@ def test_a_loop_that_is_closed_leaves(gated):
     left.run_until_complete(anext(events))
     left.close()  # and `events` is still held
 
-    async def main():
-        gate.open()
-        found = await ask(engine)
-        await engine.close()
-        return found
-
-    same(run(main()), alone(model))
+    gate.open()
+    found = await ask(engine)
+    await engine.close()
+    found = found
+    same(found, alone(model))
     assert (engine.stats.cancelled, engine.stats.finished) == (1, 1) and is_empty(engine)
     del events
 
@@ -493,97 +476,86 @@ def test_a_loop_that_is_closed_leaves(gated):
 # Waiting.
 
 
-def test_a_full_queue_refuses_at_once(gated, instantly):
+@asynchronous
+async def test_a_full_queue_refuses_at_once(gated, instantly):
     model, gate = gated
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=2, max_waiting=1) as engine:
-            tasks = [ask(engine) for _ in range(3)]
-            await turns()
-            for _ in range(2):
-                with pytest.raises(decode.QueueFullError, match="is full: 1 requests wait") as info:
-                    await ask(engine)
-                assert info.value.waiting == 1
-            gate.let(3)
-            while engine.stats.running < 2:
-                await asyncio.sleep(0)
-            assert (engine.stats.waiting, engine.stats.refused) == (1, 2)
-            gate.open()
-            return [*await asyncio.gather(*tasks), await ask(engine)], engine
-
-    found, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=2, max_waiting=1) as engine:
+        tasks = [ask(engine) for _ in range(3)]
+        await turns()
+        for _ in range(2):
+            with pytest.raises(decode.QueueFullError, match="is full: 1 requests wait") as info:
+                await ask(engine)
+            assert info.value.waiting == 1
+        gate.let(3)
+        while engine.stats.running < 2:
+            await asyncio.sleep(0)
+        assert (engine.stats.waiting, engine.stats.refused) == (1, 2)
+        gate.open()
+        found = [*await asyncio.gather(*tasks), await ask(engine)]
     for events in found:
         same(events, alone(model))
     assert (engine.stats.finished, engine.stats.refused) == (4, 2)
 
 
-def test_a_request_waits_for_slots(gated, instantly):
+@asynchronous
+async def test_a_request_waits_for_slots(gated, instantly):
     """There is room in the batch, and none in the cache, until all that had some have left."""
     model, gate = gated
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=4, slots=50, max_waiting=1) as engine:
-            first = engine.generate(PROMPT, LONG)
-            gate.let(1)
-            await anext(first)
-            second = ask(engine)
-            await turns()
-            gate.let(2)
-            await anext(first)
-            await anext(first)  # the second forward may have begun before it came
-            assert (engine.stats.running, engine.stats.waiting) == (1, 1)
-            with pytest.raises(decode.QueueFullError, match="1 requests wait"):
-                await ask(engine)
-            second.cancel()
-            await turns()
-            await first.aclose()
-            gate.open()
-            while engine.stats.cancelled < 2:
-                await asyncio.sleep(0)
-            return await ask(engine)
-
-    same(run(main()), alone(model))
+    async with decode.AsyncEngine(model, batch_size=4, slots=50, max_waiting=1) as engine:
+        first = engine.generate(PROMPT, LONG)
+        gate.let(1)
+        await anext(first)
+        second = ask(engine)
+        await turns()
+        gate.let(2)
+        await anext(first)
+        await anext(first)  # the second forward may have begun before it came
+        assert (engine.stats.running, engine.stats.waiting) == (1, 1)
+        with pytest.raises(decode.QueueFullError, match="1 requests wait"):
+            await ask(engine)
+        second.cancel()
+        await turns()
+        await first.aclose()
+        gate.open()
+        while engine.stats.cancelled < 2:
+            await asyncio.sleep(0)
+        found = await ask(engine)
+    same(found, alone(model))
 
 
-def test_without_a_queue_there_is_still_room_in_the_batch():
+@asynchronous
+async def test_without_a_queue_there_is_still_room_in_the_batch():
     """Also after all have left in the middle."""
-
-    async def main():
-        options = {"batch_size": 1, "slots": 50, "max_waiting": 0}
-        async with decode.AsyncEngine(random_model("llada"), **options) as engine:
-            for _ in range(3):
-                async for _ in engine.generate(PROMPT, LONG):
-                    break
-                while engine.stats.running:
-                    await asyncio.sleep(0)
-                await ask(engine)
-            return engine
-
-    assert run(main()).stats.refused == 0
+    options = {"batch_size": 1, "slots": 50, "max_waiting": 0}
+    async with decode.AsyncEngine(random_model("llada"), **options) as engine:
+        for _ in range(3):
+            async for _ in engine.generate(PROMPT, LONG):
+                break
+            while engine.stats.running:
+                await asyncio.sleep(0)
+            await ask(engine)
+    assert engine.stats.refused == 0
 
 
 # Failing.
 
 
-def test_an_error_of_the_model_ends_those_that_run_and_the_rest_goes_on(gated, instantly):
+@asynchronous
+async def test_an_error_of_the_model_ends_those_that_run_and_the_rest_goes_on(gated, instantly):
     model, gate = gated
-
-    async def main():
-        async with decode.AsyncEngine(model, batch_size=2) as engine:
-            first = engine.generate(PROMPT, LONG)
-            gate.let(1)
-            await anext(first)
-            tasks = [ask(engine) for _ in range(4)]
-            await turns()
-            gate.error = MemoryError("too large")
-            gate.let(1)
-            (last,) = await read(first)
-            assert gate.activations() is None  # though the error is held, and its traceback
-            gate.error = None
-            gate.open()
-            return last, await asyncio.gather(*tasks), engine
-
-    last, others, engine = run(main())
+    async with decode.AsyncEngine(model, batch_size=2) as engine:
+        first = engine.generate(PROMPT, LONG)
+        gate.let(1)
+        await anext(first)
+        tasks = [ask(engine) for _ in range(4)]
+        await turns()
+        gate.error = MemoryError("too large")
+        gate.let(1)
+        (last,) = await read(first)
+        assert gate.activations() is None  # though the error is held, and its traceback
+        gate.error = None
+        gate.open()
+        others = await asyncio.gather(*tasks)
     assert type(last.error) is RequestError
     assert "MemoryError: too large" in str(last.error)
     assert isinstance(last.error.__cause__, MemoryError)
@@ -595,130 +567,116 @@ def test_an_error_of_the_model_ends_those_that_run_and_the_rest_goes_on(gated, i
     assert engine.stats.failed == 1 + len(failed) and is_empty(engine)
 
 
-def test_a_device_that_is_gone_closes_the_engine(gated, instantly):
+@asynchronous
+async def test_a_device_that_is_gone_closes_the_engine(gated, instantly):
     """After an error that nothing can be done about, cleaning up raises too."""
     model, gate = gated
+    engine = decode.AsyncEngine(model, batch_size=1)
 
-    async def main():
-        engine = decode.AsyncEngine(model, batch_size=1)
+    def clear(*arguments):
+        raise OSError("device lost")
 
-        def clear(*arguments):
-            raise OSError("device lost")
-
-        engine._engine.cache.clear = clear
-        tasks = [ask(engine) for _ in range(3)]
-        await turns()
-        gate.error = MemoryError("too large")
-        gate.let(1)
-        for task in tasks:
-            with pytest.raises(EngineClosedError, match="has stopped: OSError: device lost"):
-                await task
-        with pytest.raises(EngineClosedError, match="has stopped: OSError") as info:
-            await ask(engine)
-        assert isinstance(info.value.__cause__, OSError)
-        await engine.close()
-        assert (engine.stats.failed, engine.stats.running, engine.stats.waiting) == (3, 0, 0)
-
-    run(main())
+    engine._engine.cache.clear = clear
+    tasks = [ask(engine) for _ in range(3)]
+    await turns()
+    gate.error = MemoryError("too large")
+    gate.let(1)
+    for task in tasks:
+        with pytest.raises(EngineClosedError, match="has stopped: OSError: device lost"):
+            await task
+    with pytest.raises(EngineClosedError, match="has stopped: OSError") as info:
+        await ask(engine)
+    assert isinstance(info.value.__cause__, OSError)
+    await engine.close()
+    assert (engine.stats.failed, engine.stats.running, engine.stats.waiting) == (3, 0, 0)
 
 
 # Closing.
 
 
-def test_close_finishes_what_runs_and_waits(gated, instantly):
+@asynchronous
+async def test_close_finishes_what_runs_and_waits(gated, instantly):
     model, gate = gated
-
-    async def main():
-        engine = decode.AsyncEngine(model, batch_size=2)
-        tasks = [ask(engine) for _ in range(5)]
-        await turns()
-        closing = asyncio.create_task(engine.close())
-        await turns()
-        await refused(engine)
-        gate.open()
-        await closing
-        assert not engine._thread.is_alive()
-        await refused(engine)
-        await engine.close()
-        return await asyncio.gather(*tasks), engine
-
-    found, engine = run(main())
+    engine = decode.AsyncEngine(model, batch_size=2)
+    tasks = [ask(engine) for _ in range(5)]
+    await turns()
+    closing = asyncio.create_task(engine.close())
+    await turns()
+    await refused(engine)
+    gate.open()
+    await closing
+    assert not engine._thread.is_alive()
+    await refused(engine)
+    await engine.close()
+    found = await asyncio.gather(*tasks)
     for events in found:
         same(events, alone(model))
     assert (engine.stats.finished, engine.stats.refused) == (5, 2)
 
 
-def test_close_cancels_where_asked(gated, instantly):
+@asynchronous
+async def test_close_cancels_where_asked(gated, instantly):
     """Also what it was asked to finish before."""
     model, gate = gated
-
-    async def main():
-        engine = decode.AsyncEngine(model, batch_size=2)
-        first = engine.generate(PROMPT, LONG)
-        gate.let(1)
-        await anext(first)
-        tasks = [ask(engine) for _ in range(3)]
-        await turns()
-        finishing = asyncio.create_task(engine.close())
-        await turns()
-        closing = asyncio.create_task(engine.close(finish=False))
-        await turns()
-        gate.let(2)  # the forward under way, and one that may have begun after it
-        await closing
-        await finishing
-        assert not engine._thread.is_alive()
+    engine = decode.AsyncEngine(model, batch_size=2)
+    first = engine.generate(PROMPT, LONG)
+    gate.let(1)
+    await anext(first)
+    tasks = [ask(engine) for _ in range(3)]
+    await turns()
+    finishing = asyncio.create_task(engine.close())
+    await turns()
+    closing = asyncio.create_task(engine.close(finish=False))
+    await turns()
+    gate.let(2)  # the forward under way, and one that may have begun after it
+    await closing
+    await finishing
+    assert not engine._thread.is_alive()
+    with pytest.raises(EngineClosedError, match="the engine is closed"):
+        await read(first)
+    for task in tasks:
         with pytest.raises(EngineClosedError, match="the engine is closed"):
-            await read(first)
-        for task in tasks:
-            with pytest.raises(EngineClosedError, match="the engine is closed"):
-                await task
-        assert await read(first) == []
-        await refused(engine)
-        assert (engine.stats.cancelled, engine.stats.running, engine.stats.waiting) == (4, 0, 0)
-
-    run(main())
+            await task
+    assert await read(first) == []
+    await refused(engine)
+    assert (engine.stats.cancelled, engine.stats.running, engine.stats.waiting) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("finish", [True, False])
-def test_closing_while_a_prompt_is_prepared(monkeypatch, finish):
+@asynchronous
+async def test_closing_while_a_prompt_is_prepared(monkeypatch, finish):
     """It has its place: it is finished, or told."""
     model, preparing = random_model("llada"), Preparing(monkeypatch)
-
-    async def main():
-        engine = decode.AsyncEngine(model)
-        task = ask(engine)
-        await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
-        closing = asyncio.create_task(engine.close(finish=finish))
-        if not finish:
-            await closing
-        await turns()
-        preparing.go_on.set()
-        if finish:
-            same(await task, alone(model))
-        else:
-            with pytest.raises(EngineClosedError, match="the engine is closed"):
-                await task
+    engine = decode.AsyncEngine(model)
+    task = ask(engine)
+    await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
+    closing = asyncio.create_task(engine.close(finish=finish))
+    if not finish:
         await closing
-        assert engine.stats.waiting == 0
+    await turns()
+    preparing.go_on.set()
+    if finish:
+        same(await task, alone(model))
+    else:
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            await task
+    await closing
+    assert engine.stats.waiting == 0
 
-    run(main())
 
-
-def test_an_exception_inside_async_with_cancels(gated):
+@asynchronous
+async def test_an_exception_inside_async_with_cancels(gated):
     model, gate = gated
 
-    async def main():
-        with pytest.raises(KeyError):
-            async with decode.AsyncEngine(model) as engine:
-                events = engine.generate(PROMPT, LONG)
-                gate.let(1)
-                await anext(events)
-                gate.let(2)
-                raise KeyError
-        assert engine.stats.cancelled == 1
-        assert not engine._thread.is_alive()
-
-    run(main())
+    with pytest.raises(KeyError):
+        async with decode.AsyncEngine(model) as engine:
+            events = engine.generate(PROMPT, LONG)
+            gate.let(1)
+            await anext(events)
+            gate.let(2)
+            raise KeyError
+    assert engine.stats.cancelled == 1
+    assert not engine._thread.is_alive()
 
 
 def test_an_engine_that_is_forgotten_ends_its_thread():

@@ -196,29 +196,6 @@ def test_a_cache_policy_is_exact_where_rows_do_not_look_on(family, mask):
         assert exact.forwards == prefix.forwards == dual.forwards
 
 
-STUDENT = replace(SHIFTED, objective="d2f", block_size=4)
-
-
-@pytest.mark.parametrize(
-    ("contract", "tokens", "read", "sees"),
-    [
-        (SHIFTED, [6, MASK, 9, MASK], [3, 4, 8, 10],
-         [[0, 3, 4, 5, 6, 7, 9, 10]] * 2 + [[0, 1, 4, 5, 6, 7, 11, 12]] * 2),
-        # No mask where the row before does not see the position.
-        (STUDENT, [6, 9, MASK], [4, 5, 6, 7][:0], [[0, 9]] + [[0, 1, 4, 5, 11, 12]] * 2),
-    ],
-)  # fmt: skip
-def test_a_shifted_family_reads_copies_of_the_rows_before(contract, tokens, read, sees):
-    session = wino(4, contract, max_new_tokens=6)
-    session.accept(told(session.step(), [0.9, 0.9, 0.1, 0.1]))
-    step = session.step()  # positions 2 and 3 are decided; scratch slots from 9 on
-    count = len(tokens)
-    assert step.tokens[-count:].tolist() == tokens
-    assert not read or step.read.tolist() == read
-    seen = spans_as_mask(step.spans, session.slots)[-count:]
-    assert [np.flatnonzero(row).tolist() for row in seen] == sees
-
-
 @pytest.mark.parametrize("contract", [CONTRACT, SHIFTED])
 def test_with_leakage_a_shadow_sees_the_token_that_it_verifies_and_nothing_else_more(contract):
     seen = []
