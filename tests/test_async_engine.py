@@ -454,8 +454,7 @@ async def test_random_leaving_leaves_the_others_as_they_were():
     assert stats.finished >= sum(most is None for _, _, most in jobs)
 
 
-@asynchronous
-async def test_a_loop_that_is_closed_leaves(gated):
+def test_a_loop_that_is_closed_leaves(gated):
     """Its requests are cancelled; those of another loop go on."""
     model, gate = gated
     engine = decode.AsyncEngine(model, batch_size=2)
@@ -464,11 +463,13 @@ async def test_a_loop_that_is_closed_leaves(gated):
     left.run_until_complete(anext(events))
     left.close()  # and `events` is still held
 
-    gate.open()
-    found = await ask(engine)
-    await engine.close()
-    found = found
-    same(found, alone(model))
+    async def main():
+        gate.open()
+        found = await ask(engine)
+        await engine.close()
+        return found
+
+    same(run(main()), alone(model))
     assert (engine.stats.cancelled, engine.stats.finished) == (1, 1) and is_empty(engine)
     del events
 
