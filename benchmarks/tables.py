@@ -33,7 +33,7 @@ class Summary:
 
     speeds: a row for each workload, concurrency and entry; throughput counts visible tokens a
     second of all requests together, the median repetition. accuracies: a row for each workload and
-    entry. failures: entries with failed requests. It is the results.json of `d2f compare`.
+    entry. failures: entries with failed requests. It is the summary.json of `d2f compare`.
     """
 
     about: dict[str, Any]

@@ -20,7 +20,7 @@ from d2f.errors import InputError
 from d2f.files import locked
 from d2f.flags import Verbose, parse_known
 from d2f.quiet import quiet
-from decode.cli import require_matplotlib
+from decode.cli import require_extra, require_matplotlib
 from decode.display import ShownProgress, standard_output
 from decode.ledger import Ledger, check_folder
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from decode.compare.client import Run
     from decode.compare.config import CompareConfig, Workload
     from decode.compare.entries import Contestant
-    from decode.compare.report import ComparisonReport
+    from decode.compare.report import Report
     from decode.compare.results import Record
 
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Options:
     """Compare decoders of this project with an autoregressive model served by vLLM (or any OpenAI-
     compatible endpoint) and with transformers' generate: the same prompts, the same stopping rules,
-    the same checker, greedy. Print a table and write results.json, report.md, figures and
+    the same checker, greedy. Print a table and write summary.json, report.md, figures and
     measurements.jsonl (every raw measurement) into the configuration's `output`.
 
     Every key of the configuration can be given: --concurrency '[1, 4]' --problems 16, and a key of
@@ -70,24 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = run(config, f"{program(usual)} {shlex.join(given)}", verbose=options.verbose)
     for found in report.failures:
         say(
-            f"error: {found.workload}: {found.failed} of {found.requests} requests of "
-            f"{found.entry} failed, it is not ranked, e.g. {found.example}"
+            "error: {workload}: {failed} of {requests} requests of {entry} failed, it is not "
+            "ranked, e.g. {example}".format(**found)
         )
     return FAILED if report.failures else DONE
 
 
-def run(config: CompareConfig, command: str, *, verbose: bool = False) -> ComparisonReport:
+def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report:
     """Measure what the configuration says, write the report, return it.
 
     verbose: the entries' processes show what the libraries underneath say, too. Raises InputError
     for bad input before any work, and where an entry failed; the report then holds what was
     measured until then, as it does after an interrupt.
     """
+    require_extra("compare", "a comparison", "openai")
     with locked(check_folder(config.output)) as folder:
         return _run(config, command, folder, verbose)
 
 
-def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> ComparisonReport:
+def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Report:
     from decode.compare.config import Endpoint, identity, make_workloads
     from decode.compare.entries import check_entries, make_ready
     from decode.compare.local import tokenizer_of
@@ -111,9 +112,8 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Co
         steps = plan(config, workloads, ledger.rows)
         try:
             if steps:
-                logs = folder / "logs"
                 contestants = make_ready(
-                    config, workloads, logs, stack, verbose=verbose, say=display.say
+                    config, workloads, folder / "logs", stack, verbose=verbose, say=display.say
                 )
                 start = time.strftime("%Y-%m-%d %H:%M:%S %z")
                 facts = {name: contestant.facts for name, contestant in contestants.items()}
@@ -166,9 +166,9 @@ def _about(config: CompareConfig, command: str, tokenizer: str) -> dict[str, Any
 
 def write_report(
     about: dict[str, Any], rows: Sequence[dict[str, Any]], folder: Path, figures: bool
-) -> ComparisonReport:
+) -> Report:
     """Make the report of a ledger's rows, and write it if anything was measured."""
-    from decode.compare.report import ComparisonReport, draw
+    from decode.compare.report import Report, draw
     from decode.compare.results import Record
 
     for row in rows:
@@ -177,7 +177,7 @@ def write_report(
             for name, facts in row["entries"].items():
                 about["entries"][name] |= facts
     records = [Record.from_json(run) for row in rows for run in row.get("runs", ())]
-    report = ComparisonReport.of(about, records)
+    report = Report.of(about, records)
     if records:
         report.save(folder)
         if figures:
@@ -262,17 +262,9 @@ def measure(
                 _check(name, contestant.run(workload, warm, concurrency))
             run = contestant.run(workload, step.count, concurrency)
             _check(name, run)
-            records.append(
-                judge(
-                    run,
-                    workload,
-                    counter,
-                    entry=name,
-                    concurrency=concurrency,
-                    repetition=step.repetition,
-                )
-            )
-            display.say(f"{where}: {name}: {_summary(records[-1])}")
+            record = judge(run, workload, counter, name, concurrency, step.repetition)
+            records.append(record)
+            display.say(f"{where}: {name}: {_summary(record)}")
         ledger.add({"id": step.id, "runs": [record.to_json() for record in records]})
 
 
@@ -289,19 +281,19 @@ def _check(entry: str, run: Run) -> None:
 
 def _summary(record: Record) -> str:
     """Say in a line how a run went."""
-    errors = [answer.error for answer in record.answers if answer.error is not None]
-    note = f", {len(errors)} of {len(record.answers)} failed, e.g. {errors[0]}" if errors else ""
+    errors, count = record.errors, len(record.answers)
+    note = f", {len(errors)} of {count} failed, e.g. {errors[0]}" if errors else ""
     if record.repetition is None:
-        right = sum(bool(answer.right) for answer in record.answers)
-        return f"{right} of {len(record.answers)} right{note}"
+        return f"{sum(bool(answer.right) for answer in record.answers)} of {count} right{note}"
     return f"{record.tokens / record.seconds:,.0f} tokens/s{note}"
 
 
-def show(report: ComparisonReport, folder: Path) -> None:
+def show(report: Report, folder: Path) -> None:
     """Print the speeds, who won, and where the rest is."""
     for workload in report.workloads:
-        print("\n".join(["", workload, *report.speed_table(workload), *report.verdict(workload)]))
-    print(f"report.md, results.json, measurements.jsonl and figures: {folder}")
+        table = report.speed_table(workload, brief=True)
+        print("\n".join(["", workload, *table, *report.verdict(workload)]))
+    print(f"report.md, summary.json, measurements.jsonl and figures: {folder}")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,6 @@ class Client:
         self,
         prompts: Sequence[list[int] | str],
         concurrency: int,
-        *,
         max_new_tokens: int,
         stop: tuple[str, ...],
     ) -> Run:

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from d2f.config import (
     Name,
@@ -26,7 +26,6 @@ from d2f.config import (
     check,
     override,
     read_mapping,
-    shown,
 )
 from d2f.errors import InputError
 from d2f.models import resolve
@@ -53,7 +52,18 @@ class Entry(Section):
     """Folder, hub name or bundled name."""
 
 
-class Ours(Entry):
+class Local(Entry):
+    """The keys of both kinds that run in a process of this command."""
+
+    dtype: Dtype | None = None
+    """Default: float32 on a CPU, bfloat16 elsewhere."""
+    device: Device | None = None
+    """Default: CUDA where there is one."""
+    threads: Threads | None = None
+    """Of a forward on a CPU. Default: torch's."""
+
+
+class Ours(Local):
     """A decoder of this project."""
 
     kind: Literal["ours"]
@@ -61,7 +71,9 @@ class Ours(Entry):
     shares: Text | None = None
     """An earlier entry of this kind whose process and model it uses; the memory that is measured
     is then that of all. Entries of one sweep share."""
-    sweep: dict[str, tuple[Any, ...]] = Field(default_factory=dict)  # empty once read
+    sweep: Annotated[
+        dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]], Field(max_length=1)
+    ] = Field(default_factory=dict)  # empty once read
     """Values of one option: the entry becomes one for each, named NAME OPTION VALUE, a line of the
     figures together."""
     series: Text | None = None
@@ -72,10 +84,6 @@ class Ours(Entry):
     """Weights in few bits, as `--quantize` takes it; the adapter is merged first."""
     family: Text | None = None
     """Default: what the checkpoint says."""
-    dtype: Dtype | None = None
-    """Default: float32 on a CPU, bfloat16 elsewhere."""
-    device: Device | None = None
-    """Default: CUDA where there is one."""
     config: Text | None = None
     """A YAML of decoder options, by path or name as `decode.pipeline --config` takes; `{task}` in
     it is replaced."""
@@ -90,22 +98,14 @@ class Ours(Entry):
     max_rows: Annotated[int, Field(ge=1, le=10**6)] | None = None
     """Rows that one forward should have, which bounds how wide lossless decoders speculate;
     default: a constant for the kind of device."""
-    threads: Threads | None = None
-    """Of a forward on a CPU. Default: torch's."""
 
 
-class Transformers(Entry):
+class Transformers(Local):
     """`generate` of transformers, greedy, in static batches of the concurrency, as published
     figures use it: no request enters before the whole batch is done."""
 
     kind: Literal["transformers"]
     """Which kind of entry this is."""
-    dtype: Dtype | None = None
-    """Default: float32 on a CPU, bfloat16 elsewhere."""
-    device: Device | None = None
-    """Default: CUDA where there is one."""
-    threads: Threads | None = None
-    """Default: torch's."""
 
 
 class Served(Entry):
@@ -223,6 +223,11 @@ class CompareConfig(Section):
     figures: Switch = True
     """Draw them."""
 
+    @field_validator("entries")
+    @classmethod
+    def _write_out_sweeps(cls, entries: tuple[AnyEntry, ...]) -> tuple[AnyEntry, ...]:
+        return tuple(one for entry in entries for one in _expand(entry))
+
     @model_validator(mode="after")
     def _consistent(self) -> CompareConfig:
         names = [entry.name for entry in self.entries]
@@ -254,6 +259,22 @@ class CompareConfig(Section):
         return next((e for e in self.entries if e.name == self.baseline), self.entries[0])
 
 
+def _expand(entry: AnyEntry) -> list[AnyEntry]:
+    """Write out an entry that sweeps an option: one entry for each value."""
+    if not isinstance(entry, Ours) or not entry.sweep:
+        return [entry]
+    ((option, values),) = entry.sweep.items()
+    names = [f"{entry.name} {option} {'none' if value is None else value}" for value in values]
+    found: list[AnyEntry] = []
+    for name, value in zip(names, values, strict=True):
+        own = {"name": name, "series": entry.name, "sweep": {}}
+        own["options"] = entry.options | {option: value}
+        if found:  # the first value's entry has the process, the others use its model
+            own["shares"] = entry.shares or names[0]
+        found.append(entry.model_copy(update=own))
+    return found
+
+
 def _check_shares(entry: Ours | Vllm, before: Sequence[AnyEntry]) -> None:
     """Raise ValueError unless `shares` names an earlier entry with a process of the same model."""
     owners = [e for e in before if type(e) is type(entry) and getattr(e, "shares", None) is None]
@@ -279,40 +300,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     """
     values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides)
-    if isinstance(values.get("entries"), list):
-        # Before the check, so that each entry of a sweep is checked as if it were written out.
-        values["entries"] = [one for entry in values["entries"] for one in _expand(entry, path)]
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
         for task in config.chosen or (None,):
             if isinstance(entry, Ours):
                 _check_options(entry, task, config, path)
     return config
-
-
-def _expand(entry: Any, path: str | Path) -> list[Any]:
-    """Write out an entry that sweeps an option: one entry for each value."""
-    sweep = entry.get("sweep") if isinstance(entry, dict) else None
-    if not sweep:
-        return [entry]
-    values = next(iter(sweep.values())) if isinstance(sweep, dict) and len(sweep) == 1 else None
-    if not isinstance(values, list | tuple) or not values:
-        raise InputError(
-            f"{path}: {entry.get('name')}: sweep must have one option with a list of values, "
-            f"got {shown(sweep)}"
-        )
-    given = entry.get("options") or {}
-    if not isinstance(given, dict):
-        return [entry]  # which the check of all entries refuses
-    option, series = next(iter(sweep)), entry.get("name")
-    names = [f"{series} {option} {'none' if value is None else value}" for value in values]
-    # The first value's entry has the process, the others of the sweep use its model.
-    sharing = {"shares": entry.get("shares") or names[0]}
-    base = {key: value for key, value in entry.items() if key != "sweep"} | {"series": series}
-    return [
-        base | {"name": name, "options": given | {option: value}} | (sharing if place else {})
-        for place, (name, value) in enumerate(zip(names, values, strict=True))
-    ]
 
 
 def _check_options(entry: Ours, task: Task | None, config: CompareConfig, path: object) -> None:

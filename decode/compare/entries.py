@@ -7,8 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -19,7 +21,6 @@ from d2f.quantize import check_quantize
 from decode.cli import outline
 from decode.compare.client import NO_KEY, Client, Run, check_endpoint
 from decode.compare.config import (
-    AnyEntry,
     CompareConfig,
     Endpoint,
     Ours,
@@ -28,7 +29,6 @@ from decode.compare.config import (
     Workload,
 )
 from decode.compare.local import (
-    LocalContestant,
     Worker,
     encode_all,
     peak_bytes,
@@ -39,17 +39,17 @@ from decode.compare.local import (
 from decode.compare.server import VllmServer, check_python
 
 
-class Contestant(Protocol):
-    """An entry that can be measured. facts: what the report says of it."""
+@dataclass(frozen=True)
+class Contestant:
+    """An entry that can be measured.
+
+    facts: what the report says of it.
+    run: answers the first prompts of a workload, so many, at a concurrency. It raises InputError
+        where the entry itself has failed, not where a request has.
+    """
 
     facts: dict[str, Any]
-
-    @property
-    def entry(self) -> AnyEntry: ...
-
-    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
-        """Answer the first `count` prompts of a workload at a concurrency. Raises InputError where
-        the entry itself has failed, not where a request has."""
+    run: Callable[[Workload, int, int], Run]
 
 
 # A server that the command starts, or an endpoint.
@@ -57,7 +57,7 @@ class Contestant(Protocol):
 DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
 
 
-class ServedContestant:
+class Served:
     """A server of ours or an endpoint. Prompts are sent as the token ids, or the text, that the
     model's own tokenizer and chat template give."""
 
@@ -69,9 +69,7 @@ class ServedContestant:
         workloads: list[Workload],
         server: VllmServer | None,
     ):
-        self.entry = entry
-        self.client = client
-        self.server = server
+        self.client, self.server = client, server
         self.ids = {w.name: encode_all(tokenizer, w, entry.name) for w in workloads}
         self.prompts: dict[str, list[Any]] = dict(self.ids)
         if entry.prompt_as == "text":
@@ -87,27 +85,28 @@ class ServedContestant:
             }
 
     def run(self, workload: Workload, count: int, concurrency: int) -> Run:
+        """Answer prompts; of a server of ours read the memory and count the forwards too."""
         # Asked anew for each run: which processes a server has is its own affair.
         pids = tree(self.server.pid) if self.server is not None else []
         reset_peak(pids)
-        run = self.client.run(
+        prompts, rules = (
             self.prompts[workload.name][:count],
-            concurrency,
-            max_new_tokens=workload.max_new_tokens,
-            stop=workload.stop,
+            (workload.max_new_tokens, workload.stop),
         )
-        if self.server is not None:
-            failed = any(answer.error for answer in run.answers)
-            # A failed request may be the first sign of a server that is dying: given a moment, the
-            # error is the server's, with its log.
-            self.server.check(DEATH_SECONDS if failed else 0.0)
-            run.peak_bytes = peak_bytes(pids)
-            if not any("specul" in argument for argument in self.server.command):
-                # Without speculation each token that the server counts took one forward.
-                for answer, ids in zip(run.answers, self.ids[workload.name], strict=False):
-                    if answer.own_tokens:
-                        answer.forwards = answer.own_tokens
-                        answer.rows = len(ids) + answer.own_tokens - 1
+        run = self.client.run(prompts, concurrency, *rules)
+        if self.server is None:
+            return run
+        # A failed request may be the first sign of a server that is dying: given a moment, the
+        # error is the server's, with its log.
+        failed = any(answer.error for answer in run.answers)
+        self.server.check(DEATH_SECONDS if failed else 0.0)
+        run.peak_bytes = peak_bytes(pids)
+        if not any("specul" in argument for argument in self.server.command):
+            # Without speculation each token that the server counts took one forward.
+            for answer, ids in zip(run.answers, self.ids[workload.name], strict=False):
+                if answer.own_tokens:
+                    answer.forwards = answer.own_tokens
+                    answer.rows = len(ids) + answer.own_tokens - 1
         return run
 
 
@@ -162,9 +161,11 @@ def make_ready(
             if owner not in workers:
                 # One process serves all entries that share its model, told of them at its start.
                 sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
-                worker = Worker([entry, *sharing], workloads, verbose)
-                workers[owner] = stack.enter_context(worker)
-            contestants[entry.name] = LocalContestant(workers[owner], entry)
+                started = Worker([entry, *sharing], workloads, verbose)
+                workers[owner] = stack.enter_context(started)
+            worker = workers[owner]
+            run = partial(worker.run, entry.name)
+            contestants[entry.name] = Contestant(worker.facts[entry.name], run)
             continue
         server = None
         if isinstance(entry, Vllm):
@@ -174,12 +175,13 @@ def make_ready(
                 log = logs / f"{entry.name.replace('/', '-').replace(' ', '-')}.log"
                 servers[owner] = stack.enter_context(VllmServer(entry, python, log))
             server = servers[owner]
-            url, model, key = server.url, owner, NO_KEY
+            url, model, key = f"{server.address}/v1", owner, NO_KEY
         else:
             url, model, key = entry.url.rstrip("/"), entry.model, _key(entry)
         tokenizer = tokenizer_of(entry.tokenizer if isinstance(entry, Endpoint) else entry.model)
         client = Client(entry, url, model, config.limits, config.retries, key)
-        contestants[entry.name] = ServedContestant(entry, client, tokenizer, workloads, server)
+        served = Served(entry, client, tokenizer, workloads, server)
+        contestants[entry.name] = Contestant(served.facts, served.run)
     return contestants
 
 

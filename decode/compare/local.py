@@ -274,17 +274,25 @@ class Worker:
 
     def __enter__(self) -> Worker:
         try:
-            self._pid = self.ask(os.getpid)
-            self.facts = self.ask(_load_runners, *self._load)
+            self._pid = self._ask(os.getpid)
+            self.facts = self._ask(_load_runners, *self._load)
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stop()
+        if self._pid is not None:  # it may be in the middle of a run
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+        self._pool.shutdown(cancel_futures=True)
 
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, name: str, workload: Workload, count: int, concurrency: int) -> Run:
+        """Answer the first prompts of a workload with the entry of that name."""
+        run: Run = self._ask(_run, name, workload.name, count, concurrency)
+        return run
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in the process and return what it returns."""
         try:
             return self._pool.submit(function, *arguments).result()
@@ -298,25 +306,6 @@ class Worker:
             said = str(error.__cause__ or repr(error)).strip('\n"')  # the traceback, as text
             raise InputError(f"entry {self.name} failed:\n{said}") from error
 
-    def stop(self) -> None:
-        if self._pid is not None:  # it may be in the middle of a run
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-        self._pool.shutdown(cancel_futures=True)
-
-
-class LocalContestant:
-    """One entry of a worker."""
-
-    def __init__(self, worker: Worker, entry: Local):
-        self.entry = entry
-        self.worker = worker
-        self.facts: dict[str, Any] = worker.facts[entry.name]
-
-    def run(self, workload: Workload, count: int, concurrency: int) -> Run:
-        run: Run = self.worker.ask(_run, self.entry.name, workload.name, count, concurrency)
-        return run
-
 
 # In the process itself.
 
@@ -326,13 +315,13 @@ _life = ExitStack()  # of what lasts as long as the process
 
 def _begin(verbose: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _life.enter_context(quiet(verbose))
 
 
-def _end_with(parent: Any) -> None:
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     parent.join()  # returns also where it was killed
     os._exit(1)
 

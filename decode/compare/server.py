@@ -1,5 +1,4 @@
-"""Start a server as a process, wait until it is healthy, end it with all that it started; and
-vLLM's server for one entry."""
+"""Start vLLM's server for an entry, wait until it is healthy, end it with all that it started."""
 
 from __future__ import annotations
 
@@ -11,10 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Self
 
 import httpx
 
@@ -33,36 +29,27 @@ class ServerError(InputError):
     """A server that died or never became healthy; quotes the end of its log."""
 
 
-class Server:
-    """A command that serves on `port`, as a context: healthy inside, stopped afterwards, also on an
-    interrupt.
+class VllmServer:
+    """`vllm serve MODEL` as a context: healthy inside, stopped afterwards, also on an interrupt."""
 
-    name: what errors call it. env: more of its environment. patience: seconds that it may take
-    until GET /health is answered with 200.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        command: list[str],
-        port: int,
-        log: Path,
-        *,
-        env: Mapping[str, str] = MappingProxyType({}),
-        patience: float = 120.0,
-    ):
-        self.name = name
-        self.command = command
-        self.port = port
-        self.log = log
-        self.env = dict(env)
-        self.patience = patience
+    def __init__(self, entry: Vllm, python: str, log: Path):
+        self.entry, self.log = entry, log
         self.startup_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        model, port = resolve(entry.model), free_port()
+        self.address = f"http://127.0.0.1:{port}"
+        # By the module that `vllm serve` runs, because the command itself asks for the metadata of
+        # a package named vllm, which vLLM's CPU package has not.
+        self.command = [
+            str(Path(python).absolute()),
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(Path(model).absolute()) if Path(model).is_dir() else model),
+            *("--served-model-name", entry.name),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", entry.dtype),
+            "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
+            *entry.args,
+        ]
 
     @property
     def pid(self) -> int:
@@ -70,7 +57,7 @@ class Server:
         assert self._process is not None
         return self._process.pid
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> VllmServer:
         began = time.monotonic()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
@@ -79,14 +66,19 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**users_environment(), **self.env},
+                env={**users_environment(), **self.entry.env},
                 # A session of its own: an interrupt in the terminal is for the command alone, and
                 # all of the server's processes are ended together.
                 start_new_session=True,
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         try:
-            self._wait(began + self.patience)
+            while self._get("/health") is None:
+                self.check()
+                if time.monotonic() > began + self.entry.startup_seconds:
+                    patience = f"{self.entry.startup_seconds:g} s"
+                    raise self._error(f"was not healthy after {patience}")
+                time.sleep(POLL_SECONDS)
         except BaseException:  # `__exit__` is not called for a context that was not entered
             self.stop()
             raise
@@ -101,9 +93,15 @@ class Server:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(patience)
-            raise ServerError(
-                f"{self.name}: the server ended with status {status}; {self._quote()}"
-            )
+            raise self._error(f"ended with status {status}")
+
+    def _error(self, what: str) -> ServerError:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        shown = "\n".join("    " + line for line in lines[-LOG_LINES_QUOTED:])
+        return ServerError(
+            f"entry {self.entry.name}: the server {what}; the end of its log, {self.log}:\n"
+            f"{shown or '    (empty)'}"
+        )
 
     def stop(self) -> None:
         """End every process of the server: asked first, killed after a while."""
@@ -122,61 +120,24 @@ class Server:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _wait(self, deadline: float) -> None:
-        while not self._is_healthy():
-            self.check()
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"{self.name}: the server was not healthy after {self.patience:g} s; "
-                    f"{self._quote()}"
-                )
-            time.sleep(POLL_SECONDS)
+    def version(self) -> str | None:
+        """Ask the server for vLLM's version."""
+        answer = self._get("/version")
+        with contextlib.suppress(AttributeError, ValueError, LookupError, TypeError):
+            return str(answer.json()["version"])  # type: ignore[union-attr]
+        return None
 
-    def _is_healthy(self) -> bool:
+    def _get(self, path: str) -> httpx.Response | None:
+        """GET a path beside /v1; None unless it is answered with 200."""
         with contextlib.suppress(httpx.HTTPError):
-            return self.get("/health").status_code == 200
-        return False
-
-    def get(self, path: str) -> httpx.Response:
-        """GET a path beside /v1. Raises httpx.HTTPError."""
-        return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=5, trust_env=False)
-
-    def _quote(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = "\n".join("    " + line for line in lines[-LOG_LINES_QUOTED:])
-        return f"the end of its log, {self.log}:\n{shown or '    (empty)'}"
+            answer = httpx.get(self.address + path, timeout=5, trust_env=False)
+            return answer if answer.status_code == 200 else None
+        return None
 
 
 def _end_with_parent() -> None:
     """Let the kernel end this process with the one that started it, also by kill -9 (Linux)."""
     _LIBC.prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-
-
-class VllmServer(Server):
-    """`vllm serve MODEL`: by the module that it runs, because the command itself asks for the
-    metadata of a package named vllm, which vLLM's CPU package has not."""
-
-    def __init__(self, entry: Vllm, python: str, log: Path):
-        self.entry = entry
-        model, port = resolve(entry.model), free_port()
-        command = [
-            str(Path(python).absolute()),
-            *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(Path(model).absolute()) if Path(model).is_dir() else model),
-            *("--served-model-name", entry.name),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", entry.dtype),
-            "--enable-prefix-caching" if entry.prefix_caching else "--no-enable-prefix-caching",
-            *entry.args,
-        ]
-        name, patience = f"entry {entry.name}", entry.startup_seconds
-        super().__init__(name, command, port, log, env=entry.env, patience=patience)
-
-    def version(self) -> str | None:
-        """Ask the server for vLLM's version."""
-        with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
-            return str(self.get("/version").json()["version"])
-        return None
 
 
 def check_python(entry: Vllm, python: str) -> None:

@@ -20,7 +20,7 @@ def ask(url, prompts, concurrency=1, *, stream=True, retries=2, stop=(), **more)
         name="e", kind="endpoint", model="served", url=url, tokenizer="t", stream=stream, **more
     )
     client = Client(entry, url, "served", QUICK, retries)
-    return client.run(prompts, concurrency, max_new_tokens=7, stop=stop)
+    return client.run(prompts, concurrency, 7, stop)
 
 
 @pytest.mark.parametrize("stream", [True, False])
