@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2f.files import write_beside
-from decode.compare.results import Record, Row, accuracies, failures, faster_at, speeds_of
+from decode.compare.results import Record, Row, accuracies, failures, speeds_of
 from decode.report import markdown_table
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class Report:
         """Compute the results of records, in the order of the configuration's entries."""
         series = {e["name"]: e.get("series") for e in about["config"]["entries"]}
         names = list(series)
-        came = {level: n for n, level in enumerate(dict.fromkeys(map(_level, records)))}
-        ordered = sorted(records, key=lambda r: (came[_level(r)], names.index(r.entry)))
+        ordered = sorted(records, key=lambda r: (r.concurrency, names.index(r.entry)))
         found = accuracies(ordered, about["baseline"])
         return Report(about, speeds_of(ordered, series), found, failures(ordered))
 
@@ -98,6 +97,8 @@ class Report:
             if f["workload"] == workload
         ]
         own = [speed for speed in self.ranked if speed["workload"] == workload]
+        # Where the baseline is faster than each of the others.
+        wins: dict[str, list[str]] = {r["entry"]: [] for r in own if not r["series"]}
         for concurrency in dict.fromkeys(speed["concurrency"] for speed in own):
             here = {r["entry"]: r["throughput"] for r in own if r["concurrency"] == concurrency}
             best, base = max(here, key=lambda entry: here[entry]), here.get(self.baseline)
@@ -108,12 +109,14 @@ class Report:
                 f"- At concurrency {concurrency} **{best}** is fastest: {here[best]:,.0f} visible "
                 f"tokens/s{against}."
             )
-        if self.is_ranked(self.baseline, workload):
-            for entry in dict.fromkeys(speed["entry"] for speed in own if not speed["series"]):
-                if entry != self.baseline:
-                    wins = ", ".join(map(str, faster_at(own, workload, self.baseline, entry)))
-                    wins = wins or "none of those measured"
-                    lines.append(f"- {self.baseline} is faster than {entry} at concurrency {wins}.")
+            for entry in wins.keys() & here.keys():
+                wins[entry] += [str(concurrency)] * bool(base and base > here[entry])
+        if wins.pop(self.baseline, None) is not None:
+            lines += [
+                f"- {self.baseline} is faster than {entry} at concurrency "
+                f"{', '.join(won) or 'none of those measured'}."
+                for entry, won in wins.items()
+            ]
         return lines
 
     def accuracy_table(self, workload: str) -> list[str]:
@@ -152,10 +155,6 @@ class Report:
         known = [(title, column) for title, column in cells if set(column) != {"-"}]
         rows = zip(*(column for _, column in known), strict=True)
         return markdown_table([title for title, _ in known], rows)
-
-
-def _level(record: Record) -> tuple[str, int]:
-    return record.workload, record.concurrency
 
 
 def _brief(row: Row) -> Row:

@@ -218,10 +218,3 @@ def accuracies(records: Sequence[Record], baseline: str) -> list[Row]:
             }
         )
     return found
-
-
-def faster_at(table: Iterable[Row], workload: str, one: str, other: str) -> list[int]:
-    """List the concurrencies at which `one` is faster than `other`."""
-    speed = {(r["entry"], r["concurrency"]): r for r in table if r["workload"] == workload}
-    counts = sorted({c for e, c in speed if e == one} & {c for e, c in speed if e == other})
-    return [c for c in counts if speed[one, c]["throughput"] > speed[other, c]["throughput"]]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from decode.compare.client import Answer, Run
 from decode.compare.config import Item, Workload
-from decode.compare.results import Record, accuracies, faster_at, judge, speeds_of
+from decode.compare.report import Report
+from decode.compare.results import Record, accuracies, judge, speeds_of
 from decode.report import paired
 
 
@@ -80,15 +81,22 @@ def test_an_answer_that_changes_between_runs_is_counted():
     assert found["unstable"] == 1
 
 
-def test_where_one_is_faster():
-    speeds = {1: (5, 1), 2: (5, 4), 4: (5, 6), 8: (5, 9)}
+def test_it_is_said_where_the_baseline_is_faster():
+    """Also where it wins everywhere, or nowhere."""
+    speeds = {1: (5, 1, 9), 2: (5, 4, 9), 4: (5, 6, 9), 8: (5, 9, 9)}
     records = [
         record(entry, [judged(tokens=tokens)], seconds=1.0, concurrency=concurrency)
-        for concurrency, pair in speeds.items()
-        for entry, tokens in zip("ab", pair, strict=True)
+        for concurrency, three in speeds.items()
+        for entry, tokens in zip("abc", three, strict=True)
     ]
-    assert faster_at(speeds_of(records), "story", "b", "a") == [4, 8]
-    assert faster_at(speeds_of(records), "story", "a", "b") == [1, 2]
+    config = {"entries": [{"name": name} for name in "abc"]}
+    report = Report.of({"baseline": "a", "config": config}, records)
+    said = "\n".join(report.verdict("story"))
+    assert "a is faster than b at concurrency 1, 2.\n" in said
+    assert "a is faster than c at concurrency none of those measured." in said
+    assert "At concurrency 1 **c** is fastest: 9 visible tokens/s, 1.80 times a." in said
+    other = Report.of({"baseline": "b", "config": config}, records).verdict("story")
+    assert "- b is faster than a at concurrency 4, 8." in other
 
 
 class Words:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -38,24 +39,19 @@ def alive(pid):
         return False
 
 
-def test_healthy_inside_and_gone_outside(fake_python, tmp_path):
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_healthy_inside_and_gone_outside(fake_python, tmp_path, error):
     log = tmp_path / "logs" / "served.log"
-    with VllmServer(entry(), fake_python, log) as server:
-        assert server.version() == "0.0-fake"
-        server.check()
-        assert all(psutil.pid_exists(pid) for pid in pids(log))
+    with pytest.raises(error) if error else nullcontext():
+        with VllmServer(entry(), fake_python, log) as server:
+            assert server.version() == "0.0-fake"
+            server.check()
+            assert all(psutil.pid_exists(pid) for pid in pids(log))
+            if error:
+                raise error
     assert gone(log)
     with pytest.raises(ServerError, match="ended with status"):
         server.check()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_it_is_stopped_when_the_work_ends_badly(fake_python, tmp_path, error):
-    log = tmp_path / "served.log"
-    with pytest.raises(error):
-        with VllmServer(entry(), fake_python, log):
-            raise error
-    assert gone(log)
 
 
 def test_it_is_asked_to_end_where_the_command_is_killed(fake_python, tmp_path):
@@ -80,20 +76,20 @@ def test_it_is_asked_to_end_where_the_command_is_killed(fake_python, tmp_path):
     psutil.Process(worker).kill()  # which ignores what a real worker would not
 
 
-def test_one_that_dies_is_an_error_that_quotes_its_log(fake_python, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        ("dies at start", r"(?s)ended with status 3.*ValueError: no such model"),
+        ("never healthy", r"(?s)not healthy after 0.6 s.*pids"),
+    ],
+)
+def test_one_that_does_not_serve_is_an_error_that_quotes_its_log(fake_python, tmp_path, mode, said):
     log = tmp_path / "served.log"
-    with pytest.raises(ServerError, match=r"(?s)status 3.*ValueError: no such model") as caught:
-        with VllmServer(entry("dies at start"), fake_python, log):
+    seconds = 60.0 if mode == "dies at start" else 0.6
+    with pytest.raises(ServerError, match=said) as caught:
+        with VllmServer(entry(mode, startup_seconds=seconds), fake_python, log):
             raise AssertionError("it never was healthy")
     assert str(log) in str(caught.value)
-    assert gone(log)
-
-
-def test_one_that_never_becomes_healthy(fake_python, tmp_path):
-    log = tmp_path / "served.log"
-    with pytest.raises(ServerError, match=r"(?s)not healthy after 0.6 s.*pids"):
-        with VllmServer(entry("never healthy", startup_seconds=0.6), fake_python, log):
-            raise AssertionError("it never was healthy")
     assert gone(log)
 
 
