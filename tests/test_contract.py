@@ -37,7 +37,7 @@ GOOD = {
 
 
 def write(folder, values):
-    (folder / FILE_NAME).write_text(values if isinstance(values, str) else json.dumps(values))
+    (folder / FILE_NAME).write_text(json.dumps(values))
 
 
 @given(contract=contracts)
@@ -58,23 +58,20 @@ def test_optional_fields_may_be_left_out(tmp_path):
     assert (contract.block_size, contract.noise, contract.base_hash) == (None, None, None)
 
 
-@pytest.mark.parametrize("values", [[], "llada", 3, None, {}])
-def test_not_an_object_with_the_keys(tmp_path, values):
-    write(tmp_path, json.dumps(values))
-    with pytest.raises(CheckpointError, match=r"must be a JSON object|must have the keys"):
-        Contract.load(tmp_path)
-
-
-def test_unknown_key(tmp_path):
-    write(tmp_path, GOOD | {"mask_token": 3})
-    with pytest.raises(CheckpointError, match=r"must have the keys .*'mask_id'.*'mask_token'"):
-        Contract.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", sorted(GOOD))
-def test_required_key_missing(tmp_path, name):
-    write(tmp_path, {k: v for k, v in GOOD.items() if k != name})
-    with pytest.raises(CheckpointError, match=f"must have the keys .*'{name}'"):
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "must have the keys"),
+        (GOOD | {"mask_token": 3}, r"must have the keys .*'mask_id'.*'mask_token'"),
+        ({k: v for k, v in GOOD.items() if k != "mask_id"}, "must have the keys .*'mask_id'"),
+        (GOOD | {"mask_id": -1}, "ids must be at least 0"),
+        (GOOD | {"end_ids": [2, -5]}, "ids must be at least 0"),
+    ],
+)
+def test_other_keys_and_ids_below_0(tmp_path, values, said):
+    write(tmp_path, values)
+    with pytest.raises(CheckpointError, match=said):
         Contract.load(tmp_path)
 
 
@@ -124,11 +121,4 @@ def test_values_that_make_no_sense(tmp_path, name, value):
     with pytest.raises(
         CheckpointError, match=f"{FILE_NAME}: {name} must .* got {re.escape(repr(value))}"
     ):
-        Contract.load(tmp_path)
-
-
-@pytest.mark.parametrize("values", [{"mask_id": -1}, {"end_ids": [2, -5]}])
-def test_negative_ids(tmp_path, values):
-    write(tmp_path, GOOD | values)
-    with pytest.raises(CheckpointError, match="ids must be at least 0"):
         Contract.load(tmp_path)

@@ -25,9 +25,11 @@ def test_cuda_where_there_is_none():
         d2f.load("tiny-teacher", device="cuda")
 
 
-def test_nothing_is_loaded_for_a_bad_device():
+def test_a_bad_device_is_named_before_anything_is_read():
     with pytest.raises(InputError, match="device foo"):
         d2f.load("no such model", device="foo")
+    with pytest.raises(InputError, match="quantize fp8: not on cpu"):
+        d2f.load("no such model", quantize="fp8", device="cpu")
     entry = Transformers(name="hf", kind="transformers", model="no such model", device="cuda:99")
     with pytest.raises(InputError, match="device cuda:99: no such device here"):
         TransformersRunner(entry, [])
@@ -52,3 +54,12 @@ def test_the_dtype_where_none_is_named():
     assert parse_dtype(None, torch.device("meta")) == torch.bfloat16
     with pytest.raises(InputError, match=r"dtype must be one of .*got 'fp8'"):
         parse_dtype("fp8", torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("amx", "avx512"), [(False, False), (True, False), (False, True)])
+def test_the_dtype_that_auto_is(amx, avx512, monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
+    fast = torch.bfloat16 if amx or avx512 else torch.float32
+    assert parse_dtype("auto", torch.device("cpu")) == fast
+    assert parse_dtype("auto", torch.device("cuda")) == torch.bfloat16

@@ -13,14 +13,11 @@ import decode
 from d2f import quantize
 from d2f.adapters import new_lora
 from d2f.cpu.rows import can_pack
-from d2f.device import parse_dtype
 from d2f.errors import CheckpointError, InputError
-from d2f.quantize import QUANTISATIONS, available, check_quantize, quantize_layers, slowness
+from d2f.quantize import available, check_quantize, quantize_layers, slowness
 from d2f.saving import save_model
 from d2f.tasks import make_problems
-from decode.cli import ModelOptions, weights_hash
-from decode.compare.config import read_config
-from decode.compare.entries import check_entries
+from decode.cli import weights_hash
 from decode.engine.engine import Engine
 from decode.engine.prompts import encode
 from decode.engine.request import Request
@@ -153,12 +150,6 @@ def test_quantised_weights_are_not_saved(quantised, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_it_was_called_when_there_was_one():
-    model = d2f.load("tiny-teacher", quantize=True, device="cpu")
-    assert model.quantized == "nf4"
-    assert d2f.load("tiny-teacher", quantize=False, device="cpu").quantized is None
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "capability", "said"),
     [
@@ -177,38 +168,10 @@ def test_what_a_device_has_not(name, dtype, capability, said, monkeypatch):
         check_quantize(name, CUDA if capability else CPU, dtype)
 
 
-def test_other_devices_have_none():
-    with pytest.raises(InputError, match=r"not on mps: .*CPUs and CUDA GPUs; expected one of none"):
-        check_quantize("int8", torch.device("mps"), torch.float16)
-
-
-def test_a_hopper_has_all(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    assert available(CUDA) == list(QUANTISATIONS)
-    for name in QUANTISATIONS:
-        check_quantize(name, CUDA, torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", ON_A_CPU)
-def test_a_library_that_is_not_installed(name, monkeypatch):
+def test_a_library_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(quantize.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs .*, which is not installed: .*\[quantize\]"):
-        check_quantize(name, CPU, torch.float32)
-
-
-def test_nothing_is_read_for_what_there_is_not():
-    with pytest.raises(InputError, match="quantize fp8: not on cpu"):
-        d2f.load("no such model", quantize="fp8", device="cpu")
-
-
-def test_a_comparison_says_so_before_it_starts(tmp_path):
-    path = tmp_path / "comparison.yaml"
-    path.write_text(
-        f"output: {tmp_path / 'out'}\ntasks: [sudoku]\n"
-        "entries: [{name: a, kind: ours, model: tiny-d2f, device: cpu, quantize: fp8}]\n"
-    )
-    with pytest.raises(InputError, match="entry a: quantize fp8: not on cpu"):
-        check_entries(read_config(path), [])
+        check_quantize("nf4", CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -221,22 +184,6 @@ def test_int8_is_said_to_be_slow_where_it_is(vnni, amx, slow, monkeypatch):
     assert not slowness("int8", CUDA) and not slowness("int8-weight", CPU)
 
 
-@pytest.mark.parametrize(
-    ("amx", "avx512", "dtype"),
-    [
-        (False, False, torch.float32),
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-    ],
-)
-def test_the_dtype_that_auto_is(amx, avx512, dtype, monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: avx512)
-    assert parse_dtype("auto", CPU) == dtype
-    assert parse_dtype("auto", CUDA) == torch.bfloat16
-    assert parse_dtype(None, CPU) == torch.float32
-
-
 @pytest.mark.slow
 def test_compiled_as_not(tmp_path):
     """Its layers are not packed for float32; the tokens of a small model are the same."""
@@ -247,7 +194,3 @@ def test_compiled_as_not(tmp_path):
     assert not can_pack(model.backbone)
     model.compile()
     assert answers(model, ids, decoder, 2) == answers(model, ids, decoder, 1) == plain
-
-
-def test_the_flag_names_each():
-    assert all(name in ModelOptions.__annotations__["quantize"] for name in QUANTISATIONS)

@@ -74,11 +74,6 @@ def test_the_pipelined_schedule_reaches_every_block():
     assert {int((p == 1).sum()) for p in pipelines} == {0, 5, 10, 15}
 
 
-@given(lengths, st.floats(0, 1))
-def test_uniform_ratios(length, ratio):
-    assert noise.uniform_ratios(length, ratio).tolist() == [ratio] * length
-
-
 @given(lengths, seeds)
 def test_mask_never_takes_ratio_zero_and_always_takes_ratio_one(length, seed):
     rng = noise.sample_rng(seed, 0)

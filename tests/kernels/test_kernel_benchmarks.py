@@ -109,44 +109,6 @@ def test_a_smaller_gpu_gets_the_tile_that_fits(tmp_path):
     assert all(row["shared"] <= 99 * 1024 for row in found.values())
 
 
-def test_the_interpreter_is_refused_where_kernels_are_to_be_compiled(monkeypatch, capsys):
-    from benchmarks import compiled_kernels
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert compiled_kernels.main([]) == 2
-    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
-
-
-def test_what_is_measured_stays_if_a_later_row_fails(tmp_path, monkeypatch):
-    """Of a benchmark that is cut off, the JSON has the rows before."""
-    from benchmarks import kernels
-
-    done = []
-
-    def measure(*arguments, **more):
-        if len(done) == 4:
-            raise RuntimeError("out of time")
-        done.append(1)
-        return 1.0
-
-    def fresh(*arguments):
-        return {"ms": measure(), "peak_mib": 1.0}
-
-    for kernel, name, small in [
-        ("attention", "replayed_milliseconds", "--rows 4 --cached 16 --lengths 8"),
-        ("confidence", "replayed_milliseconds", "--rows 1 2 3 --vocabularies 300 --width 8"),
-        ("loss", "in_fresh_process", "--rows 3 5 --vocabularies 300 400 --width 8"),
-    ]:
-        done.clear()
-        monkeypatch.setattr(kernels, name, fresh if kernel == "loss" else measure)
-        path = tmp_path / "out.json"
-        with pytest.raises(RuntimeError, match="out of time"):
-            kernels.main([kernel, *small.split(), "--json", str(path)])
-        written = json.loads(path.read_text())
-        path.unlink()
-        assert written["device"] and written["measured"], kernel
-
-
 def test_the_plain_training_step_has_the_gradient_of_ours(monkeypatch):
     """What the benchmark compares does one and the same."""
     import torch

@@ -122,10 +122,6 @@ def test_fp64_and_no_rows_are_the_references(device):
     ("change", "says"),
     [
         ({"spans": [[[0, 6]], [[0, 1]]]}, r"outside the keys \[0, 5\)"),
-        ({"spans": [[[-1, 2]], [[0, 1]]]}, r"outside the keys \[0, 5\)"),
-        ({"spans": [[[3, 2]], [[0, 1]]]}, "starts after its end"),
-        ({"spans": [[[0, 3], [2, 5]], [[0, 1], [1, 2]]]}, "overlap"),
-        ({"spans": [[[0, 1]] * 4] * 2}, "1 to 3 ranges"),
         ({"spans": [[[0, 1]]]}, r"int32 \[2, K, 2\]"),
         ({"q": (2, 3, 32)}, "3 query heads do not share 2 key heads"),
         ({"q": (2, 4, 16)}, r"got \[2, 4, 16\], \[2, 5, 32\]"),
