@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import json
-import re
-import types
-import typing
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from d2f.errors import CheckpointError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from d2f.config import explain
+from d2f.errors import CheckpointError, did_you_mean
 
 FILE_NAME = "d2f_contract.json"
 PROMPT_RULES = ("bidirectional", "block", "block_causal", "causal")
-MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
-_DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTIVES = ("d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus")
+MOST_BLOCK_SIZE = 2**20  # far above any in use; a decoder counts through a block
+
+
+def _one_of(*names: str) -> Any:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"expected one of {', '.join(names)}, got {name!r}")
+        return name
+
+    return AfterValidator(check)
+
+
+_Id = Annotated[int, Field(ge=0)]
+_Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -34,17 +47,19 @@ class Contract:
     adapter belongs to; None for a whole model.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
+
     family: str
-    mask_id: int | None
-    end_ids: tuple[int, ...]
-    logit_shift: int
+    mask_id: _Id | None
+    end_ids: tuple[_Id, ...]
+    logit_shift: Annotated[int, Field(ge=0, le=1)]
     rope_fp32: bool
-    prompt_rule: str
-    objective: str | None = None
-    block_size: int | None = None
-    noise: tuple[float, float] | None = None
+    prompt_rule: Annotated[str, _one_of(*PROMPT_RULES)]
+    objective: Annotated[str, _one_of(*OBJECTIVES)] | None = None
+    block_size: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
+    noise: tuple[_Ratio, _Ratio] | None = None
     base: str | None = None
-    base_hash: str | None = None
+    base_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
     def save(self, folder: Path) -> None:
         """Write `FILE_NAME` into `folder`."""
@@ -59,69 +74,28 @@ class Contract:
         path = folder / FILE_NAME
         if not path.is_file():
             return None
-        values = read_object(path, CheckpointError)
-        known = {f.name for f in fields(Contract)}
-        required = {"family", "mask_id", "end_ids", "logit_shift", "rope_fp32", "prompt_rule"}
-        # An unknown key may change how the model is to be read.
-        if set(values) - known or required - set(values):
+        values, known = read_object(path, CheckpointError), [f.name for f in fields(Contract)]
+        for name in values:
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise CheckpointError(f"{path}: {name}: there is no such key{near}")
+        try:
+            contract = _adapter().validate_json(json.dumps(values))  # as JSON: it has no tuples
+        except ValidationError as error:
+            raise CheckpointError(f"{path}: {explain(error, values, 'contract')}") from error
+        if contract.noise is not None and contract.noise[0] > contract.noise[1]:
             raise CheckpointError(
-                f"{path} must have the keys {sorted(known)}, got {sorted(values)}"
+                f"{path}: noise: expected the lower ratio first, got {list(contract.noise)}"
             )
-        for name in ("end_ids", "noise"):  # JSON has no tuples
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        hints = typing.get_type_hints(Contract)
-        for name, value in values.items():
-            if not _fits(value, hints[name]):
-                raise CheckpointError(f"{path}: {name} must be {hints[name]}, got {value!r}")
-        _check_values(path, values)
-        return Contract(**values)
-
-
-def _check_values(path: Path, values: dict[str, Any]) -> None:
-    """Raise CheckpointError for values of the right types that are out of range."""
-    for name, known_values in (("prompt_rule", PROMPT_RULES), ("objective", OBJECTIVES)):
-        value = values.get(name)
-        if value is not None and value not in known_values:
+        if contract.mask_id is not None and contract.mask_id in contract.end_ids:
+            # The mask is never chosen, so a response would never end by that id.
             raise CheckpointError(
-                f"{path}: {name} must be one of {', '.join(known_values)}, got {value!r}"
+                f"{path}: mask_id: expected none of the end_ids {list(contract.end_ids)}, got "
+                f"{contract.mask_id}"
             )
-    noise, mask, ends = values.get("noise"), values["mask_id"], values["end_ids"]
-    if noise is not None and not 0 <= noise[0] <= noise[1] <= 1:
-        raise CheckpointError(
-            f"{path}: noise must be two ratios in [0, 1], the lower first, got {list(noise)}"
-        )
-    # The mask is never chosen, so such a response would never end by that id.
-    if mask is not None and mask in ends:
-        raise CheckpointError(
-            f"{path}: mask_id must not be one of the end_ids {list(ends)}, got {mask}"
-        )
-    if any(i < 0 for i in (*ends, *(() if mask is None else (mask,)))):
-        raise CheckpointError(f"{path}: ids must be at least 0, got {mask} and {list(ends)}")
-    digest = values.get("base_hash")
-    if digest is not None and not _DIGEST.fullmatch(digest):
-        raise CheckpointError(
-            f"{path}: base_hash must be 64 digits of a hexadecimal number, got {digest!r}"
-        )
-    shift, size = values["logit_shift"], values.get("block_size")
-    if shift not in (0, 1):
-        raise CheckpointError(f"{path}: logit_shift must be 0 or 1, got {shift}")
-    if size is not None and not 1 <= size <= MOST_BLOCK_SIZE:
-        raise CheckpointError(f"{path}: block_size must lie in [1, {MOST_BLOCK_SIZE}], got {size}")
+        return contract
 
 
-def _fits(value: object, hint: object) -> bool:
-    """Check a JSON value against the type of a contract's field."""
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, part) for part in hint.__args__)
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)
-        if not isinstance(value, tuple) or (inner[-1] is not ... and len(value) != len(inner)):
-            return False
-        return all(_fits(v, inner[0]) for v in value)
-    # In Python true and false are whole numbers too; in a contract they are none.
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)  # type: ignore[arg-type]
+@cache
+def _adapter() -> TypeAdapter[Contract]:
+    return TypeAdapter(Contract)

@@ -1,7 +1,6 @@
 """The contract saved with a checkpoint: written, read back, and refused when damaged."""
 
 import json
-import re
 
 import pytest
 from hypothesis import given
@@ -62,11 +61,11 @@ def test_optional_fields_may_be_left_out(tmp_path):
     ("values", "said"),
     [
         ([], "must be a JSON object"),
-        ({}, "must have the keys"),
-        (GOOD | {"mask_token": 3}, r"must have the keys .*'mask_id'.*'mask_token'"),
-        ({k: v for k, v in GOOD.items() if k != "mask_id"}, "must have the keys .*'mask_id'"),
-        (GOOD | {"mask_id": -1}, "ids must be at least 0"),
-        (GOOD | {"end_ids": [2, -5]}, "ids must be at least 0"),
+        ({}, "family: expected .* got nothing"),
+        (GOOD | {"mask_ids": 3}, r"mask_ids: there is no such key; did you mean mask_id\?"),
+        ({k: v for k, v in GOOD.items() if k != "mask_id"}, "mask_id: expected .* got nothing"),
+        (GOOD | {"mask_id": -1}, "mask_id: expected .*0.*, got -1"),
+        (GOOD | {"end_ids": [2, -5]}, "end_ids.1: expected .*0.*, got -5"),
     ],
 )
 def test_other_keys_and_ids_below_0(tmp_path, values, said):
@@ -97,8 +96,7 @@ def test_wrong_type(tmp_path, name, value):
     write(tmp_path, GOOD | {name: value})
     with pytest.raises(CheckpointError) as caught:
         Contract.load(tmp_path)
-    assert f"{name} must be" in str(caught.value)
-    assert "got " in str(caught.value)
+    assert f"{FILE_NAME}: {name}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +116,5 @@ def test_wrong_type(tmp_path, name, value):
 def test_values_that_make_no_sense(tmp_path, name, value):
     """A file that was edited by hand; each would be read as something else later."""
     write(tmp_path, GOOD | {name: value})
-    with pytest.raises(
-        CheckpointError, match=f"{FILE_NAME}: {name} must .* got {re.escape(repr(value))}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{FILE_NAME}: {name}[.\d]*: expected"):
         Contract.load(tmp_path)
