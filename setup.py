@@ -86,7 +86,6 @@ setup(
         "serve": [
             "fastapi>=0.120",
             "uvicorn>=0.38",
-            "openai>=2.0",  # its types are what the answers are made of
             "prometheus-client>=0.23",
             "sse-starlette>=3.3",
         ],

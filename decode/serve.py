@@ -25,7 +25,7 @@ from decode.server.options import Options, listening_at, parse
 
 @command(interrupted="interrupted before it served")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; its exit status."""
+    """Run the command."""
     options = parse(arguments)
     require_extra("serve", "the server", "fastapi", "uvicorn", "prometheus_client", "sse_starlette")
     if options.max_replicas is not None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import anyio
 from fastapi import APIRouter, FastAPI, Request
@@ -209,7 +209,7 @@ class _Tokenize(Fields):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: Literal[True] = True
     return_token_strs: bool = False
 
 
@@ -229,10 +229,6 @@ async def tokenize(request: Request) -> dict[str, Any]:
     tokenizer = _tokenizer(served)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "expected one of prompt and messages", param="prompt")
-    if not asked.add_generation_prompt:
-        raise ApiError(
-            400, "add_generation_prompt false is not supported", param="add_generation_prompt"
-        )
     ids = await beside(request, served, partial(_ids, served, asked))
     texts = tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
     return {

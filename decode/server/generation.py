@@ -85,7 +85,7 @@ def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
 
 @dataclass(eq=False)
 class Choice:
-    """One answer: to prompt ``index // n``, its ids, by its decoder."""
+    """Collect one answer: to prompt ``index // n``, its ids, by its decoder."""
 
     index: int
     prompt: list[int]
@@ -97,7 +97,7 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the response so far."""
+        """Count the tokens of the response so far."""
         return self.text.settled if self.result is None else len(self.result.tokens)
 
     @property
@@ -256,17 +256,17 @@ class Generation:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the request came."""
+        """Measure the seconds since the request came."""
         return time.perf_counter() - self.began
 
     @property
     def tokens(self) -> int:
-        """Tokens of all responses so far."""
+        """Count the tokens of all responses so far."""
         return sum(choice.tokens for choice in self.choices)
 
     @property
     def calls(self) -> list[tuple[int, int]]:
-        """(rows fed, rows cached) of the forwards of all choices and likelihoods."""
+        """List (rows fed, rows cached) of the forwards of all choices and likelihoods."""
         return [call for choice in self._all for call in choice.calls]
 
 

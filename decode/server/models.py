@@ -29,7 +29,7 @@ SHARED = (*common_options(), "max_new_tokens", "stop")  # options of every decod
 
 @dataclass(eq=False)
 class ServedModel:
-    """One model with its engine.
+    """Hold one model with its engine.
 
     default: the decoder of a request that names none.
     decoders: those that it may name.

@@ -23,7 +23,7 @@ PUBLIC = ("/health", "/ready", "/metrics")
 
 @dataclass(kw_only=True)
 class ServedModelOptions(ModelOptions):
-    """Which models, and how they are loaded."""
+    """Choose the models, and how they are loaded."""
 
     model: Suppress[str] = DEFAULT_MODEL
     models: Annotated[tuple[str, ...], UseAppendAction, arg(name="model", metavar="NAME")] = ()
@@ -34,7 +34,7 @@ class ServedModelOptions(ModelOptions):
 
     @property
     def named(self) -> dict[str, str]:
-        """Each --model by the name that it is served under. Raises InputError."""
+        """Map the name that a model is served under to its --model. Raises InputError."""
         found: dict[str, str] = {}
         for one in self.models or (DEFAULT_MODEL,):
             alias, equals, name = one.partition("=")
@@ -60,7 +60,7 @@ class ServedModelOptions(ModelOptions):
 
 @dataclass(kw_only=True)
 class RequestOptions:
-    """What requests may ask for."""
+    """Limit what requests may ask for."""
 
     allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
     """decoders that requests may name, with commas between them (default: all that fit the
@@ -71,7 +71,7 @@ class RequestOptions:
 
     @property
     def allowed(self) -> list[str] | None:
-        """The decoders of --allow-decoders."""
+        """List the decoders of --allow-decoders."""
         return None if self.allow_decoders is None else self.allow_decoders.split(",")
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class RequestOptions:
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """Each model has its own engine."""
+    """Size the engine that each model has."""
 
     max_batch: Annotated[int, arg(metavar="N")] = 16
     """most requests in a forward"""
@@ -111,7 +111,7 @@ class EngineOptions:
 
 @dataclass(kw_only=True)
 class ReplicaOptions:
-    """Several processes, by the extra ray (docs/serving.md)."""
+    """Run several processes, by the extra ray (docs/serving.md)."""
 
     replicas: Annotated[int | None, arg(metavar="N")] = None
     """processes that each hold the models and an engine of each; the cores are divided among them
@@ -167,7 +167,7 @@ class ReplicaOptions:
 
 @dataclass(kw_only=True)
 class LimitOptions:
-    """What a client may cost."""
+    """Limit what a client may cost."""
 
     max_choices: Annotated[int, arg(metavar="N")] = 128
     """most answers to a request, prompts times n"""
@@ -192,7 +192,7 @@ class LimitOptions:
 
 @dataclass(kw_only=True)
 class AccessOptions:
-    """Address, access and log."""
+    """Set the address, the access and the log."""
 
     host: str = "127.0.0.1"
     """address"""
@@ -215,7 +215,7 @@ class AccessOptions:
 
     @property
     def public_paths(self) -> tuple[str, ...]:
-        """The paths that need no key."""
+        """List the paths that need no key."""
         return tuple(self.public.split(",")) if self.public else ()
 
     def check(self) -> None:

@@ -145,7 +145,7 @@ def _as_tuple(stop: Any) -> Any:
 
 
 class TextRequest(Fields):
-    """The fields of both endpoints. Others are options of the decoder, which checks them."""
+    """Check the fields of both endpoints. Others are options of the decoder, which checks them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -195,7 +195,7 @@ class CompletionRequest(TextRequest):
 
     @property
     def tops(self) -> int | None:
-        """Likeliest tokens to list beside each log-probability; None for no log-probabilities."""
+        """Count the likeliest tokens to list beside each log-probability; None without any."""
         return self.logprobs
 
     @property
@@ -271,7 +271,7 @@ class ChatRequest(TextRequest):
 
     @property
     def tops(self) -> int | None:
-        """Likeliest tokens to list beside each log-probability; None for no log-probabilities."""
+        """Count the likeliest tokens to list beside each log-probability; None without any."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -36,7 +36,7 @@ HEALTH_SECONDS = 2.0  # between looks at whether a replica lives
 )
 @serve.ingress()
 class Replica:
-    """The application in a process that Ray starts, watches and replaces.
+    """Run the application in a process that Ray starts, watches and replaces.
 
     options: the command line. address: where clients reach Ray's proxy.
     """

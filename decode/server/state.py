@@ -28,7 +28,7 @@ _WHOSE = ("model", "decoder")
 
 
 class Metrics:
-    """The counts of one application, in a registry of its own."""
+    """Count what one application does, in a registry of its own."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
         self.registry = registry = CollectorRegistry()
@@ -77,7 +77,7 @@ class Metrics:
 
 
 class _Engines(Collector):
-    """Counts of the engines, read when they are asked for."""
+    """Read the counts of the engines when they are asked for."""
 
     _gauges: ClassVar = {
         "running": "Choices in the batch.",
@@ -116,7 +116,7 @@ BYTES_A_POSITION = 64  # of a request's JSON: ten digits of an id, or a few esca
 
 @dataclass(eq=False)
 class ServerState:
-    """The state of one application.
+    """Hold the state of one application.
 
     models: by the names that they are served under.
     in_flight: requests that are not answered to their end.
@@ -150,13 +150,13 @@ class ServerState:
 
     @property
     def most_body(self) -> int:
-        """Bytes of a request."""
+        """Limit the bytes of a request."""
         return self.options.max_body or max(MEGABYTE, BYTES_A_POSITION * self._longest_context)
 
     @property
     def most_elements(self) -> int:
-        """Elements of a list in a request: ids, messages, prompts (one more than there may be has
-        an error of its own)."""
+        """Limit the elements of a list in a request: ids, messages, prompts (one more prompt than
+        there may be has an error of its own)."""
         return max(self._longest_context, self.options.max_choices + 1)
 
     @property

@@ -156,7 +156,7 @@ class StreamedAnswer(EventSourceResponse):
 
 
 class ForwardEvents:
-    """Describes what each forward did to a choice, as JSON, for a client that draws it."""
+    """Describe what each forward did to a choice, as JSON, for a client that draws it."""
 
     def __init__(self, generation: Generation):
         self._generation = generation
@@ -180,29 +180,19 @@ class ForwardEvents:
             "cached": cached,
             "seconds": round(self._generation.seconds, 6),
             "blocks": [
-                vars(block)
-                | {
-                    "texts": [
-                        None if token is None else self._text(token) for token in block.tokens
-                    ]
-                }
+                vars(block) | {"texts": [self._text(token) for token in block.tokens]}
                 for block in event.blocks
             ],
             "revealed": [
-                {
-                    "position": one.position,
-                    "token": one.token,
-                    "text": self._text(one.token),
-                    "confidence": round(one.confidence, 6),
-                }
+                vars(one) | {"text": self._text(one.token), "confidence": round(one.confidence, 6)}
                 for one in event.revealed
             ],
             "revoked": [p for p, token in before.items() if now.get(p) != token],
             "settled": len(event.settled),
         }
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
+    def _text(self, token: int | None) -> str | None:
+        if token is not None and token not in self._texts:
             tokenizer: Any = self._generation.served.model.tokenizer
             self._texts[token] = "" if tokenizer is None else tokenizer.decode([token])
-        return self._texts[token]
+        return None if token is None else self._texts[token]

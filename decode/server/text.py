@@ -47,7 +47,7 @@ _CLEANED = 19
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The log-probability of one token of a text.
+    """Keep the log-probability of one token of a text.
 
     logprob: None for the first token of a prompt, which nothing predicts.
     offset: where the token's characters begin in the text.

@@ -1,4 +1,4 @@
-"""What the tests of the server share: applications, clients, and a server in a thread."""
+"""Applications, clients, and a server in a thread for the tests of the server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stock(
 
 
 class Served:
-    """An application and a client of it, without a network; whole answers alone."""
+    """Ask an application without a network; answers come whole."""
 
     def __init__(self, models: Sequence[ServedModel], options: Options | None = None):
         self.models = list(models)
@@ -59,17 +59,17 @@ class Served:
         self.client.__exit__(None, None, None)
 
     def post(self, path: str, values: Any, **more: Any) -> httpx.Response:
-        """A request; its answer."""
+        """Send a request and return its response."""
         return self.client.post(path, json=values, **more)
 
     def ask(self, values: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
-        """The answer to a request that succeeds."""
+        """Return the answer to a request that succeeds."""
         response = self.post(path, values)
         assert response.status_code == 200, response.text
         return response.json()
 
     def chunks(self, values: dict[str, Any], path: str = "/v1/completions") -> list[dict[str, Any]]:
-        """The chunks of a stream that succeeds."""
+        """Return the chunks of a stream that succeeds."""
         response = self.post(path, {**values, "stream": True})
         assert response.status_code == 200, response.text
         lines = sse(response.text)
@@ -78,18 +78,18 @@ class Served:
 
 
 def sse(text: str) -> list[str]:
-    """The data of server-sent events."""
+    """Read the data of server-sent events."""
     return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
 
 
 def pieces(chunks: Sequence[dict[str, Any]], index: int = 0) -> str:
-    """The text of one choice of a stream."""
+    """Join the text of one choice of a stream."""
     parts = [one for chunk in chunks for one in chunk["choices"] if one["index"] == index]
     return "".join(one["text"] if "text" in one else one["delta"]["content"] for one in parts)
 
 
 def refused(response, status: int, param: str | None = None, code: str | None = None) -> str:
-    """The message of an error in OpenAI's format."""
+    """Check an error in OpenAI's format, and return its message."""
     assert response.status_code == status, response.text
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
@@ -105,7 +105,7 @@ def refused(response, status: int, param: str | None = None, code: str | None = 
 
 @contextmanager
 def listening(app: FastAPI, **more: Any) -> Iterator[str]:
-    """The address of a server of the application, in a thread. more: options of uvicorn."""
+    """Serve an application in a thread, and yield its address. more: options of uvicorn."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=5, **more
@@ -131,7 +131,7 @@ def wait_until(condition: Any) -> None:
 
 
 class Gate:
-    """Holds a model's forwards until it is opened."""
+    """Hold a model's forwards until it is opened."""
 
     def __init__(self, model: DiffusionModel):
         self._real = model.decode_rows

@@ -17,7 +17,7 @@ from decode.server.options import Options
 
 
 def samples(served: Served) -> dict[str, float]:
-    """The counts at /metrics, by name and labels."""
+    """Read the counts at /metrics, by name and labels."""
     families = text_string_to_metric_families(served.client.get("/metrics").text)
     return {
         " ".join([one.name, *(one.labels[name] for name in sorted(one.labels))]): one.value

@@ -24,7 +24,7 @@ RAW = f"<|user|>{QUESTION}<|assistant|>"
 
 
 def asked(decoder: Decoder, model: str = "m") -> dict:
-    """The fields that ask for a decoder."""
+    """Write the fields that ask for a decoder."""
     values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     values["max_tokens"] = values.pop("max_new_tokens")
     del values["stop"]

@@ -47,7 +47,7 @@ def gated() -> Iterator[tuple]:
 
 @contextmanager
 def real(model, settings: Options | None = None, **engine) -> Iterator[tuple]:
-    """A server of one model on a socket, a client of it, the engine, and the server's state."""
+    """Serve one model on a socket; yield a client, the engine, and the server's state."""
     served = Served([stock("m", model, **engine)], settings)
     with listening(served.app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield client, served.models[0].engine, served.app.state.server
@@ -67,12 +67,12 @@ def send_raw(client: httpx.Client, body: bytes, length: int | None = None) -> so
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All that comes until the other end closes."""
+    """Read all that comes until the other end closes."""
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def counted(state, text: str) -> bool:
-    """Whether a count has that value; each is counted just after its answer."""
+    """Tell whether a count has that value; each is counted just after its answer."""
     return text in generate_latest(state.metrics.registry).decode()
 
 

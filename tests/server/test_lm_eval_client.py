@@ -10,20 +10,12 @@ import lm_eval
 from harness_requests import generation, likelihood
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 from lm_eval.tasks import TaskManager
-from serving import QUESTION, listening, stock
+from serving import QUESTION
 
 from d2f.models import HERE
 from decode.lm_eval import D2FLM, TASKS
-from decode.server.app import create_app
 
 LIMIT = 8
-
-
-@pytest.fixture(scope="module")
-def address(tiny_d2f, tiny_ar):
-    app = create_app([stock("tiny-d2f", tiny_d2f), stock("tiny-ar", tiny_ar)])
-    with listening(app) as address:
-        yield address
 
 
 def completions(address, name, **more):

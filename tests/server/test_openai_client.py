@@ -19,13 +19,6 @@ RAW = f"<|user|>{QUESTION}<|assistant|>"
 
 
 @pytest.fixture(scope="module")
-def address(tiny_d2f, tiny_ar):
-    models = [stock("tiny-d2f", tiny_d2f), stock("tiny-ar", tiny_ar)]
-    with listening(create_app(models)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def client(address):
     with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as made:
         yield made

@@ -119,17 +119,10 @@ def models(tiny_d2f, tiny_ar) -> dict[str, d2f.DiffusionModel]:
     return {"tiny-d2f": tiny_d2f, "tiny-ar": tiny_ar}
 
 
-@pytest.fixture(scope="module")
-def page_url(browser, models) -> Iterator[str]:
-    """The address of a server of both."""
-    with listening(create_app([stock(name, model) for name, model in models.items()])) as address:
-        yield address
-
-
 @pytest.fixture
-def tab(browser, page_url) -> Iterator[Driver]:
+def tab(browser, address) -> Iterator[Driver]:
     """The page, which complains of nothing and asks nothing of another host."""
-    with opened(browser, page_url) as driver:
+    with opened(browser, address) as driver:
         expect(driver.page.locator("#run")).to_be_enabled()  # all is there
         yield driver
         assert (driver.complaints, driver.elsewhere) == ([], [])
@@ -265,7 +258,7 @@ def test_play_and_pause(tab):
     assert re.fullmatch(r"Forward (\d+) of \1", place)
 
 
-def test_a_trace_is_saved_and_loaded(tab, browser, page_url, tmp_path):
+def test_a_trace_is_saved_and_loaded(tab, browser, address, tmp_path):
     tab.run(STORY)
     tab.go(4)
     shown = [tab.cells(pane) for pane in (LEFT, RIGHT)]
@@ -273,7 +266,7 @@ def test_a_trace_is_saved_and_loaded(tab, browser, page_url, tmp_path):
         tab.page.click("#save")
     path = tmp_path / "trace.json"
     download.value.save_as(path)
-    with opened(browser, page_url) as other:
+    with opened(browser, address) as other:
         expect(other.page.locator("#load")).to_be_enabled()
         other.page.set_input_files("#file", path)
         expect(other.page.locator("#status")).to_contain_text("Loaded trace.json")
@@ -346,9 +339,9 @@ CHUNK = {"choices": [{"index": 0, "delta": {"content": "<i>4"}, "finish_reason":
     ],
     ids=["429", "503", "cut", "in the stream", "gone"],
 )
-def test_what_goes_wrong_is_said_as_text(browser, page_url, answer, said):
+def test_what_goes_wrong_is_said_as_text(browser, address, answer, said):
     """In the server's own words, which are never taken for HTML; then it can be run again."""
-    with opened(browser, page_url) as driver:
+    with opened(browser, address) as driver:
 
         def respond(route):
             route.abort() if answer is None else route.fulfill(**answer)
@@ -383,8 +376,8 @@ def test_a_401_asks_for_the_key(browser, models):
         assert stored == [{"d2f-api-key": "right"}, {}, ""]
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(browser, page_url):
-    with opened(browser, page_url, viewport={"width": 360, "height": 740}) as driver:
+def test_a_phone_shows_it_without_scrolling_sideways(browser, address):
+    with opened(browser, address, viewport={"width": 360, "height": 740}) as driver:
         driver.run(STORY)
         driver.go(4)
         for summary in driver.page.locator("summary").all():
