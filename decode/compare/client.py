@@ -228,7 +228,7 @@ def read_pieces(lines: Sequence[tuple[float, str]], answer: Answer) -> None:
 
 
 def _parse(data: str) -> tuple[Any, int | None, str | None]:
-    """Text (None in the chunk of a stream that has the usage alone), completion_tokens and
+    """Read text (None in the chunk of a stream that has the usage alone), completion_tokens and
     finish_reason of an answer or of a chunk of one. Raises UnusableError."""
     try:
         values = json.loads(data)

@@ -248,14 +248,14 @@ class CompareConfig(Section):
 
     @cached_property
     def chosen(self) -> tuple[Task, ...]:
-        """The tasks themselves; none for a prompts file."""
+        """Find the tasks; none for a prompts file."""
         if not self.tasks:
             return ()
         return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
 
     @property
     def reference(self) -> Ours | Transformers | Vllm | Endpoint:
-        """The baseline's entry."""
+        """Return the baseline's entry."""
         return next((e for e in self.entries if e.name == self.baseline), self.entries[0])
 
 
@@ -358,7 +358,7 @@ class Item:
     task: Task | None = None
 
     def right(self, text: str) -> bool | None:
-        """Whether text solves the problem, None without one."""
+        """Judge a text; None without a problem."""
         if self.problem is None or self.task is None:
             return None
         return self.task.right(self.problem, text)
@@ -380,7 +380,7 @@ class Workload:
         return None if self.name == OWN_PROMPTS else self.name
 
     def timed(self, concurrency: int) -> int:
-        """How many of items, the first ones, speed is measured on."""
+        """Count the items, the first ones, that speed is measured on."""
         return min(len(self.items), max(self.problems, self.waves * concurrency))
 
 

@@ -387,6 +387,13 @@ def test_an_entry_that_cannot_run_is_an_error_before_any_measurement(tmp_path, e
     assert not (tmp_path / "out").exists()
 
 
+def test_without_the_openai_client(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("decode.cli.find_spec", lambda name: name != "openai" or None)
+    assert main(["--config", configuration(tmp_path, "none", [OURS])]) == 2
+    said = "a comparison needs openai, not installed: pip install 'd2f-toolkit[compare]'"
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_prompts_of_your_own(tmp_path, fake_python):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(2)))

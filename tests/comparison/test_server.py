@@ -23,7 +23,7 @@ def pids(log):
 
 
 def gone(log, within=5.0):
-    """Whether no process of the server is left."""
+    """Wait until no process of the server is left; false where one stays."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         if not any(map(alive, pids(log))):
