@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
@@ -23,16 +22,15 @@ from typing import Any
 
 import torch
 
-from d2f.checkpoint import ADAPTER_WEIGHTS, fingerprint, folder_of
+from d2f.checkpoint import ADAPTER_WEIGHTS, fingerprint, folder_of, read_object
 from d2f.config import read_mapping
 from d2f.errors import CheckpointError, InputError
-from d2f.files import make_folder, says_what_is_kept, write_beside, writing_folder
+from d2f.files import make_folder, write_beside, writing_folder
 from d2f.models import resolve
 from distill.config import TrainConfig, parse_config
 from distill.log import cut_log, extension_text
 
 STATE = "state.pt"
-_KEYS = {"step", "sample", "weights", "optimizer"}  # of a state
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
@@ -63,11 +61,8 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
 def steps(folder: Path) -> list[int]:
     """List the steps that have a checkpoint, whole or damaged, ascending. Copies and files of other
     names are left alone."""
-    found = folder.glob("step-*") if folder.is_dir() else []
-    names = [path.name for path in found if path.is_dir()]
-    return sorted(
-        int(name[5:]) for name in names if re.fullmatch("step-([0-9]{7}|[1-9][0-9]{7,})", name)
-    )
+    found = [path.name for path in folder.glob("step-*") if path.is_dir()]
+    return sorted(int(name[5:]) for name in found if re.fullmatch("step-[0-9]{7,}", name))
 
 
 def newest(folder: Path) -> dict[str, Any] | None:
@@ -76,29 +71,21 @@ def newest(folder: Path) -> dict[str, Any] | None:
     A damaged one is named in a warning, and the one before it taken. Raises CheckpointError where
     all are damaged.
     """
-    problems = []
     for step in reversed(steps(folder)):
         path = _place(folder, step) / STATE
         try:
             with zipfile.ZipFile(path) as parts:
-                if parts.testzip() is not None:  # compares each part's CRC-32
+                if parts.testzip() is not None:  # torch.load compares no CRC-32
                     raise ValueError("it is not what was written")
             # weights_only: a file that someone else wrote runs no code.
-            state = torch.load(path, weights_only=True, map_location="cpu")
-            if not isinstance(state, dict) or not state.keys() >= _KEYS:
-                raise ValueError("it is not the state of a run")
+            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
             return state
-        except (
-            OSError, ValueError, RuntimeError, EOFError, KeyError,
-            zipfile.BadZipFile, pickle.UnpicklingError,
-        ) as error:  # fmt: skip
-            reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
-            problems.append(f"{path}: {reason}")
-            warnings.warn(f"damaged checkpoint passed over: {problems[-1]}", stacklevel=2)
-    if problems:
+        except Exception as error:  # what torch raises for a damaged file has no common type
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(f"damaged checkpoint passed over: {path}: {reason}", stacklevel=2)
+    if steps(folder):
         raise CheckpointError(
-            f"no whole checkpoint to go on from ({'; '.join(problems)}): "
-            f"remove {folder} to begin again"
+            f"no whole checkpoint to go on from in {folder}: remove it to begin again"
         )
     return None
 
@@ -163,7 +150,6 @@ _FREE = {
     "output", "tracker", "wandb_mode", "log_every", "save_every", "keep", "export_official",
     "gradient_accumulation", "gradient_checkpointing", "max_shard_size", "threads",
 }  # fmt: skip
-_REMEDY = "put it back as it was, or give another output"
 
 
 class RunFolder:
@@ -180,12 +166,11 @@ class RunFolder:
         self.record: dict[str, Any] = {}
         self.steps_before = config.steps  # of the run that is extended
         there = next(p for p in (self.place, *self.place.absolute().parents) if p.exists())
-        if not there.is_dir():
-            raise InputError(f"output {self.place}: expected a folder, {there} is a file")
-        if not os.access(there, os.W_OK):
-            raise InputError(f"output {self.place}: the folder {there} cannot be written")
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(f"output {self.place}: expected a folder that can be written: {there}")
         if any((self.place / name).exists() for name in RESULTS) or steps(self.checkpoints):
-            self.record = self._read_record()
+            if (self.place / RECORD).exists():  # a run of an earlier version has none
+                self.record = read_object(self.place / RECORD)
             self._refuse_another()
 
     @cached_property
@@ -201,7 +186,7 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has come to its end and all that it was to write is there."""
+        """Tell whether the run has come to its end and all that it was to write is there."""
         finished = self.record.get("finished", {})
         return (
             finished.get("steps") == self.config.steps
@@ -226,56 +211,39 @@ class RunFolder:
         """Write configuration and record, and drop from the log what a killed run wrote after step
         `done`. Return the seconds that the run has trained, and what to say of more steps."""
         config, said = self.config, None
-        record = {key: value for key, value in self.record.items() if key != "finished"}
-        record["inputs"] = self.inputs
+        self.record.pop("finished", None)
+        self.record["inputs"] = self.inputs
         if config.steps > self.steps_before:
             more = {"step": done, "from": self.steps_before, "to": config.steps}
             # The same extension, begun again after a kill, is told once.
-            record["extended"] = [e for e in record.get("extended", []) if e != more] + [more]
+            others = [e for e in self.record.get("extended", []) if e != more]
+            self.record["extended"] = [*others, more]
             said = extension_text(config, more)
-        with says_what_is_kept(self.place, "nothing was changed in it"):
-            self.place.mkdir(parents=True, exist_ok=True)
-            self._write_record(record)
-            config.save(self.place / CONFIG)
-            return cut_log(self.log, done), said
+        make_folder(self.place)
+        self._write_record()
+        config.save(self.place / CONFIG)
+        return cut_log(self.log, done), said
 
     def finish(self) -> None:
         """Note in the record that the result is written."""
-        finished = {"steps": self.config.steps, "folders": self.expected}
-        with says_what_is_kept(self.place / RECORD, "the result is written"):
-            self._write_record(self.record | {"finished": finished})
+        self.record["finished"] = {"steps": self.config.steps, "folders": self.expected}
+        self._write_record()
 
-    def _write_record(self, record: dict[str, Any]) -> None:
-        self.record = record
-        write_beside(self.place / RECORD, json.dumps(record, indent=1) + "\n")
-
-    def _read_record(self) -> dict[str, Any]:
-        path = self.place / RECORD
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:  # of a run of an earlier version
-            return {}
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read ({error}): {_REMEDY}") from error
-        if not isinstance(found, dict):
-            raise InputError(f"{path} is not the record of a run: {_REMEDY}")
-        return found
+    def _write_record(self) -> None:
+        write_beside(self.place / RECORD, json.dumps(self.record, indent=1) + "\n")
 
     def _refuse_another(self) -> None:
-        path = self.place / CONFIG
         try:
-            theirs = read_mapping(path)
+            theirs = read_mapping(self.place / CONFIG)
         except InputError as error:
-            why = "missing" if not path.exists() else "no mapping of keys"
             raise InputError(
-                f"{self.place} holds checkpoints or a result, but its {CONFIG}, which says of "
-                f"which run, is {why}: {_REMEDY}"
+                f"{self.place} holds a run, and {CONFIG} does not say which ({error}): put it back "
+                "as it was, or give another output"
             ) from error
         differ = self._differences(theirs)
         their_steps: Any = theirs.get("steps")
         # A checkpoint of its last step says that the run has come to its end.
-        ended = their_steps in steps(self.checkpoints)
-        if ended and self.config.steps > their_steps:
+        if their_steps in steps(self.checkpoints) and self.config.steps > their_steps:
             self.steps_before = their_steps
             differ.pop("steps", None)
         if differ:

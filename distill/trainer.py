@@ -357,66 +357,62 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     return found
 
 
-_NEVER = torch.iinfo(torch.int64).max
-
-
 class NonFiniteLossError(FloatingPointError):
     """The loss, its gradient, the weights or AdamW's moments became NaN or infinite; nothing of it
     was saved."""
 
 
 class FiniteWatch:
-    """Remember the first step whose loss or gradient was not finite.
+    """Remember whether each step's loss and gradient were finite.
 
     `see` never waits for the device; the checks do, and come before anything is logged or saved.
-    They gather, so that all processes raise together and none waits for one that has ended.
+    They add up over processes, so that all raise together and none waits for one that has ended.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.first = torch.full((1,), _NEVER, dtype=torch.int64, device=accelerator.device)
-        self.samples: dict[int, str] = {}  # of the steps since the last check
+        self.steps: dict[tuple[int, str], Tensor] = {}  # since the last check, with their samples
 
     def see(self, step: int, samples: str, loss: Tensor, norm: Tensor) -> None:
         """Note a step's loss and gradient norm, made from these samples."""
-        self.samples[step] = samples
         # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
         seen = (loss, norm) if self.accelerator.scaler is None else (loss,)
-        fine = torch.stack([value.detach().float().isfinite() for value in seen]).all()
-        self.first = torch.where(fine, self.first, self.first.clamp(max=step))
+        self.steps[step, samples] = torch.stack([v.detach().float().isfinite() for v in seen]).all()
 
     def check(self) -> None:
-        """Raise NonFiniteLossError if any process saw such a step."""
-        step = int(self.accelerator.gather(self.first).min())
-        if step != _NEVER:
+        """Raise NonFiniteLossError if any process saw a step that was not finite."""
+        first = self._first(self.steps)
+        if first is not None:
             raise NonFiniteLossError(
-                f"the loss or its gradient is not finite at step {step} "
-                f"(samples {self.samples[step]}); nothing of it was saved"
+                f"the loss or its gradient is not finite at step {first[0]} (samples {first[1]}); "
+                "nothing of it was saved"
             )
-        self.samples.clear()
+        self.steps.clear()
 
     def check_state(
         self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: Any
     ) -> None:
         """Raise NonFiniteLossError where the weights after `step` or their moments are not finite
         in any process."""
-        tensors = {
-            (name, key): own_part(value)
+        fine = {
+            (name, key): own_part(value).isfinite().all().to(self.accelerator.device)
             for name, parameter in parameters.items()
             for key, value in {"weight": parameter, **optimizer.state.get(parameter, {})}.items()
             if isinstance(value, Tensor)
         }
-        device = self.accelerator.device
-        fine = torch.stack([value.isfinite().all().to(device) for value in tensors.values()])
-        # Processes hold the same names in one order: the place of the first that is not finite.
-        first = torch.where(fine.all(), _NEVER, (~fine).int().argmax())[None]
-        worst = int(self.accelerator.gather(first).min())
-        if worst != _NEVER:
-            name, key = list(tensors)[worst]
+        first = self._first(fine)
+        if first is not None:
             raise NonFiniteLossError(
-                f"{name} ({key}) is not finite after step {step}, whose loss and gradient are; "
-                "a lower optimizer.lr may help; nothing of it was saved"
+                f"{first[0]} ({first[1]}) is not finite after step {step}, whose loss and gradient "
+                "are; a lower optimizer.lr may help; nothing of it was saved"
             )
+
+    def _first(self, fine: Mapping[tuple[Any, str], Tensor]) -> tuple[Any, str] | None:
+        """Return the first name that is not fine in some process; all have the same names."""
+        if not fine:
+            return None
+        bad = self.accelerator.reduce((~torch.stack(list(fine.values()))).int(), "sum")
+        return next((name for name, count in zip(fine, bad.tolist(), strict=True) if count), None)
 
 
 class StopRequest:

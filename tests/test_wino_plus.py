@@ -389,8 +389,8 @@ def test_a_bad_configuration_is_an_error(tmp_path, change, message):
     [
         ("wino", {"mask_id": 99}, {}, "another mask_id: expected that of .*1, got 99"),
         ("wino", {"tokenizer": "f00"}, {}, "another tokenizer: .*got 'f00'"),
-        ("d2f", {}, {}, "expected that of wino_plus.mask, bidirectional, got block_causal"),
-        ("wino", {}, {"wino_plus": BLOCK_CAUSAL}, "expected .* block_causal, got bidirectional"),
+        ("d2f", {}, {}, "expected that of objective.mask, .bidirectional., got .block_causal"),
+        ("wino", {}, {"wino_plus": BLOCK_CAUSAL}, "expected .* .block_causal., got .bidirectional"),
         ("d2f", {}, {"wino_plus": BLOCK_CAUSAL, "block_size": 8}, "line 2 was decoded in blocks of "
          "4: expected those of block_size, 8"),
         ("wino", {}, {"data": {"file": "", "row_length": 40, "rows": 2}}, "line 2 has .* tokens, "
@@ -421,7 +421,7 @@ def test_lines_that_are_none_of_rollouts_are_named(tmp_path, files, base):
 
     for header in ("some notes", "{}", '{"rollouts": 5}'):
         refused(r"r\.jsonl is not a file of distill\.rollouts", header, *lines)
-    for token, message in ((5000, "line 3: ids must lie below .*got 5000"), (1, "mask id 1")):
+    for token, message in ((5000, "line 3: ids must lie below"), (1, "mask id 1")):
         values = json.loads(lines[1])
         values["generated_ids"][4] = token
         refused(message, first, lines[0], json.dumps(values))

@@ -68,7 +68,7 @@ class Objective(nn.Module):
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__()
-        self.model = model
+        self.model, self.mask_id, self.logit_shift = model, model.mask_id, model.logit_shift
         read_rows_only(model.backbone)
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
@@ -76,6 +76,7 @@ class Objective(nn.Module):
         self.tail, self.block_shares = config.objective.has_tail, config.objective.block_shares
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
+        self.reads_teacher = config.objective.has_teacher
 
     @classmethod
     def check_model(cls, model: DiffusionModel, config: TrainConfig) -> None:
@@ -173,25 +174,19 @@ class Objective(nn.Module):
                 start = r * length + placed.start + len(sample.prompt)
                 reads.append(start + np.flatnonzero(read))
                 weights.append(weight[read])
-                if masked.any():
-                    assert self.model.mask_id is not None
-                    flat[start + torch.from_numpy(np.flatnonzero(masked))] = self.model.mask_id
+                flat[start + torch.from_numpy(np.flatnonzero(masked))] = self.mask_id or 0
         targets = torch.from_numpy(np.concatenate(reads))
         scaled = np.concatenate(weights) / max(total, 1e-9)
         return Batch(
             input_ids=ids,
             positions=positions,
             spans=pack(rows[mine], self.sample_spans, length),
-            teacher_spans=self.teacher_spans(rows[mine], length),
+            teacher_spans=pack(rows[mine], _all, length) if self.reads_teacher else None,
             # The row that predicts position p is p - 1 in shifted families.
-            rows=targets - self.model.logit_shift,
+            rows=targets - self.logit_shift,
             targets=clean[targets],
             weight=torch.from_numpy(scaled).float(),
         )
-
-    def teacher_spans(self, rows: Rows, length: int) -> Tensor | None:
-        """Return the spans under which a teacher reads packed rows, None where there is none."""
-        return None
 
     # The loss of a batch.
 
@@ -203,8 +198,13 @@ class Objective(nn.Module):
     def read(self, batch: Batch, which: Tensor) -> Tensor:
         """Return hidden states ``[N, C]`` of the rows that the loss reads: only these meet the
         head, whose logits are the largest tensor. which: the student's or the teacher's spans."""
-        plan = TrainingPlan(which, batch.rows, self.attention)
-        return self.model.hidden(batch.input_ids, plan, batch.positions)[0]  # of [1, N, C]
+        read = self.model.backbone.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.positions,
+            spans=TrainingPlan(which, batch.rows, self.attention),
+            use_cache=False,
+        )
+        return read.last_hidden_state[0]  # of [1, N, C]
 
     def read_teacher(self, batch: Batch) -> Tensor:
         """Return the same rows by the weights without the adapter, under the teacher's spans.
@@ -241,9 +241,8 @@ def pack(rows: Rows, sample_spans: Callable[[Sample], Tensor], length: int) -> T
     return torch.stack([spans.pack([sample_spans(p.sample) for p in row], length) for row in rows])
 
 
-def pack_bidirectional(rows: Rows, length: int) -> Tensor:
-    """Return spans under which each sample of the rows sees all of itself."""
-    return pack(rows, lambda sample: spans.bidirectional(len(sample)), length)
+def _all(sample: Sample) -> Tensor:
+    return spans.bidirectional(len(sample))
 
 
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:

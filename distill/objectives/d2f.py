@@ -48,10 +48,8 @@ from distill.objectives import OBJECTIVES
 from distill.objectives.base import (
     Batch,
     Objective,
-    Rows,
     gathered,
     logit_bytes,
-    pack_bidirectional,
     rows_at_a_time,
     sum_in_parts,
 )
@@ -190,7 +188,31 @@ class D2F(Objective):
 
     @classmethod
     def doubt(cls, config: TrainConfig) -> str | None:
-        return None if config.init is None else teacher_warning(config.init)
+        """Warn of an `init` that was not trained to read both sides, as the teacher does.
+
+        A checkpoint of this project says in its contract what it was trained by, and nothing where
+        it was converted and not trained; of a published one the kind of model counts.
+        """
+        if config.init is None:
+            return None
+        folder = folder_of(resolve(config.init), weights=False)
+        contract = Contract.load(folder)
+        known = "was never"
+        if contract is None:
+            if not _is_autoregressive(folder):
+                return None
+            why = "it is an autoregressive model"
+        elif contract.objective is None:
+            known, why = "may never have been", "its contract names no objective"
+        elif OBJECTIVES[contract.objective].section.prompt_rule == "causal":
+            why = f"its contract says objective {contract.objective}"
+        else:
+            return None
+        return (
+            f"warning: init {config.init} {known} trained to read both sides ({why}). The teacher "
+            "of objective d2f is init itself, read so: untrained it teaches nothing of use; train "
+            "it by objective masked_diffusion first"
+        )
 
     @classmethod
     def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
@@ -237,9 +259,6 @@ class D2F(Objective):
     def sample_spans(self, sample: Sample) -> Tensor:
         return spans.block_causal(len(sample), len(sample.prompt), self.block_size(sample))
 
-    def teacher_spans(self, rows: Rows, length: int) -> Tensor:
-        return pack_bidirectional(rows, length)
-
     def forward(self, batch: Batch) -> Tensor:
         if self.options.distill_target == "hard":
             return super().forward(batch)
@@ -271,33 +290,6 @@ def linear_reverse_kl(
 
     rows = max(1, rows_at_a_time(len(head)) // 2)  # two models' logits share the bound
     return sum_in_parts(of_part, (student_hidden, teacher_hidden.detach(), weight), rows)
-
-
-def teacher_warning(init: str) -> str | None:
-    """Warn of an `init` that was not trained to read both sides, as the teacher of a d2f run does;
-    None where nothing is known against it.
-
-    A checkpoint of this project says in its contract what it was trained by, and nothing where it
-    was converted and not trained. A published one has no contract: there its kind of model counts.
-    """
-    folder = folder_of(resolve(init), weights=False)
-    contract = Contract.load(folder)
-    if contract is None:
-        known = "was never" if _is_autoregressive(folder) else None
-        why = "it is an autoregressive model"
-    elif contract.objective is None:
-        known, why = "may never have been", "its contract names no objective"
-    else:
-        causal = OBJECTIVES[contract.objective].section.prompt_rule == "causal"
-        known = "was never" if causal else None
-        why = f"its contract says objective {contract.objective}"
-    if known is None:
-        return None
-    return (
-        f"warning: init {init} {known} trained to read both sides ({why}). The teacher of "
-        "objective d2f is init itself, read so: untrained it teaches nothing of use; train it by "
-        "objective masked_diffusion first"
-    )
 
 
 def _is_autoregressive(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,9 +40,8 @@ from d2f import noise, spans
 from d2f.config import Ratio, Switch, Tokens, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import Data, Lora, Options, TrainConfig
+from distill.config import Lora, Options, TrainConfig
 from distill.data.samples import HeldOut, Sample
-from distill.data.stream import lay_out
 from distill.data.trajectories import (
     Rollout,
     State,
@@ -55,8 +54,6 @@ from distill.objectives.base import (
     Objective,
     Rows,
     gathered,
-    pack,
-    pack_bidirectional,
     rows_at_a_time,
     sum_in_parts,
 )
@@ -145,55 +142,59 @@ class WinoPlusObjective(Objective):
         super().__init__(model, config)
         assert isinstance(config.objective, WinoPlusOptions)
         self.settings = config.objective
-        assert config.data.file is not None
+        self.reads_teacher = self.settings.kl_weight > 0
         self.rollouts = self._read(config.data.file)
 
     def stream(self) -> StateStream:
         config, evaluation = self.config, self.config.evaluation
         if not evaluation.wants_loss:
-            return self._states(config.data, self.rollouts)
+            return self._states(self.rollouts)
         # Whole rollouts are held out: the states of one are too much alike.
-        file = evaluation.loss_file
-        others = self.rollouts if file is None else self._read(file)
-        if file is not None and others == self.rollouts:
+        file = evaluation.loss_file or config.data.file
+        others = self.rollouts if evaluation.loss_file is None else self._read(file)
+        if evaluation.loss_file is not None and others == self.rollouts:
             raise InputError(
                 f"evaluation.loss_file {file} is what is trained on: expected other rollouts"
             )
-        most = len(others) - (file is None)
-        if evaluation.loss_rows is not None and evaluation.loss_rows > most:
+        most = len(others) - (others is self.rollouts)
+        if (evaluation.loss_rows or 0) > most:
             raise InputError(
                 f"evaluation.loss_rows must be at most {most} of the {len(others)} rollouts of "
-                f"{file or config.data.file}, got {evaluation.loss_rows}"
+                f"{file}, got {evaluation.loss_rows}"
             )
         rng = noise.sample_rng(config.seed, 0, noise.HELD_OUT)
         held = set(rng.permutation(len(others))[: evaluation.loss_rows].tolist())
-        data = config.data.model_copy(update={"file": file or config.data.file})
-        states = self._states(data, others, held, tail=False)
-        rest = set(range(len(others))) - held if file is None else None
-        stream = self._states(config.data, self.rollouts, rest)
-        said = f"{states.report()}, of the {len(others)} of {data.file}"
+        states = self._states(others, held, file=file, tail=False)
+        rest = set(range(len(others))) - held if others is self.rollouts else None
+        stream = self._states(self.rollouts, rest)
+        said = f"{states.report()}, of the {len(others)} of {file}"
         stream.held_out = HeldOut([states.sample(i) for i in range(states.epoch)], said)
         return stream
 
     def _states(
         self,
-        data: Data,
         rollouts: list[Rollout],
         chosen: Collection[int] | None = None,
-        tail: bool = True,
+        **changes: Any,
     ) -> StateStream:
-        settings = self.settings.model_copy(update={"tail": tail and self.settings.tail})
-        seed = self.config.seed
-        return StateStream(data, rollouts, settings, self.model.end_ids, seed, chosen)
+        tail = changes.pop("tail", True) and self.settings.tail
+        settings = self.settings.model_copy(update={"tail": tail})
+        data = self.config.data.model_copy(update=changes)
+        return StateStream(data, rollouts, settings, self.model.end_ids, self.config.seed, chosen)
 
     def counted(self, batch: Batch) -> Tensor:
         assert isinstance(batch, StateBatch)
         return batch.now
 
     def draw(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
-        # A state's mask is that of its trajectory; what counts is what is decided next.
+        # A state's mask is that of its trajectory. Without the teacher's term, of the later tokens
+        # only those that may be deferred are read.
         assert isinstance(sample, State)
-        return sample.masked, sample.now.astype(float)
+        others = sample.later if self.reads_teacher else sample.deferrable
+        return sample.masked, (sample.now | others).astype(float)
+
+    def normalizer(self, sample: Sample, read: np.ndarray) -> float:
+        return 1.0  # every state of the step counts the same, in whichever process it is
 
     def sample_spans(self, sample: Sample) -> Tensor:
         if self.settings.mask == "block_causal":
@@ -201,39 +202,16 @@ class WinoPlusObjective(Objective):
         return spans.bidirectional(len(sample))
 
     def batch(self, rows: Rows, mine: slice) -> StateBatch:
-        length = self.config.data.row_length
-        ids, positions = lay_out(rows[mine], length)
-        clean, flat = ids.view(-1).clone(), ids.view(-1)
-        places = [np.zeros(0, dtype=np.int64)]
-        columns = [np.zeros((0, 3), dtype=bool)]
-        states = [np.zeros(0, dtype=np.int64)]
-        assert self.model.mask_id is not None
-        for r, row in enumerate(rows[mine]):
-            for placed in row:
-                state = placed.sample
-                assert isinstance(state, State)
-                start = r * length + placed.start + len(state.prompt)
-                flat[start + torch.from_numpy(np.flatnonzero(state.masked))] = self.model.mask_id
-                table = np.stack([state.now, state.later, state.deferrable], axis=1)
-                # Without the teacher's term, of the later tokens only those that may be deferred
-                # are read.
-                read = table[:, 0] | table[:, 1 if self.settings.kl_weight else 2]
-                places.append(start + np.flatnonzero(read))
-                columns.append(table[read])
-                # The empty array that the list begins with counts as one.
-                states.append(np.full(int(read.sum()), len(states) - 1))
-        targets = torch.from_numpy(np.concatenate(places))
+        states, columns = [np.zeros(0, dtype=np.int64)], [np.zeros((0, 3), dtype=bool)]
+        for number, placed in enumerate(placed for row in rows[mine] for placed in row):
+            state = placed.sample
+            assert isinstance(state, State)
+            read = self.draw(state)[1] > 0
+            columns.append(np.stack([state.now, state.later, state.deferrable], axis=1)[read])
+            states.append(np.full(int(read.sum()), number))
         now, later, deferrable = torch.from_numpy(np.concatenate(columns)).unbind(1)
-        teacher = pack_bidirectional(rows[mine], length) if self.settings.kl_weight else None
         return StateBatch(
-            input_ids=ids,
-            positions=positions,
-            spans=pack(rows[mine], self.sample_spans, length),
-            teacher_spans=teacher,
-            rows=targets - self.model.logit_shift,
-            targets=clean[targets],
-            # Every state of the step counts the same, in whichever process it is.
-            weight=torch.full((len(targets),), 1 / max(1, sum(map(len, rows)))),
+            **vars(super().batch(rows, mine)),
             state=torch.from_numpy(np.concatenate(states)),
             now=now,
             later=later,
@@ -243,7 +221,7 @@ class WinoPlusObjective(Objective):
     def forward(self, batch: Batch) -> Tensor:
         assert isinstance(batch, StateBatch)
         settings = self.settings
-        teacher = self.read_teacher(batch) if settings.kl_weight else None
+        teacher = self.read_teacher(batch) if self.reads_teacher else None
         student = self.read(batch, batch.spans)
         # The sets are chosen by the student's own predictions, and are no part of its gradient.
         confidence, token = self.predictions(student)
@@ -272,7 +250,7 @@ class WinoPlusObjective(Objective):
             logits = self.model.head(part).float()  # [n, V]
             total = logits.logsumexp(-1)
             # Behind the softmax's total: the confidence is that under the full softmax.
-            logits[:, self.model.mask_id] = -torch.inf
+            logits[:, self.mask_id] = -torch.inf
             best, token = logits.max(-1)
             found.append(((best - total).exp(), token))
         confidences, tokens = zip(*found, strict=True)
@@ -296,36 +274,33 @@ class WinoPlusObjective(Objective):
         columns = hidden[rows], targets[rows], by_token[rows], by_entropy[rows]
         return sum_in_parts(of_part, columns, rows_at_a_time(self.model.vocab_size))
 
-    def _read(self, file: str) -> list[Rollout]:
-        """Read a file of rollouts. Raises InputError unless the model can read them, and the
-        configuration's mask is the one that they were decoded under."""
+    def _read(self, file: str | None) -> list[Rollout]:
+        """Read a file of rollouts. Raises InputError unless it was decoded with the tokenizer of
+        this model, and under the mask and block size of the configuration."""
+        assert file is not None and self.model.tokenizer is not None
         run, rollouts = read_rollouts(file)
-        model, settings = self.model, self.settings
-        assert model.tokenizer is not None and model.mask_id is not None
-        here = {"mask_id": model.mask_id, "tokenizer": tokenizer_hash(model.tokenizer)}
-        for name, value in here.items():
+        expected = {
+            "mask_id": (self.mask_id, f"that of {self.config.init}"),
+            "tokenizer": (tokenizer_hash(self.model.tokenizer), f"that of {self.config.init}"),
+            "mask": (self.settings.mask, "that of objective.mask"),
+        }
+        for name, (value, whose) in expected.items():
             if run.get(name) != value:
                 raise InputError(
-                    f"{file} was collected with another {name}: expected that of "
-                    f"{self.config.init}, {value!r}, got {run.get(name)!r}"
+                    f"{file} was collected with another {name}: expected {whose}, {value!r}, "
+                    f"got {run.get(name)!r}"
                 )
-        if run.get("mask") != settings.mask:
-            raise InputError(
-                f"{file} was decoded under another mask: expected that of wino_plus.mask, "
-                f"{settings.mask}, got {run.get('mask')}"
-            )
         for number, rollout in enumerate(rollouts, 2):
-            wrong = [t for t in rollout.prompt_ids + rollout.generated_ids if t >= model.vocab_size]
-            if wrong or model.mask_id in rollout.prompt_ids + rollout.generated_ids:
+            ids = rollout.prompt_ids + rollout.generated_ids
+            if max(ids) >= self.model.vocab_size or self.mask_id in ids:
                 raise InputError(
-                    f"{file}, line {number}: ids must lie below {model.vocab_size} and not be the "
-                    f"mask id {model.mask_id}, got {(wrong or [model.mask_id])[0]}"
+                    f"{file}, line {number}: ids must lie below {self.model.vocab_size} and not "
+                    f"be the mask id {self.mask_id}"
                 )
-            size = self.settings.block_size
-            if rollout.block_size != size:
+            if rollout.block_size != self.settings.block_size:
                 raise InputError(
                     f"{file}, line {number} was decoded in blocks of {rollout.block_size}: "
-                    f"expected those of block_size, {size}"
+                    f"expected those of block_size, {self.settings.block_size}"
                 )
         return rollouts
 
