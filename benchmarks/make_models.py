@@ -22,12 +22,12 @@ from typing import Any
 
 from d2f.config import read_mapping
 from d2f.errors import InputError
-from d2f.files import write_beside
+from d2f.files import write_beside, writing_folder
 from d2f.shipped import TRAINING, shipped
 from d2f.tasks.task import RESPONSE_LENGTH
 from decode.decoders import DECODERS
 from distill.config import read_config
-from distill.export import curve, data_name, front_matter, replacing
+from distill.export import curve, data_name, front_matter
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "d2f" / "models"
@@ -176,7 +176,7 @@ def ship(name: str) -> Path:
     from safetensors.torch import save_file
 
     run, place = Path("runs") / name, MODELS / name
-    with replacing(place) as beside:
+    with writing_folder(place) as beside:
         shutil.copytree(
             run / ("adapter" if name in ADAPTERS else "model"), beside, dirs_exist_ok=True
         )

@@ -19,13 +19,14 @@ from accelerate import Accelerator
 from d2f.errors import InputError
 from d2f.files import put_back
 from d2f.model import DiffusionModel
+from d2f.saving import save_adapter, save_model
 from d2f.tasks import Problem, Task
 from decode.cli import DecoderSettings
-from decode.decoders import Decoder, find_decoder
+from decode.decoders import Decoder
 from decode.evaluate import decode_and_judge
 from decode.jobs import draw_problems, encode_problems, give_notices
 from distill.config import TrainConfig
-from distill.export import as_trained, write_result
+from distill.export import as_trained, files_of, write_result
 from distill.heldout_loss import HeldoutLoss, loss_text
 from distill.objectives.base import Objective
 from distill.sharding import has_whole_weights, uncompiled
@@ -103,7 +104,12 @@ class Evaluator:
             if score <= score_of(by, kept):
                 return
         report = json.dumps({"step": step, "best_by": by, **values}, indent=1) + "\n"
-        write_result(self.model, self.config, self.best, {REPORT: report})
+        if self.model.adapter is not None:
+            write_result(self.best, {REPORT: report}, save_adapter, self.model)
+        else:
+            write_result(
+                self.best, {REPORT: report}, save_model, self.model, **files_of(self.config)
+            )
 
 
 def score_of(by: str, values: dict[str, Any]) -> list[float]:
@@ -132,11 +138,6 @@ def jobs(model: DiffusionModel, config: TrainConfig) -> list[tuple[Task, list[Pr
     Raises InputError for a decoder or option that there is not, or that does not fit the model, and
     for a problem longer than its context."""
     settings = config.evaluation
-    if settings.decoder is not None:
-        try:
-            find_decoder(settings.decoder)
-        except InputError as error:
-            raise InputError(f"evaluation.{error}") from error
     if "max_new_tokens" in settings.options:
         raise InputError("evaluation.options: max_new_tokens is that of each task, leave it out")
     chosen, found = DecoderSettings(settings.decoder, settings.options), []
@@ -145,7 +146,7 @@ def jobs(model: DiffusionModel, config: TrainConfig) -> list[tuple[Task, list[Pr
             decoder = chosen.for_task(model, task)
             decoder.check(model.contract)
         except InputError as error:
-            raise InputError(f"evaluation.options: {error}") from error
+            raise InputError(f"evaluation: {error}") from error
         count, seed = settings.problems, config.seed
         problems = draw_problems(task, settings.split, count, seed, "evaluation.problems")
         encode_problems(model, problems, decoder, " of the evaluation")

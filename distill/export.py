@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from distill.sharding import is_sharded, read_weights, trained_parameters
 
 CARD, CURVE = "README.md", "loss.png"
 _HASHED = 256  # samples
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _EVALUATED = tuple(
     f"evaluation/{name}" for name in ("accuracy", "tokens_per_forward", "kl", "cross_entropy")
 )
@@ -90,46 +91,31 @@ def card(
 
     lines: of the run's log. extended: when the run was given more steps.
     """
-    entries = [
-        ("made by", f"d2f-toolkit {d2f.__version__}"),
-        ("command", "`d2f train --config config.yaml`"),
-        ("starts from", config.init or "random weights"),
-        ("data", data_name(config)),
-        (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
-    ]
-    if stream.held_out is not None:
-        entries.append(("held-out loss", stream.held_out.said))
-    for file in (config.data.file, config.evaluation.loss_file):
-        if file is not None:
-            entries.append((f"SHA-256 of {Path(file).name}", f"`{file_digest(Path(file))}`"))
     last = lines[-1]
-    entries.append(("steps", f"{last['step']:,}, {last['samples']:,} samples"))
-    entries += [("", extension_text(config, more)) for more in extended]
+    files = [Path(file) for file in (config.data.file, config.evaluation.loss_file) if file]
+    facts = {
+        "made by": f"d2f-toolkit {d2f.__version__}",
+        "command": "`d2f train --config config.yaml`",
+        "starts from": config.init or "random weights",
+        "data": data_name(config),
+        f"SHA-256 of the first {_HASHED} samples": f"`{samples_hash(stream)}`",
+        **({"held-out loss": stream.held_out.said} if stream.held_out is not None else {}),
+        **{f"SHA-256 of {file.name}": f"`{file_digest(file)}`" for file in files},
+        "steps": f"{last['step']:,}, {last['samples']:,} samples",
+    }
+    rows = [*facts.items(), *(("", extension_text(config, more)) for more in extended)]
     name, objective = Path(config.output).name, config.objective.name
     return "\n".join(
         [
             *front_matter(name, objective),
-            "",
-            f"# {name}",
-            "",
-            f"Trained by the objective `{objective}`.",
-            "",
+            f"\n# {name}\n\nTrained by the objective `{objective}`.\n",
             "| | |",
             "|---|---|",
-            *(f"| {name} | {value} |" for name, value in entries),
-            "",
-            "<details><summary>Loss and evaluations, every logged step</summary>",
-            "",
+            *(f"| {name} | {value} |" for name, value in rows),
+            "\n<details><summary>Loss and evaluations, every logged step</summary>\n",
             *curve(lines),
-            "",
-            "</details>",
-            "",
-            "config.yaml, every key resolved:",
-            "",
-            "```yaml",
-            config.yaml.rstrip(),
-            "```",
-            "",
+            "\n</details>\n\nconfig.yaml, every key resolved:\n",
+            f"```yaml\n{config.yaml.rstrip()}\n```\n",
         ]
     )
 
@@ -198,19 +184,14 @@ def prepare_model(
             model = convert(model, config.family or model.family, drop_biases=config.drop_biases)
     else:
         assert config.model is not None and config.family is not None
-        if config.tokenizer is None:
-            named = config.data.tasks or {}
-            tasks = [task for task in TASKS if task in DEFAULT_TASKS or task in named]
-            tokenizer: Any = train_tokenizer(1024, tasks=tasks)
-        else:
-            folder = folder_of(resolve(config.tokenizer), weights=False)
-            tokenizer = load_tokenizer(str(folder))
-            if tokenizer is None:
-                raise InputError(f"tokenizer {config.tokenizer}: expected a tokenizer, found none")
         with place:
-            model = build(config.family, tokenizer, **config.model.model_dump())
+            model = build(config.family, _new_tokenizer(config), **config.model.model_dump())
     # Before an adapter is attached: a wrong family is told as such, not as weights that do not fit.
-    check_fits(model, config)
+    if model.tokenizer is None:
+        raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
+    OBJECTIVES[config.objective.name].check_model(model, config)
+    if config.export_official:
+        check_official(model)
     lora = config.objective.trained_lora
     if lora is not None:
         model.backbone.requires_grad_(False)  # then only the adapter's own are trained
@@ -231,13 +212,14 @@ def prepare_model(
     return model
 
 
-def check_fits(model: DiffusionModel, config: TrainConfig) -> None:
-    """Raise InputError where objective, family and model do not go together."""
-    if model.tokenizer is None:
-        raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
-    OBJECTIVES[config.objective.name].check_model(model, config)
-    if config.export_official:
-        check_official(model)
+def _new_tokenizer(config: TrainConfig) -> Any:
+    if config.tokenizer is None:
+        named = config.data.tasks or {}
+        return train_tokenizer(1024, tasks=[t for t in TASKS if t in DEFAULT_TASKS or t in named])
+    tokenizer = load_tokenizer(str(folder_of(resolve(config.tokenizer), weights=False)))
+    if tokenizer is None:
+        raise InputError(f"tokenizer {config.tokenizer}: expected a tokenizer, found none")
+    return tokenizer
 
 
 def as_trained(
@@ -260,79 +242,78 @@ def as_trained(
 def export_run(
     accelerator: Accelerator, objective: Objective, stream: Stream, folder: RunFolder
 ) -> None:
-    """Write what a run made and note in its folder that it is finished. All processes call this;
-    only the main one writes."""
-    config, model = folder.config, objective.model
-    stored = None  # the dtype of the base's weights on disk, where the loaded ones are rounded
-    if config.quantize != "none" or config.base_dtype != "float32":
-        assert config.init is not None
-        stored = stored_dtype(folder_of(resolve(config.init)))
-        stored = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}[stored]
-        if config.quantize == "none" and config.base_dtype == stored:
-            stored = None
-    whole = stored is None and not is_sharded(accelerator)
+    """Write what a run made and note in its folder that it is finished: ``model/``, where one was
+    trained ``adapter/``, and where asked for ``official/``, each whole or not, with the card.
+
+    All processes call this; only the main one writes. Weights are merged one after the other as
+    they are written, so no second model is made.
+    """
+    config, output = folder.config, folder.place
+    dtype = _dtype_before_rounding(config)
+    whole = dtype is None and not is_sharded(accelerator)
     # All processes take part in gathering shards, so this comes before all but one return.
     weights = {} if whole else read_weights(accelerator, trained_parameters(objective))
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
-    if not whole:
-        # What was trained on the base as it is stored, read again; or on none, if all was trained.
-        if config.trains_adapter:
-            model = prepare_model(config, base_dtype=getattr(torch, stored or config.base_dtype))
-        else:
-            model = prepare_model(config, "meta")
-        loaded = type(objective)(model, config)
-        assert weights.keys() == trained_parameters(loaded).keys()
-        loaded.load_state_dict(weights, strict=False, assign=True)
-        model.backbone.tie_weights()  # undone by assigning
     lines = read_log(folder.log)
     if not lines:
-        raise InputError(f"{folder.log} is gone: was {folder.place} removed while the run went on?")
+        raise InputError(f"{folder.log} is gone: was {output} removed while the run went on?")
     text = card(config, stream, lines, folder.record.get("extended", []))
-    export(model, config, folder.place, text)
-    with says_what_is_kept(folder.place / CURVE, "the result is written"):
-        draw_curve(lines, folder.place / CURVE)
+    trained = objective.model if whole else _read_again(config, dtype, weights)
+    model = as_trained(trained, config)
+    if model.adapter is not None:
+        write_result(output / "adapter", {CARD: text}, save_adapter, model)
+        # Merged weights belong to no base any more.
+        model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
+    files = files_of(config)
+    write_result(output / "model", {CARD: text}, save_model, model, **files)
+    if config.export_official:
+        write_result(output / "official", {CARD: text}, save_official, model, **files)
+    with says_what_is_kept(output / CURVE, "the result is written"):
+        draw_curve(lines, output / CURVE)
     folder.finish()
 
 
-def export(model: DiffusionModel, config: TrainConfig, output: Path, card: str) -> None:
-    """Write ``model/``, where one was trained ``adapter/``, and where asked for ``official/`` under
-    `output`, each whole or not, with the card. Weights are merged one after the other as they are
-    written, so no second model is made."""
-    made = as_trained(model, config)
-    if made.adapter is not None:
-        write_result(made, config, output / "adapter", {CARD: card})
-        # Merged weights belong to no base any more.
-        made.contract = dataclasses.replace(made.contract, base=None, base_hash=None)
-    files = {"dtype": getattr(torch, config.export_dtype), "max_shard_size": config.max_shard_size}
-    with replacing(output / "model") as beside:
-        save_model(made, beside, **files)
-        (beside / CARD).write_text(card, encoding="utf-8")
-    if config.export_official:
-        with replacing(output / "official") as beside:
-            save_official(made, beside, **files)
-            (beside / CARD).write_text(card, encoding="utf-8")
+def _dtype_before_rounding(config: TrainConfig) -> torch.dtype | None:
+    """Return the dtype of the base's weights on disk, None where they were loaded without loss."""
+    if config.quantize == "none" and config.base_dtype == "float32":
+        return None
+    assert config.init is not None
+    stored = getattr(torch, _DTYPES[stored_dtype(folder_of(resolve(config.init)))])
+    return None if config.quantize == "none" and stored == torch.bfloat16 else stored
+
+
+def _read_again(
+    config: TrainConfig, dtype: torch.dtype | None, weights: dict[str, torch.Tensor]
+) -> DiffusionModel:
+    """Put what was trained on the base as it is stored, or on none, if all was trained."""
+    if config.trains_adapter:
+        model = prepare_model(config, base_dtype=dtype or getattr(torch, config.base_dtype))
+    else:
+        model = prepare_model(config, "meta")
+    loaded = OBJECTIVES[config.objective.name](model, config)
+    assert weights.keys() == trained_parameters(loaded).keys()
+    loaded.load_state_dict(weights, strict=False, assign=True)
+    model.backbone.tie_weights()  # undone by assigning
+    return model
+
+
+def files_of(config: TrainConfig) -> dict[str, Any]:
+    """Return how a model's weights are written, by the arguments of `save_model`."""
+    dtype = getattr(torch, config.export_dtype)
+    return {"dtype": dtype, "max_shard_size": config.max_shard_size}
 
 
 def write_result(
-    model: DiffusionModel, config: TrainConfig, place: Path, texts: dict[str, str]
+    place: Path, texts: dict[str, str], save: Callable[..., None], model: DiffusionModel, **how: Any
 ) -> None:
-    """Write a model's adapter, or where it has none the whole model, and texts by file name, as
-    the folder `place`: whole, or as it was before. Raises OutputError."""
-    with replacing(place) as beside:
-        if model.adapter is not None:
-            save_adapter(model, beside)
-        else:
-            dtype, size = getattr(torch, config.export_dtype), config.max_shard_size
-            save_model(model, beside, dtype=dtype, max_shard_size=size)
+    """Write a model by save(model, place, **how), and texts by file name beside it: whole, or
+    `place` is as it was before. Raises OutputError."""
+    with (
+        says_what_is_kept(place, "checkpoints and earlier results are kept; run it again"),
+        writing_folder(place) as beside,
+    ):
+        save(model, beside, **how)
         for name, text in texts.items():
             (beside / name).write_text(text, encoding="utf-8")
-
-
-@contextlib.contextmanager
-def replacing(place: Path) -> Iterator[Path]:
-    """Fill a folder that then takes the place of `place`. Raises OutputError."""
-    with says_what_is_kept(place, "checkpoints and earlier results are kept; run it again"):
-        with writing_folder(place) as beside:
-            yield beside

@@ -88,16 +88,14 @@ class Log:
     """Append values to a run's log, a line of JSON each. seconds: training time of earlier calls.
     Raises OutputError where it cannot be written."""
 
-    _KEPT = "the same command goes on from the newest checkpoint"
-
     def __init__(self, path: Path, seconds: float = 0.0):
         self.path, self.began = path, time.monotonic() - seconds
-        with says_what_is_kept(path, self._KEPT):
-            self._file = GrowingFile(path)
+        self._file = GrowingFile(path)
 
     def write(self, values: dict[str, Any]) -> None:
         line = values | {"seconds": round(time.monotonic() - self.began, 1)}
-        with says_what_is_kept(self.path, self._KEPT):
+        kept = "the same command goes on from the newest checkpoint"
+        with says_what_is_kept(self.path, kept):
             self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
@@ -105,22 +103,18 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log; those that a kill cut short are left out."""
+    """Return the lines of a log, none where there is no file; a line that a kill cut short is left
+    out."""
     lines = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                values = json.loads(line)
-                values["step"] + 0
-                lines.append(values)
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
     return lines
 
 
 def cut_log(path: Path, step: int) -> float:
     """Drop what a log says of later steps, which come again; return the seconds of training that
     the rest says."""
-    if not path.is_file():
-        return 0.0
     lines = [values for values in read_log(path) if values["step"] <= step]
     write_beside(path, "".join(json.dumps(values) + "\n" for values in lines))
     return float(lines[-1].get("seconds", 0.0)) if lines else 0.0

@@ -42,14 +42,13 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Tell whether the wrapper may split weights over processes or keep them in its own form."""
-    return uses_deepspeed(accelerator) or accelerator.distributed_type == DistributedType.FSDP
+    return accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 def has_whole_weights(accelerator: Accelerator) -> bool:
-    """Tell whether each process holds all weights."""
-    if uses_deepspeed(accelerator):
-        return bool(accelerator.state.deepspeed_plugin.zero_stage < 3)
-    return bool(accelerator.distributed_type != DistributedType.FSDP)
+    """Tell whether each process holds all weights; of DeepSpeed, up to ZeRO-2."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin.zero_stage < 3 if plugin is not None else not is_sharded(accelerator)
 
 
 def prepare(
@@ -86,15 +85,15 @@ def prepare(
 def read_weights(accelerator: Accelerator, parameters: Parameters) -> dict[str, Tensor]:
     """Return whole fp32 weights on the CPU by name on the main process, nothing on the others. All
     processes call this."""
+    read = gathered
+    if uses_deepspeed(accelerator):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        # Its fp32 master copy, not the bf16 weights that it computes with.
+        read = safe_get_full_fp32_param
     weights = {}
     for name, parameter in parameters.items():
-        if uses_deepspeed(accelerator):
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            # Its fp32 master copy, not the bf16 weights that it computes with.
-            value = safe_get_full_fp32_param(parameter)
-        else:
-            value = gathered(parameter)
+        value = read(parameter)
         if accelerator.is_main_process:
             weights[name] = value.detach().cpu()
     return weights

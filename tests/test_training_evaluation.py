@@ -209,7 +209,7 @@ def test_modes_and_random_state_come_back_also_after_an_error(student):
     ("changes", "message"),
     [
         ({"tasks": ["chess"]}, "evaluation: tasks: there is no task or task file 'chess'"),
-        ({"decoder": "fastest"}, "evaluation.decoder must be one of .* got 'fastest'"),
+        ({"decoder": "fastest"}, "evaluation: decoder must be one of .* got 'fastest'"),
         ({"decoder": "autoregressive", "options": {}}, "autoregressive needs a causal model"),
         ({"options": {"tau": 0.5}}, "has no option tau"),
         ({"options": {"tau_conf": 3}}, "tau_conf must lie in"),

@@ -93,7 +93,7 @@ def test_masks_of_a_block_are_drawn_uniformly():
 def test_the_second_stream_is_the_text_with_each_blocks_masks_last(sample, size):
     made = objective(block_size=size)
     size = made.block_size(sample)
-    fed, length = made.streams(sample), len(sample)
+    fed, length = made.fed(sample), len(sample)
     clean = np.array(sample.prompt + sample.response)
     mask_id = made.model.mask_id
     assert fed.ids[:length].tolist() == clean.tolist()

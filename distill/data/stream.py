@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from d2f import noise
@@ -216,18 +214,6 @@ def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
         rows[place].append(Placed(sample, used[place]))
         used[place] += len(sample)
         index += 1
-
-
-def lay_out(rows: list[list[Placed]], length: int) -> tuple[Tensor, Tensor]:
-    """Lay out clean ids and positions, int64 ``[rows, length]``; unused places hold 0."""
-    ids = np.zeros((len(rows), length), dtype=np.int64)
-    positions = np.zeros_like(ids)
-    for r, row in enumerate(rows):
-        for placed in row:
-            part = slice(placed.start, placed.start + len(placed.sample))
-            ids[r, part] = placed.sample.prompt + placed.sample.response
-            positions[r, part] = np.arange(len(placed.sample))
-    return torch.from_numpy(ids), torch.from_numpy(positions)
 
 
 @dataclass(frozen=True)

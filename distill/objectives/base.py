@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -27,9 +28,10 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import Options, TrainConfig
 from distill.data.samples import Placed, Sample
-from distill.data.stream import Stream, hold_out, lay_out, make_stream
+from distill.data.stream import Stream, hold_out, make_stream
 
 Rows = list[list[Placed]]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,32 @@ class Batch:
         return replace(self, **parts)
 
 
+@dataclass(frozen=True)
+class Fed:
+    """A sample as it is fed, and what the loss reads of it.
+
+    ids, positions: ``[length]``. rows: ``[N]``, which of them are read. targets: ``[N]``, the clean
+    ids that they predict. weight: ``[N, losses]``. total: ``[losses]``, what it adds to each loss's
+    denominator.
+    """
+
+    ids: Ints
+    positions: Ints
+    rows: Ints
+    targets: Ints
+    weight: np.ndarray
+    total: np.ndarray
+
+
 class Objective(nn.Module):
-    """Base of the objectives. section: the class of the configuration's section `objective`."""
+    """Base of the objectives.
+
+    section: the class of the configuration's section `objective`. copies: how often a sample is fed
+    in its row, one after the other.
+    """
 
     section: type[Options]
+    copies = 1
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__()
@@ -151,6 +175,31 @@ class Objective(nn.Module):
 
     # A step's rows as tensors.
 
+    def fed(self, sample: Sample) -> Fed:
+        """Lay a sample out as it is fed; `sample_spans` says what its rows see."""
+        masked, weight = self.draw(sample)
+        clean, read, prompt = (
+            np.array(sample.prompt + sample.response),
+            weight > 0,
+            len(sample.prompt),
+        )
+        ids, targets = clean.copy(), prompt + np.flatnonzero(read)
+        ids[prompt + np.flatnonzero(masked)] = self.mask_id or 0  # without one none is masked
+        return Fed(
+            ids=ids,
+            positions=np.arange(len(ids)),
+            # The row that predicts position p is p - 1 in shifted families.
+            rows=targets - self.logit_shift,
+            targets=clean[targets],
+            weight=weight[read, None],
+            total=np.array([self.normalizer(sample, read)]),
+        )
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Return each loss's share of the whole, ``[losses]``."""
+        return np.ones(1)
+
     def batch(self, rows: Rows, mine: slice) -> Batch:
         """Build what this process feeds in a step.
 
@@ -158,34 +207,33 @@ class Objective(nn.Module):
             again gives each process the step's denominator without asking.
         mine: which of them are this process's.
         """
-        length, first = self.config.data.row_length, range(len(rows))[mine].start
-        ids, positions = lay_out(rows[mine], length)
-        clean, flat = ids.view(-1).clone(), ids.view(-1)
-        reads, weights, total = [np.zeros(0, dtype=np.int64)], [np.zeros(0)], 0.0
+        length, first = self.copies * self.config.data.row_length, range(len(rows))[mine].start
+        ids = np.zeros((len(rows[mine]), length), dtype=np.int64)
+        positions, total = np.zeros_like(ids), np.zeros(len(self.shares))
+        nothing = np.zeros(0, dtype=np.int64)
+        reads, targets, weights = [nothing], [nothing], [np.zeros((0, len(total)))]
         for r, row in enumerate(rows, -first):
             for placed in row:
-                sample = placed.sample
-                masked, weight = self.draw(sample)
-                read = weight > 0
-                total += self.normalizer(sample, read)
-                if not 0 <= r < len(ids):
+                fed = self.fed(placed.sample)
+                total += fed.total
+                if not 0 <= r < len(ids):  # another process's row
                     continue
-                # The response's first place among the R x L of this process.
-                start = r * length + placed.start + len(sample.prompt)
-                reads.append(start + np.flatnonzero(read))
-                weights.append(weight[read])
-                flat[start + torch.from_numpy(np.flatnonzero(masked))] = self.mask_id or 0
-        targets = torch.from_numpy(np.concatenate(reads))
-        scaled = np.concatenate(weights) / max(total, 1e-9)
+                start = self.copies * placed.start
+                part = slice(start, start + len(fed.ids))
+                ids[r, part], positions[r, part] = fed.ids, fed.positions
+                reads.append(r * length + start + fed.rows)
+                targets.append(fed.targets)
+                weights.append(fed.weight)
+        weight = (np.concatenate(weights) / np.maximum(total, 1e-9)) @ self.shares
+        both = pack(rows[mine], _all, length) if self.reads_teacher else None
         return Batch(
-            input_ids=ids,
-            positions=positions,
+            input_ids=torch.from_numpy(ids),
+            positions=torch.from_numpy(positions),
             spans=pack(rows[mine], self.sample_spans, length),
-            teacher_spans=pack(rows[mine], _all, length) if self.reads_teacher else None,
-            # The row that predicts position p is p - 1 in shifted families.
-            rows=targets - self.logit_shift,
-            targets=clean[targets],
-            weight=torch.from_numpy(scaled).float(),
+            teacher_spans=both,
+            rows=torch.from_numpy(np.concatenate(reads)),
+            targets=torch.from_numpy(np.concatenate(targets)),
+            weight=torch.from_numpy(weight).float(),
         )
 
     # The loss of a batch.

@@ -19,12 +19,9 @@ With `objective.attention: bidirectional`, the paper's ablation, rows 9 to 11 al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from pydantic import model_validator
 from torch import Tensor
 
@@ -34,9 +31,7 @@ from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from distill.config import BlockSizes, Lora, Options, TrainConfig, refuse_unread, shares_of
 from distill.data.samples import Sample
-from distill.objectives.base import Batch, Objective, Rows, pack
-
-Ints = NDArray[np.int64]
+from distill.objectives.base import Fed, Objective
 
 
 class WeDLMOptions(Options):
@@ -74,21 +69,6 @@ class WeDLMOptions(Options):
         return shares_of(self.block_size)
 
 
-@dataclass(frozen=True)
-class Streams:
-    """A sample of L tokens as it is fed, ``[x_0 | x_t]``.
-
-    ids, positions: ``[2 L]``. rows: ``[N]``, which of them are read. targets: ``[N]``, what they
-    predict. weight: ``[N, 2]``, in the masked loss and in the next-token loss.
-    """
-
-    ids: Ints
-    positions: Ints
-    rows: Ints
-    targets: Ints
-    weight: NDArray[np.float64]
-
-
 class WeDLM(Objective):
     """(masked loss + ar_weight x next-token loss) / (1 + ar_weight).
 
@@ -98,7 +78,7 @@ class WeDLM(Objective):
     response. In all of them end tokens after the first count `data.tail_weight`.
     """
 
-    section = WeDLMOptions
+    section, copies = WeDLMOptions, 2
 
     def __init__(self, model: DiffusionModel, config: TrainConfig):
         super().__init__(model, config)
@@ -132,17 +112,15 @@ class WeDLM(Objective):
         both = self.options.attention == "bidirectional"
         return spans.wedlm_training(len(sample), self.block_size(sample), bidirectional=both)
 
-    def streams(self, sample: Sample) -> Streams:
-        """Lay out a sample as it is fed; `sample_spans` says what its rows see."""
+    def fed(self, sample: Sample) -> Fed:
         length, prompt = len(sample), len(sample.prompt)
-        assert self.model.mask_id is not None
         masked, weight = self.draw(sample)
         clean = np.array(sample.prompt + sample.response)
         hidden = np.arange(length) >= prompt
         hidden[prompt:] = masked
         # Within each block, so that a causal row of x_t sees all that is observed in its block.
         order = noise.observed_first(hidden, self.block_size(sample))
-        noisy = np.where(hidden, self.model.mask_id, clean)
+        noisy = np.where(hidden, self.mask_id, clean)
         masks = np.flatnonzero(hidden[order])
         recovered = order[masks]
         first = max(prompt, 1) if self.options.ar_weight else length  # nothing predicts 0
@@ -151,46 +129,21 @@ class WeDLM(Objective):
         # Column 0 is the masked loss, column 1 the next-token loss.
         weights[: len(masks), 0] = weight[recovered - prompt]
         weights[len(masks) :, 1] = self.importance(sample)[following - prompt]
-        return Streams(
+        total = weights.sum(0)
+        if self.options.weights == "paper":
+            # By response tokens; the official code divides by the weights themselves.
+            total[0] = self.importance(sample).sum()
+        return Fed(
             ids=np.concatenate((clean, noisy[order])),
             positions=np.concatenate((np.arange(length), order)),
             # Mask rows are read in x_t, where each predicts its own token; next-token rows in x_0.
             rows=np.concatenate((length + masks, following - 1)),
             targets=clean[np.concatenate((recovered, following))],
             weight=weights,
+            total=total,
         )
 
-    def batch(self, rows: Rows, mine: slice) -> Batch:
-        length, first = 2 * self.config.data.row_length, range(len(rows))[mine].start
-        ids = np.zeros((len(rows[mine]), length), dtype=np.int64)
-        positions = np.zeros_like(ids)
-        reads, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-        weights, totals = [np.zeros((0, 2))], np.zeros(2)
-        for r, row in enumerate(rows, -first):
-            for placed in row:
-                fed = self.streams(placed.sample)
-                sums = fed.weight.sum(0)
-                if self.options.weights == "paper":
-                    # By response tokens; the official code divides by the weights themselves.
-                    sums[0] = self.importance(placed.sample).sum()
-                totals += sums
-                if not 0 <= r < len(ids):  # another process's row
-                    continue
-                start = 2 * placed.start  # every sample before it is fed twice, too
-                part = slice(start, start + len(fed.ids))
-                ids[r, part], positions[r, part] = fed.ids, fed.positions
-                reads.append(r * length + start + fed.rows)
-                targets.append(fed.targets)
-                weights.append(fed.weight)
+    @property
+    def shares(self) -> np.ndarray:
         ar = self.options.ar_weight
-        # Each loss by its own denominator, and both by (1 + ar_weight).
-        scale = np.array([1.0, ar]) / (1 + ar) / np.maximum(totals, 1e-9)
-        return Batch(
-            input_ids=torch.from_numpy(ids),
-            positions=torch.from_numpy(positions),
-            spans=pack(rows[mine], self.sample_spans, length),
-            teacher_spans=None,
-            rows=torch.from_numpy(np.concatenate(reads)),
-            targets=torch.from_numpy(np.concatenate(targets)),
-            weight=torch.from_numpy(np.concatenate(weights) @ scale).float(),
-        )
+        return np.array([1.0, ar]) / (1 + ar)
