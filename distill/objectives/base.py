@@ -178,13 +178,10 @@ class Objective(nn.Module):
     def fed(self, sample: Sample) -> Fed:
         """Lay a sample out as it is fed; `sample_spans` says what its rows see."""
         masked, weight = self.draw(sample)
-        clean, read, prompt = (
-            np.array(sample.prompt + sample.response),
-            weight > 0,
-            len(sample.prompt),
-        )
-        ids, targets = clean.copy(), prompt + np.flatnonzero(read)
+        clean, prompt = np.array(sample.prompt + sample.response), len(sample.prompt)
+        ids, read = clean.copy(), weight > 0
         ids[prompt + np.flatnonzero(masked)] = self.mask_id or 0  # without one none is masked
+        targets = prompt + np.flatnonzero(read)
         return Fed(
             ids=ids,
             positions=np.arange(len(ids)),

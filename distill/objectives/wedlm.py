@@ -120,7 +120,7 @@ class WeDLM(Objective):
         hidden[prompt:] = masked
         # Within each block, so that a causal row of x_t sees all that is observed in its block.
         order = noise.observed_first(hidden, self.block_size(sample))
-        noisy = np.where(hidden, self.mask_id, clean)
+        noisy = np.where(hidden, self.mask_id or 0, clean)
         masks = np.flatnonzero(hidden[order])
         recovered = order[masks]
         first = max(prompt, 1) if self.options.ar_weight else length  # nothing predicts 0
