@@ -111,13 +111,13 @@ def require(*names: str) -> None:
 
 
 def command(
-    *bad_input: type[Exception], interrupted: str
+    *bad_input: type[Exception], interrupted: str, needs_less: str = ""
 ) -> Callable[[Callable[Arguments, int | None]], Callable[Arguments, int]]:
     """Make a command's main of the function that does its work.
 
-    InputError and the errors of `bad_input` end it with 2; logits that are not finite, a rank that
-    has ended, too little memory and a full disk with 1; Ctrl-C with 130 and the line `interrupted`.
-    A reader of standard output who left ends it without a word.
+    InputError and the errors of `bad_input` end it with 2; numbers that are not finite, a rank that
+    has ended, too little memory (with what `needs_less`) and a full disk with 1; Ctrl-C with 130
+    and the line `interrupted`. A reader of standard output who left ends it without a word.
     """
 
     bad: tuple[type[Exception], ...] = (InputError, *bad_input)
@@ -136,7 +136,7 @@ def command(
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return FAILED
-            except (NonFiniteLogitsError, RankError, OSError) as error:
+            except (FloatingPointError, NonFiniteLogitsError, RankError, OSError) as error:
                 return say(f"error: {error}", FAILED)
             except KeyboardInterrupt:
                 return say(interrupted, INTERRUPTED)
@@ -144,7 +144,7 @@ def command(
                 said = out_of_memory(error)
                 if said is None:
                     raise
-                return say(f"error: {said}", FAILED)
+                return say(f"error: {said}{needs_less and '; ' + needs_less}", FAILED)
 
         return main
 

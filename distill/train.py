@@ -14,16 +14,15 @@ from tyro.conf import arg
 if __package__ in (None, ""):  # run as a file, as accelerate launch does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from d2f.command import BAD_INPUT, FAILED, INTERRUPTED, say
-from d2f.errors import InputError, out_of_memory
+from d2f.command import command
 from d2f.files import locked
 from d2f.flags import Switch, Verbose, parse_known
 from d2f.quiet import quiet
+from d2f.rank_number import rank
 
 if TYPE_CHECKING:
     from distill.config import TrainConfig
 
-NEEDS_LESS = "a higher gradient_accumulation, and gradient_checkpointing: true, need less"
 DEFAULT_CONFIG = "tiny-d2f"
 
 
@@ -64,7 +63,7 @@ def parse(arguments: list[str] | None = None) -> tuple[TrainConfig, Options]:
     path = shipped(*TRAINING)[DEFAULT_CONFIG] if given is None else given
     with quiet(options.verbose):  # the objective's file imports torch
         config = read_config(path, overrides)
-    if given is None and _is_first():
+    if given is None and rank() == 0:
         print(
             f"notice: no --config: {DEFAULT_CONFIG}, which distils the bundled teacher "
             f"({config.init}) into {config.output}",
@@ -80,40 +79,24 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     return train(config, stop_after=stop_after)
 
 
-def _is_first() -> bool:
-    """Tell whether this is the process that speaks for all, before accelerate knows."""
-    return os.environ.get("RANK", "0") == "0"
-
-
+@command(
+    interrupted="interrupted: the same command goes on",
+    needs_less="a higher gradient_accumulation, and gradient_checkpointing: true, need less",
+)
 def main() -> None:
     """Run the command."""
-    try:
-        config, options = parse()
-        with quiet(options.verbose):
-            if options.check:
-                from distill.check import check
+    config, options = parse()
+    with quiet(options.verbose):
+        if options.check:
+            from distill.check import check
 
-                print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
-                return
-            # Two runs in one folder would overwrite each other's checkpoints; one process
-            # holds the lock for all.
-            with locked(Path(config.output)) if _is_first() else contextlib.nullcontext():
-                train(config)
-    except (InputError, FloatingPointError) as error:
-        sys.exit(say(f"error: {error}", BAD_INPUT if isinstance(error, InputError) else FAILED))
-    except KeyboardInterrupt:
-        if _is_first():
-            say("interrupted: the same command goes on")
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # who reads what it prints has left: the same command goes on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
-    except Exception as error:
-        said = out_of_memory(error)
-        if said is None:
-            raise
-        sys.exit(say(f"error: {said}; {NEEDS_LESS}", FAILED))
+            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+            return
+        # Two runs in one folder would overwrite each other's checkpoints; one process holds the
+        # lock for all.
+        with locked(Path(config.output)) if rank() == 0 else contextlib.nullcontext():
+            train(config)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

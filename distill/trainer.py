@@ -30,6 +30,7 @@ from d2f.device import parse_threads, usable_cpus
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
+from d2f.rank_number import rank
 from distill import checkpoint
 from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig
@@ -58,7 +59,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     KeyboardInterrupt. All processes call this. Raises NonFiniteLossError, InputError.
     """
     folder = RunFolder(config)
-    is_first = os.environ.get("RANK", "0") == "0"  # before accelerate knows
+    is_first = rank() == 0  # before accelerate knows
     if folder.is_finished:
         if is_first:
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
