@@ -257,8 +257,6 @@ def export_run(
     if not accelerator.is_main_process:
         return
     lines = read_log(folder.log)
-    if not lines:
-        raise InputError(f"{folder.log} is gone: was {output} removed while the run went on?")
     text = card(config, stream, lines, folder.record.get("extended", []))
     trained = objective.model if whole else _read_again(config, dtype, weights)
     model = as_trained(trained, config)

@@ -43,7 +43,7 @@ class Progress:
         mean = f" (mean of {over} steps)" if over > 1 else ""
         print(
             f"step {step:,} of {self.steps:,}: loss {loss:.4f}{mean}, lr {rate:.2e}, "
-            f"{speed:.3g} steps/s, {duration((self.steps - step) / speed)} left",
+            f"{speed:.3g} steps/s, {tqdm.format_interval((self.steps - step) / speed)} left",
             flush=True,
         )
 
@@ -53,14 +53,6 @@ class Progress:
 
     def close(self) -> None:
         self.bar.close()
-
-
-def duration(seconds: float) -> str:
-    """Write a duration as a person says it: ``42 s``, ``7 min``, ``3 h 05 min``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def result_text(config: TrainConfig, folders: list[str]) -> str:

@@ -311,20 +311,18 @@ def choose_attention(
     chosen: list[Any] = [None]
     path = Path(config.output) / ATTENTION
     if accelerator.is_main_process:
-        if path.is_file():
-            chosen[0] = json.loads(path.read_text(encoding="utf-8"))["chosen"]
-        if chosen[0] not in WAYS:  # an earlier version had others
+        if not path.is_file():
             kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
             dtype = kinds.get(accelerator.mixed_precision, torch.float32)
             found = measure_attention(model, spans, dtype)
-            chosen[0] = min(found, key=found.__getitem__)
-            kept = {"chosen": chosen[0], "milliseconds": found}
-            write_beside(path, json.dumps(kept) + "\n")
+            fastest = min(found, key=found.__getitem__)
+            write_beside(path, json.dumps({"chosen": fastest, "milliseconds": found}) + "\n")
             said = ", ".join(f"{way} {ms:.3f} ms" for way, ms in found.items())
             print(
-                f"attention: {chosen[0]} ({said} a layer, forward and backward, at "
+                f"attention: {fastest} ({said} a layer, forward and backward, at "
                 f"{list(spans.shape[:2])})"
             )
+        chosen[0] = json.loads(path.read_text(encoding="utf-8"))["chosen"]
     way: Way = broadcast_object_list(chosen)[0]
     return way
 

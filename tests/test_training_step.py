@@ -153,7 +153,6 @@ def test_the_fastest_attention_is_taken_and_kept_for_a_resumed_run(tmp_path, mon
     assert choose_attention(here, config, model, SPANS) == "sdpa", "a CPU measures nothing"
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / trainer.ATTENTION
-    path.write_text('{"chosen": "kernel"}')  # of an earlier version
     assert choose_attention(here, config, model, OnGpu()) == "flex"
     assert "attention: flex (sdpa 3.000 ms" in capsys.readouterr().out
     assert json.loads(path.read_text()) == {"chosen": "flex", "milliseconds": times}

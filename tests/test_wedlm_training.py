@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train import SHAPE, curve, same
+from test_train import SHAPE, same
 from tiny import fresh_model, random_model
 
 import d2f
@@ -204,12 +204,6 @@ def causal(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("causal") / "model"
     save_model(fresh_model("causal"), folder, dtype=torch.float32, objective="next_token")
     return folder
-
-
-def test_a_few_steps_lower_the_loss(tmp_path):
-    train(settings(tmp_path, steps=40, optimizer={"lr": 0.01, "warmup": 2}, save_every=40))
-    losses = curve(tmp_path)
-    assert sum(losses[-5:]) < 0.85 * sum(losses[:5])
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -175,11 +175,12 @@ class WinoPlusObjective(Objective):
         self,
         rollouts: list[Rollout],
         chosen: Collection[int] | None = None,
-        **changes: Any,
+        *,
+        file: str | None = None,
+        tail: bool = True,
     ) -> StateStream:
-        tail = changes.pop("tail", True) and self.settings.tail
-        settings = self.settings.model_copy(update={"tail": tail})
-        data = self.config.data.model_copy(update=changes)
+        settings = self.settings.model_copy(update={"tail": tail and self.settings.tail})
+        data = self.config.data.model_copy(update={"file": file or self.config.data.file})
         return StateStream(data, rollouts, settings, self.model.end_ids, self.config.seed, chosen)
 
     def counted(self, batch: Batch) -> Tensor:
