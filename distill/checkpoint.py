@@ -153,7 +153,7 @@ _FREE = {
 
 
 class RunFolder:
-    """The folder `config.output`, looked at before any work; nothing is written until `begin`.
+    """Look at the folder `config.output` before any work; nothing is written until `begin`.
 
     A run that has come to its end goes on where more steps are asked for. Raises InputError if the
     folder holds another run: going on from its checkpoints would mix the two. A folder without a

@@ -152,22 +152,21 @@ def _like(value: Tensor, parameter: nn.Parameter) -> Tensor:
     return value
 
 
-# Decoder layers are compiled one by one, all but the last by one graph. Attention stays outside
-# (`objectives.base.TrainingPlan`), and so do the embeddings and the loss, which has its own tiles:
-#
-#     embeddings | layer: norm, q k v, RoPE | attention | o, norm, MLP | next layer ... | norm, loss
-#                         compiled            as it is    compiled
-
-# Dropout draws from torch's generator, as without: the same curve, and the same after a resume.
-_OPTIONS: dict[str, Any] = {"fallback_random": True}
-
-
 def compile_layers(backbone: PreTrainedModel) -> None:
-    """Compile the layers in place when a step first needs them; names and weights stay."""
+    """Compile the layers in place when a step first needs them; names and weights stay.
+
+    They are compiled one by one, all but the last by one graph. Attention stays outside
+    (`objectives.base.TrainingPlan`), and so do the embeddings and the loss, with tiles of its own::
+
+        embeddings | layer: norm, q k v, RoPE | attention | o, norm, MLP | next layer ... | loss
+                            compiled            as it is    compiled
+    """
+    # Dropout draws from torch's generator, as without: the same curve, also after a resume.
+    options: dict[str, Any] = {"fallback_random": True}
     *layers, last = backbone.model.layers
     for layer in layers:
-        layer.compile(dynamic=False, options=_OPTIONS)  # a run's rows are all of one length
-    last.compile(options=_OPTIONS)  # how many of its places are read changes with each step
+        layer.compile(dynamic=False, options=options)  # a run's rows are all of one length
+    last.compile(options=options)  # how many of its places are read changes with each step
 
 
 @contextmanager

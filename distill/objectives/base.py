@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """One process's part of a step.
+    """Hold one process's part of a step.
 
     input_ids, positions: int64 ``[R, L]``, packed rows (`distill.data.stream`). spans: int32
     ``[R, L, 1, 2]``; teacher_spans: the same for a teacher. rows: int64 ``[N]``, which of the
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Fed:
-    """A sample as it is fed, and what the loss reads of it.
+    """Hold a sample as it is fed, and what the loss reads of it.
 
     ids, positions: ``[length]``. rows: ``[N]``, which of them are read. targets: ``[N]``, the clean
     ids that they predict. weight: ``[N, losses]``. total: ``[losses]``, what it adds to each loss's
@@ -81,7 +81,7 @@ class Fed:
 
 
 class Objective(nn.Module):
-    """Base of the objectives.
+    """Hide tokens of samples, feed them and compute a loss; each objective is a subclass.
 
     section: the class of the configuration's section `objective`. copies: how often a sample is fed
     in its row, one after the other.
@@ -151,7 +151,7 @@ class Objective(nn.Module):
         return np.where(place < sample.answer, 1.0, self.config.data.tail_weight)
 
     def normalizer(self, sample: Sample, read: np.ndarray) -> float:
-        """Importance-weighted token count; the denominator of the loss is its sum over a step.
+        """Return the importance-weighted token count, whose sum over a step divides the loss.
 
         read: bool ``[response]``, the tokens that the loss reads; here all tokens count.
         """
@@ -333,8 +333,8 @@ def sum_in_parts(loss: Callable[..., Tensor], columns: Sequence[Tensor], rows: i
 
 
 class TrainingPlan(SpanPlan):
-    """A `SpanPlan` of a packed step. Compiled layers leave it out of their graphs, which so hold
-    for any spans and each way to compute them.
+    """Plan the attention of a packed step. Compiled layers leave it out of their graphs, which so
+    hold for any spans and each way to compute them.
 
     read: int64 ``[N]``, which of the R x L places the loss reads.
     """

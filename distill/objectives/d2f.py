@@ -158,8 +158,8 @@ class D2FOptions(Options):
 
 
 class D2F(Objective):
-    """Discrete diffusion forcing: the block-causal student learns the distribution that the same
-    weights without the adapter give bidirectionally on the same noisy input (D2F, section 3)."""
+    """Train a block-causal student: it learns the distribution that the same weights without the
+    adapter give bidirectionally on the same noisy input (D2F, section 3)."""
 
     section = D2FOptions
 

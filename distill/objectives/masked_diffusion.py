@@ -77,7 +77,7 @@ class MaskedDiffusionOptions(Options):
 
 
 class MaskedDiffusion(Objective):
-    """LLaDA's objective: cross-entropy on masked tokens, weight 1 / ratio, over all tokens.
+    """Train by LLaDA's objective: cross-entropy on masked tokens, weighted by 1 / ratio.
 
     A share of the samples follows the states of block-wise decoding instead of one ratio: the
     answer's blocks on the left revealed, one block partly masked, all on its right masked. Its

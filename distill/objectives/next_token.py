@@ -21,7 +21,7 @@ class NextTokenOptions(Options):
 
 
 class NextToken(Objective):
-    """Autoregressive cross-entropy on the response and its first end token."""
+    """Train by cross-entropy of the response and its first end token, read causally."""
 
     section = NextTokenOptions
 

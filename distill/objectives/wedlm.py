@@ -70,7 +70,7 @@ class WeDLMOptions(Options):
 
 
 class WeDLM(Objective):
-    """(masked loss + ar_weight x next-token loss) / (1 + ar_weight).
+    """Train by (masked loss + ar_weight x next-token loss) / (1 + ar_weight).
 
     Masked loss: cross-entropy weighted by 1 / gamma of the block, divided by the number of response
     tokens (weights ``paper``) or by the sum of the weights (``code``; its eps of 1e-8 is left out,

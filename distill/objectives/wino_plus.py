@@ -120,7 +120,7 @@ class WinoPlusOptions(Options):
 
 @dataclass(frozen=True)
 class StateBatch(Batch):
-    """One process's part of a step; all ``[N]``, one a row that is read.
+    """Hold one process's part of a step; all ``[N]``, one a row that is read.
 
     weight: the share of the row's state in the step's loss. state: int64, which state the row
     belongs to. now, later, deferrable: as in `State`.
@@ -133,8 +133,8 @@ class StateBatch(Batch):
 
 
 class WinoPlusObjective(Objective):
-    """WINO+ on the rollouts in `data.file`. Raises InputError for rollouts that do not fit the
-    model or the configuration."""
+    """Train by WINO+ on the rollouts in `data.file`. Raises InputError for rollouts that do not
+    fit the model or the configuration."""
 
     section = WinoPlusOptions
 
