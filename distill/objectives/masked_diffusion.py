@@ -77,7 +77,8 @@ class MaskedDiffusionOptions(Options):
 
 
 class MaskedDiffusion(Objective):
-    """Train by LLaDA's objective: cross-entropy on masked tokens, weighted by 1 / ratio.
+    """Train by LLaDA's objective: cross-entropy on masked tokens, weighted by 1 / ratio and divided
+    by the number of all tokens.
 
     A share of the samples follows the states of block-wise decoding instead of one ratio: the
     answer's blocks on the left revealed, one block partly masked, all on its right masked. Its
