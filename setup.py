@@ -91,7 +91,6 @@ setup(
         ],
         "ray": ["ray[serve,data]>=2.60,<2.61"],
         "quantize": ["torchao>=0.18,<0.19", "bitsandbytes>=0.48"],
-        "ablation": ["scipy>=1.13"],
         "evaluation": [
             "lm-eval>=0.4.11",
             "math-verify>=0.9",
