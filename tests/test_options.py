@@ -142,7 +142,7 @@ NONSENSE = {
     "rollouts": {
         "--output o": "expected --model", "--model tiny-teacher": "expected --output",
         "--model tiny-teacher --output o --temperatures x": "--temperatures must be numbers",
-        "--model tiny-teacher --output o --decoder block": "--decoder: expected one of d2f, wino",
+        "--model tiny-teacher --output o --decoder block": "--decoder: expected one of",
     },
     "convert": {"--model tiny-ar": "expected --family, --output"},
     "data": {"--config tiny-d2f": "expected --inspect", "--inspect": "expected --config"},
