@@ -70,10 +70,13 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def brief(text: str) -> str:
-    """Write a text of any length as one line, without its middle where it is too long to read."""
-    if len(text) > LONGEST:
-        text = f"{text[: 2 * LONGEST // 3]} ... {text[-LONGEST // 4 :]}"
-    return one_line(text)[: 2 * LONGEST]
+    """Put a text on one line, and leave out its middle where it is too long to read."""
+    if len(text) > 2 * LONGEST:
+        text = text[:LONGEST] + text[-LONGEST:]
+    line = one_line(text)
+    if len(line) <= LONGEST:
+        return line
+    return f"{line[: 2 * LONGEST // 3]} ... {line[-LONGEST // 4 :]}"
 
 
 def one_line(text: str) -> str:
