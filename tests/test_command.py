@@ -49,7 +49,7 @@ def test_version_and_help_list_the_commands(capsys):
 
 def test_the_readme_names_every_command():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (listed,) = re.findall(r"lists what follows it:(.*?)\.\n", readme, flags=re.DOTALL)
+    (listed,) = re.findall(r"The command is `d2f`, followed by(.*?)\(", readme, flags=re.DOTALL)
     assert re.findall(r"`([\w-]+)`", listed) == list(COMMANDS)
 
 
