@@ -134,7 +134,7 @@ class Ledger:
             self._started = True
         elif self.torn:
             os.truncate(self.path, self._whole)
-            self.torn = False
+        self.torn = False  # else the next row would be cut off in turn
 
     def add(self, row: Row) -> None:
         """Append a row. Raises OutputError; the rows before it stay."""

@@ -127,3 +127,14 @@ def test_a_link_is_followed(path, tmp_path):
     with Ledger(link, RUN) as ledger:
         ledger.add({"id": "d"})
     assert link.is_symlink() and len(path.read_text().splitlines()) == 5
+
+
+def test_rows_after_a_torn_first_row_stay(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"run": {"a": 1}}\n{"id": "x", "ri')
+    with Ledger(path, {"a": 1}) as ledger:
+        ledger.add({"id": "x"})
+        ledger.add({"id": "y"})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"run": {"a": 1}}, {"id": "x"}, {"id": "y"},
+    ]  # fmt: skip

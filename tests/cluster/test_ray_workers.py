@@ -132,11 +132,9 @@ def test_two_workers_measure_what_one_does_but_for_the_time(saved, tmp_path):
         assert tune.main([*words, "--output", str(tmp_path / name), *more]) == 0
         text = (tmp_path / name / "measurements.jsonl").read_text()
         header, *lines = map(json.loads, text.splitlines())
-        counts = {}
-        for line in lines:
-            if line["split"] == "tuning":  # which are measured in the end follows from the speeds
-                key = (json.dumps(line["setting"]), line["first"])
-                counts[key] = line["right"], line["tokens"], line["forwards"]
+        # Which ones are measured in the end follows from the speeds.
+        searched = [line for line in lines if " tuning " in line["id"]]
+        counts = {x["id"]: (x["right"], x["tokens"], x["forwards"]) for x in searched}
         return header["run"], counts
 
     one, two = found("one"), found("two", "--workers", "2")
