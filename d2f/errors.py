@@ -65,7 +65,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest known name, whatever its case; "" where none is
     near."""
     names = {one.lower(): one for one in known}
-    found = difflib.get_close_matches(str(name)[:100].lower(), names, n=1)
+    given = name[:100].lower() if isinstance(name, str) else ""
+    found = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {names[found[0]]}?" if found else ""
 
 

@@ -272,7 +272,7 @@ def test_the_commands_of_the_page_are_protocols():
     named = set()
     for words in lines:
         options = parse([*shlex.split(words), "--allow-code-execution"])
-        (task,) = options.tasks
+        (task,) = options.chosen
         settings = read_settings(options)
         decoder = find_decoder(settings.name)
         settings.check([settings.given.get("max_new_tokens") or task.response_length])
