@@ -9,7 +9,15 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from d2f.device import MOST_THREADS
@@ -353,12 +361,21 @@ def _printable(name: str) -> str:
 Switch = bool
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
-Whole = Annotated[int, Field(ge=0, le=10**9)]
-Positive = Annotated[int, Field(ge=1, le=10**9)]
-Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Tokens = Annotated[int, Field(ge=1, le=2**20)]  # lengths of texts, rows and blocks
-Problems = Annotated[int, Field(ge=1, le=10**6)]
+
+
+def _no_switch(value: object) -> object:
+    if isinstance(value, bool):  # which pydantic would take for 1 or 0
+        raise ValueError(f"expected a number, got {str(value).lower()}")
+    return value
+
+
+NO_SWITCH = BeforeValidator(_no_switch)
+Whole = Annotated[int, Field(ge=0, le=10**9), NO_SWITCH]
+Positive = Annotated[int, Field(ge=1, le=10**9), NO_SWITCH]
+Threads = Annotated[int, Field(ge=1, le=MOST_THREADS), NO_SWITCH]
+Seed = Annotated[int, Field(ge=0, lt=2**63), NO_SWITCH]
+Tokens = Annotated[int, Field(ge=1, le=2**20), NO_SWITCH]  # lengths of texts, rows and blocks
+Problems = Annotated[int, Field(ge=1, le=10**6), NO_SWITCH]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1e6)]  # of a sum of several
 Weight = Annotated[float, Field(ge=0, le=1e6)]

@@ -158,7 +158,7 @@ def test_a_run_exports_the_merged_model_officially_and_a_card(tmp_path, family):
     card = cards.pop()
     points = [f"| {line['step']} | {line['loss']:.4f} |" for line in lines]
     assert "\n".join(["| step | loss |", "|---|---|", *points]) in card
-    assert "accelerate launch -m distill.train --config config.yaml" in card
+    assert "`d2f train --config config.yaml`" in card
     assert (run / "config.yaml").read_text().strip() in card
 
 

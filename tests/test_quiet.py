@@ -92,7 +92,6 @@ def test_commands_are_quiet(command, tmp_path, capfd):
     "line",
     [
         "decode.compare --config compare-tiny --vllm-python {folder}/none --output {folder}/out",
-        "benchmarks.ablation --config d2f --output {folder}/out --runs {folder} --report-only",
     ],
 )
 def test_a_configuration_is_read_quietly(line, tmp_path):

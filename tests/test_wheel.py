@@ -190,6 +190,6 @@ def test_types_are_exported(installed):
     assert returned == [
         "d2f.model.DiffusionModel",
         "list[decode.step.Result]",
-        "tuple[distill.config.TrainConfig, argparse.Namespace]",
+        "tuple[distill.config.TrainConfig, distill.train.Options]",
         "bool",
     ]
