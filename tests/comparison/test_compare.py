@@ -19,10 +19,10 @@ import decode
 from benchmarks.tables import Summary
 from d2f.errors import InputError
 from d2f.tasks import make_problems
+from decode.compare import entries
 from decode.compare.__main__ import main, measure, plan
 from decode.compare.client import Answer, Run
 from decode.compare.config import identity, make_workloads, read_config
-from decode.compare.entries import wait_for_calm
 from decode.compare.report import Report
 from decode.compare.results import Record
 from decode.display import ShownProgress
@@ -302,16 +302,20 @@ def test_the_runs_of_a_comparison(tmp_path, monkeypatch):
 SPINS = "import sys\nprint('spins', flush=True)\nwhile True: pass"
 
 
-def test_it_waits_while_a_process_of_this_one_computes():
+def test_it_waits_while_a_process_of_this_one_computes(monkeypatch):
+    seconds = iter([0.0, 1.0, 2.0, 2.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(entries, "_computed", lambda: next(seconds))
+        entries.wait_for_calm(most=60)
+    assert list(seconds) == [], "until nothing was computed between two looks"
     with subprocess.Popen([sys.executable, "-c", SPINS], stdout=subprocess.PIPE) as child:
-        assert child.stdout.readline() == b"spins\n"
-        began = time.monotonic()
-        wait_for_calm(most=0.5)
-        assert time.monotonic() - began >= 0.5
-        child.kill()
-    began = time.monotonic()
-    wait_for_calm(most=60)
-    assert time.monotonic() - began < 60
+        try:
+            assert child.stdout.readline() == b"spins\n"
+            before, end = entries._computed(), time.monotonic() + 60
+            while entries._computed() <= before:
+                assert time.monotonic() < end
+        finally:
+            child.kill()
 
 
 # Configurations.
