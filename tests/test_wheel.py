@@ -116,7 +116,7 @@ def test_the_command_decodes_trains_and_finds_configurations_by_name(installed):
     assert "tokens" in tuned
     checked = installed.run("d2f", "train", "--config", "tiny-d2f", *SMALL, "--check")
     assert "d2f on dream" in checked
-    assert "d2f compare --config compare-tiny" in installed.run("d2f", "compare", "--help")
+    assert "usage: d2f compare" in installed.run("d2f", "compare", "--help")
     assert not list(installed.folder.iterdir())
     path = Path(installed.run("d2f", "configs", "ddp").strip())
     assert path == installed.packages / "d2f" / "configs" / "accelerate" / "ddp.yaml"
@@ -146,14 +146,7 @@ def test_training_outside_the_repository(installed, words):
     installed.run(*words, "--config", "tiny-d2f", *SMALL, "--output", "run")
     assert (installed.folder / "run" / "model" / "model.safetensors").is_file()
     card = (installed.folder / "run" / "model" / "README.md").read_text()
-    assert "accelerate launch -m distill.train --config config.yaml" in card
-
-
-def test_make_models_says_that_it_needs_a_checkout(installed):
-    assert "--models" in installed.run("-m", "benchmarks.make_models", "--help")
-    said = installed.run("-m", "benchmarks.make_models", "--models", "tiny-ar", status=1)
-    assert said.startswith("error: the models go to") and "d2f train --config NAME" in said
-    assert not list(installed.folder.iterdir())
+    assert "`d2f train --config config.yaml`" in card
 
 
 def test_files_of_the_same_names_in_the_working_folder_do_not_disturb_the_command(installed):
