@@ -1,14 +1,13 @@
 """Read the configuration of a training run: YAML, checked by pydantic, with command-line overrides.
 
-Frozen; an unknown key or a wrong type is an error before any work. `TrainConfig` is what a run
-reads; its section `objective` has the keys of the objective that it names, which that objective's
-own file defines (`distill/objectives/`), so a key that nothing reads is unknown.
+`TrainConfig` is what a run reads; its section `objective` has the keys of the objective that it
+names, which that objective's own file defines (`distill/objectives/`), so a key of another
+objective is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -32,14 +31,12 @@ from d2f.config import (
     override,
     read_mapping,
 )
-from d2f.errors import InputError
+from d2f.errors import InputError, did_you_mean
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
 from d2f.tasks.task import TASKS
 from distill.objectives import OBJECTIVES
-
-MOST_PLACES = 2**28  # tokens of a step
 
 MaskRatio = Annotated[float, Field(gt=0, le=1)]
 # One size, several with equal shares, or sizes with their shares of the samples.
@@ -51,23 +48,6 @@ BlockSizes = (
 _Heads = Annotated[int, Field(ge=1, le=1024)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Module = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def refuse_unread(section: Section, keys: Iterable[str], reader: str, place: str = "") -> None:
-    """Raise ValueError for those of the keys that are given though nothing reads them here.
-
-    A resolved configuration has every key, so "given" means another value than the default.
-    reader: what would read them. place: the section's own key with a dot, for the error.
-    """
-    given = [place + key for key in keys if getattr(section, key) != _default(section, key)]
-    if given:
-        raise ValueError(f"{', '.join(given)}: nothing reads it here, it is for {reader}")
-
-
-def _default(section: Section, key: str) -> Any:
-    if isinstance(section, Data) and section.tasks is None and key in _NO_TAIL:
-        return _NO_TAIL[key]
-    return type(section).model_fields[key].get_default(call_default_factory=True)
 
 
 class ModelShape(Section):
@@ -88,13 +68,10 @@ class ModelShape(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> ModelShape:
-        if self.hidden_size % (2 * self.heads):
+        if self.hidden_size % (2 * self.heads) or self.heads % self.kv_heads:
             raise ValueError(
-                f"hidden_size must be a multiple of 2 x heads {self.heads}, got {self.hidden_size}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"heads must be a multiple of kv_heads {self.kv_heads}, got {self.heads}"
+                "expected hidden_size a multiple of 2 x heads and heads one of kv_heads, got "
+                f"{self.hidden_size}, {self.heads} and {self.kv_heads}"
             )
         return self
 
@@ -113,12 +90,6 @@ class Lora(Section):
     )  # fmt: skip
     """Linear layers that are adapted, by transformers' names. With init_adapter the default stands
     for its own; others are its own and further ones, which begin at no change."""
-
-    @model_validator(mode="after")
-    def _distinct(self) -> Lora:
-        if len(set(self.targets)) < len(self.targets):
-            raise ValueError(f"targets must be distinct, got {list(self.targets)}")
-        return self
 
 
 class Evaluation(Section):
@@ -160,8 +131,6 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Evaluation:
-        if len(set(self.loss_ratios)) < len(self.loss_ratios):
-            raise ValueError(f"loss_ratios must be distinct, got {list(self.loss_ratios)}")
         try:
             self.chosen(())
         except InputError as error:
@@ -213,11 +182,9 @@ class Columns(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> Columns:
-        pair = (self.prompt is not None) + (self.response is not None)
-        if pair != (2 if self.messages is None else 0):
+        pair = [name for name in (self.prompt, self.response) if name is not None]
+        if len(pair) != (2 if self.messages is None else 0):
             raise ValueError("columns need either prompt and response, or messages")
-        if self.messages is None and (self.role, self.content) != ("role", "content"):
-            raise ValueError("columns.role and columns.content are names within columns.messages")
         return self
 
 
@@ -231,17 +198,14 @@ COLUMNS = {
 }
 
 
-def _task(name: str) -> str:
-    if name not in TASKS:
-        raise ValueError(f"expected a task among {', '.join(TASKS)}, got {name!r:.60}")
-    return name
+def _known(names: Collection[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise ValueError(f"expected one of {', '.join(names)}, got {name!r:.60}{hint}")
+        return name
 
-
-_OF_TEXT = (
-    "columns", "chat_template", "end_token", "max_prompt", "max_response", "on_long", "on_bad_row",
-)  # fmt: skip
-_OF_TAILS = ("train_on_padding", "padded_share", "short_tail", "tail_weight")
-_NO_TAIL = {"padded_share": 0.0, "short_tail": 0}  # of files and data sets, unless asked
+    return AfterValidator(check)
 
 
 class Data(Section):
@@ -261,9 +225,7 @@ class Data(Section):
     `max_prompt: 924` and `on_long: truncate`.
     """
 
-    tasks: (
-        Annotated[dict[Annotated[str, AfterValidator(_task)], Share], Field(min_length=1)] | None
-    ) = None
+    tasks: Annotated[dict[Annotated[str, _known(TASKS)], Share], Field(min_length=1)] | None = None
     """Generated tasks with their shares of the samples."""
     file: Text | None = None
     """A file of rows: JSONL; parquet, CSV or a list in JSON by its ending."""
@@ -273,7 +235,7 @@ class Data(Section):
     """The data set's configuration, where it has several."""
     split: Text | None = None
     """Of the data set; default train."""
-    columns: Text | Columns | None = None
+    columns: Annotated[Text, _known(COLUMNS)] | Columns | None = None
     """Names of the columns, or one of their presets; default: as the rows say by their keys."""
     chat_template: Literal["tokenizer", "none"] = "tokenizer"
     """none: the prompt's text as it is."""
@@ -306,30 +268,15 @@ class Data(Section):
     def _tail_of_files(cls, values: Any) -> Any:
         if not isinstance(values, dict) or values.get("tasks") is not None:
             return values
-        if values.get("train_on_padding") is True:
-            return {"padded_share": 1.0, "short_tail": 0, "tail_weight": 1.0} | values
-        return _NO_TAIL | values
+        padding = values.get("train_on_padding") is True
+        share, weight = (1.0, 1.0) if padding else (0.0, 0.1)
+        return {"padded_share": share, "short_tail": 0, "tail_weight": weight} | values
 
     @model_validator(mode="after")
     def _one_source(self) -> Data:
         if sum(s is not None for s in (self.tasks, self.file, self.dataset)) != 1:
             raise ValueError(
                 "one of data.dataset, data.tasks and data.file must be given, and only one"
-            )
-        if self.dataset is None:
-            refuse_unread(self, ("dataset_config", "split"), "data.dataset only", "data.")
-        if self.tasks is not None:
-            idle = {*_OF_TEXT, "train_on_padding"} - {"chat_template", "end_token"}
-            refuse_unread(self, sorted(idle), "files and data sets only", "data.")
-        if self.rows * self.row_length > MOST_PLACES:
-            raise ValueError(
-                f"data.rows x data.row_length must be at most {MOST_PLACES}, "
-                f"got {self.rows} x {self.row_length}"
-            )
-        if isinstance(self.columns, str) and self.columns not in COLUMNS:
-            raise ValueError(
-                f"data.columns must be one of {', '.join(COLUMNS)}, or name the columns, "
-                f"got {self.columns!r}"
             )
         return self
 
@@ -350,8 +297,6 @@ class Options(Section):
     """What the prompt attends to in the result (`d2f.contract.Contract`)."""
     masks: ClassVar[bool] = True
     """Whether it hides tokens behind the model's mask token."""
-    reads_text: ClassVar[bool] = True
-    """Whether it trains on text, a file's or generated; else on rollouts."""
     has_tail: ClassVar[bool] = True
     """Whether samples of text carry end tokens after the first."""
     masks_by_ratio: ClassVar[bool] = False
@@ -470,62 +415,39 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        objective, data, of = self.objective, self.data, f"objective {self.objective.name}"
+        of = f"objective {self.objective.name}"
+        frozen = (self.init_adapter, self.quantize, self.base_dtype) != (None, "none", "float32")
         if (self.init is None) == (self.model is None):
             raise ValueError("exactly one of init and model must be given")
         if self.model is not None and self.family is None:
             raise ValueError("a model from scratch needs a family")
-        if self.drop_biases and (self.init is None or self.family is None):
-            raise ValueError("drop_biases needs init and the family that it becomes")
-        if self.init is not None:
-            refuse_unread(self, ["tokenizer"], "a model from scratch, init has its own")
-        if not self.trains_adapter:
-            if self.init_adapter is not None:
-                raise ValueError(f"{of} trains no adapter: leave out init_adapter")
-            if (self.quantize, self.base_dtype) != ("none", "float32"):
-                raise ValueError(
-                    f"quantize and base_dtype are of frozen weights: {of} trains them all, in "
-                    "float32"
-                )
-        elif self.init is None:
+        if self.trains_adapter and self.init is None:
             raise ValueError(f"{of} needs init: the model that the adapter is for")
-        elif self.init_adapter is not None and objective.trained_lora is not None:
-            fresh = ("r", "alpha", "dropout")
-            refuse_unread(objective.trained_lora, fresh, "a fresh adapter", "objective.lora.")
+        if frozen and not self.trains_adapter:
+            raise ValueError(
+                f"init_adapter, quantize and base_dtype are of frozen weights: {of} trains them "
+                "all, in float32"
+            )
         if self.compile and self.quantize != "none":
             raise ValueError(f"compile needs weights that are not quantised, got {self.quantize}")
-        if not objective.reads_text:
-            reader = f"rows of text, and {objective.name} reads rollouts"
-            refuse_unread(data, _OF_TEXT, reader, "data.")
-        if not (objective.reads_text and objective.has_tail):
-            refuse_unread(data, _OF_TAILS, "objectives that train a response's tail", "data.")
-        objective.check(self)
-        self._check_evaluation()
-        return self
-
-    def _check_evaluation(self) -> None:
-        settings, loss = self.evaluation, self.evaluation.wants_loss
-        if self.eval_every is not None and not (self.decodes_tasks or loss):
+        self.objective.check(self)
+        measured = {
+            "accuracy": self.decodes_tasks,
+            "cross_entropy": self.evaluation.wants_loss,
+            "kl": self.evaluation.wants_loss and self.objective.has_teacher,
+        }
+        if self.eval_every is not None and not any(measured.values()):
             raise ValueError(
                 "eval_every needs evaluation.tasks where data.tasks names none, or a held-out loss "
                 "(evaluation.loss_rows, evaluation.loss_file)"
             )
-        lacking = {
-            "accuracy": "" if self.decodes_tasks else "evaluation.tasks or data.tasks",
-            "cross_entropy": "" if loss else "evaluation.loss_rows or evaluation.loss_file",
-        }
-        lacking["kl"] = lacking["cross_entropy"] if self.objective.has_teacher else "objective d2f"
-        if settings.best_by is not None and lacking[settings.best_by]:
-            needs = lacking[settings.best_by]
-            raise ValueError(f"evaluation.best_by: {settings.best_by} needs {needs}")
-        # While eval_every is off, the keys of the evaluation may stay.
-        if self.eval_every is not None and not self.decodes_tasks:
-            keys = ("allow_code_execution", "problems", "split", "decoder", "options")
-            reader = "evaluations that decode (evaluation.tasks or data.tasks)"
-            refuse_unread(settings, keys, reader, "evaluation.")
-        if not (loss and self.objective.masks_by_ratio):
-            reader = "a held-out loss of an objective that masks by a ratio"
-            refuse_unread(settings, ["loss_ratios"], reader, "evaluation.")
+        if not measured.get(self.evaluation.best_by or "", True):
+            found = ", ".join(name for name, is_there in measured.items() if is_there)
+            raise ValueError(
+                f"evaluation.best_by: {self.evaluation.best_by} is not measured, expected one of "
+                f"{found or 'what evaluation.tasks or evaluation.loss_rows measures'}"
+            )
+        return self
 
     @property
     def decodes_tasks(self) -> bool:
@@ -565,7 +487,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     overrides: pairs ``--key value``, with dots into sections. Raises InputError that names each
     key, what was expected and what came.
     """
-    values = with_section(read_mapping(find_config(path, *TRAINING)))
+    values = with_section(read_mapping(find_config(path, *TRAINING)), str(path))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
     override(values, today, _Flags)
     return parse_config(values, str(path))
@@ -573,14 +495,20 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
     """Check a configuration. source: names it in errors. Raises InputError."""
-    values = with_section(values)
+    values = with_section(values, source)
     # First without the objective, whose file imports torch: most slips are told before that.
     check(Settings, {key: value for key, value in values.items() if key != "objective"}, source)
+    section = values.get("objective")
+    name = section.get("name") if isinstance(section, dict) else section
+    return check(_kind(_section(name, source)), values, source)
+
+
+def _section(name: object, source: str) -> type[Options]:
     try:
-        objective = OBJECTIVES.find(values.get("objective", {}).get("name"))
+        section: type[Options] = OBJECTIVES.find(name).section
     except InputError as error:
         raise InputError(f"{source}: objective.name: {error}") from error
-    return check(_kind(objective.section), values, source)
+    return section
 
 
 @cache
@@ -589,50 +517,30 @@ def _kind(section: type[Options]) -> type[TrainConfig]:
     return create_model("TrainConfig", __base__=TrainConfig, objective=(section, ...))
 
 
-# Files of earlier versions have `objective: d2f` and the keys of all objectives beside it: these
-# keys with their defaults, which are those of today's sections. A resolved file has all of them.
-_EARLIER: dict[str, Any] = {
-    "block_size": 16,
-    "distill_target": "soft",
-    "weighting": "inverse_ratio",
-    "noise": {
-        "schedule": None, "states": None, "low": 0.2, "high": 0.7, "monotone_share": 1.0,
-        "uniform_share": 1.0, "min_ratio": 0.05, "max_ratio": 1.0, "cart_p": None,
-        "block_sizes": [8, 16, 32], "causal_share": 0.0, "far_weight": 1.0, "most_active": None,
-    },
-    "lora": {
-        "r": 32, "alpha": 32, "dropout": 0.1, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    },
-    "wino_plus": {
-        "tau1": 0.6, "tau2": 0.9, "defer_weight": 1.0, "sharpen_weight": 0.1, "scope": "all",
-        "tail": True, "trajectory": "recorded", "mask": "bidirectional", "kl_weight": 0.0,
-    },
-    "wedlm": {"weights": "paper", "ar_weight": 1.0, "attention": "causal", "adapter": False},
-}  # fmt: skip
+# Files of earlier versions have `objective: NAME` and the keys of all objectives beside it.
+_EARLIER = (
+    "block_size", "distill_target", "weighting", "noise", "lora", "wino_plus", "wedlm",
+)  # fmt: skip
 _WITHIN = ("wino_plus", "wedlm")  # their keys are now the objective's own
 
 
-def with_section(values: dict[str, Any]) -> dict[str, Any]:
-    """Put what an earlier version's file has beside ``objective: NAME`` into that section.
-
-    What has its default is left out, as such a file may have the keys of all objectives. A file of
-    today is returned as it is.
-    """
-    values = deepcopy(values)
-    if isinstance(values.get("data"), dict):
-        values["data"].pop("measure_rows", None)  # rows are measured before the first step
-    section = values.get("objective", {})
-    section = section if isinstance(section, dict) else {"name": section}
-    for key, plain in _EARLIER.items():
-        given = values.pop(key, plain)
-        if isinstance(plain, dict) and isinstance(given, dict):
-            given = {k: v for k, v in given.items() if k not in plain or v != plain[k]}
-            plain = {}
-        if key in _WITHIN and isinstance(given, dict):
-            section |= given
-        elif given != plain:
-            section[key] = given
-    return values | {"objective": section} if section else values
+def with_section(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Put what an earlier version's file has beside ``objective: NAME`` into that section; the keys
+    of other objectives are dropped. A file of today is returned as it is. Raises InputError."""
+    name = values.get("objective")
+    if not isinstance(name, str):
+        return values
+    known = _section(name, source).model_fields
+    beside = {key: values[key] for key in _EARLIER if key in values}
+    beside |= beside.get(name) or {}
+    section = {"name": name} | {key: value for key, value in beside.items() if key in known}
+    if isinstance(section.get("noise"), dict):
+        keys = known["noise"].annotation.model_fields  # type: ignore[union-attr]
+        section["noise"] = {key: v for key, v in section["noise"].items() if key in keys}
+    rest = {key: value for key, value in values.items() if key not in _EARLIER}
+    if isinstance(rest.get("data"), dict):  # rows are measured before the first step today
+        rest["data"] = {key: v for key, v in rest["data"].items() if key != "measure_rows"}
+    return rest | {"objective": section}
 
 
 def renamed(key: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from data_rows import pairs, settings, stream, texts, write
 
 from d2f.errors import InputError
-from distill.config import COLUMNS, MOST_PLACES
+from distill.config import COLUMNS
 from distill.data.samples import read_pair
 
 PAIRS = [{"prompt": "2+3?", "response": "5"}, {"prompt": "1+1?", "response": "2"}]
@@ -208,9 +208,6 @@ def test_data_sets_that_cannot_be_data(tmp_path):
     [
         ({}, "one of data.dataset, data.tasks and data.file"),
         ({"file": "a", "dataset": "b"}, "and only one"),
-        ({"file": "a", "split": "train"}, r"data\.split: .* for data\.dataset only"),
-        ({"tasks": {"story": 1.0}, "on_long": "drop"}, r"data\.on_long: .* files and data sets"),
-        ({"tasks": {"story": 1.0}, "train_on_padding": True}, "train_on_padding"),
         ({"file": "a", "columns": "bespoke"}, "one of bespoke-stratos, d2f-reference"),
         ({"file": "a", "columns": {"prompt": "q"}}, "either prompt and response, or messages"),
         (
@@ -224,13 +221,6 @@ def test_data_sets_that_cannot_be_data(tmp_path):
 def test_a_bad_section_is_an_error(values, message):
     with pytest.raises(ValueError, match=message):
         settings(**values)
-
-
-def test_a_step_of_as_many_places_as_there_may_be():
-    most = {"rows": 2**8, "row_length": MOST_PLACES // 2**8}
-    assert settings(file="a", **most).rows == 256
-    with pytest.raises(ValueError, match="must be at most 268435456, got 257 x 1048576"):
-        settings(file="a", **most | {"rows": 257})
 
 
 def test_a_file_has_no_tail_unless_asked_and_tasks_have_one():

@@ -127,8 +127,6 @@ def test_a_batch_of_a_clean_prefix_reads_the_current_blocks_alone():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "clean_prefix", "states": "s"}, "noise: states: nothing reads it here"),
-        ({"schedule": "clean_prefix", "far_weight": 0.1}, "noise: far_weight: nothing reads it"),
         ({"schedule": "code", "low": 0.3}, "schedule code sets low to 0.2, got 0.3"),
         ({"schedule": "pipeline", "monotone_share": 0.5}, "sets monotone_share to 0.0, got 0.5"),
         ({"schedule": "sorted"}, "noise.schedule"),

@@ -34,15 +34,7 @@ from d2f.families import FAMILIES
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.noise import read_states
-from distill.config import (
-    BlockSizes,
-    Lora,
-    MaskRatio,
-    Options,
-    TrainConfig,
-    refuse_unread,
-    shares_of,
-)
+from distill.config import BlockSizes, Lora, MaskRatio, Options, TrainConfig, shares_of
 from distill.data.samples import Sample
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import (
@@ -102,17 +94,6 @@ class Noise(Section):
                 "states are drawn by the samples that monotone_share leaves, got 1.0: "
                 "set schedule: pipeline or a lower monotone_share"
             )
-        prefix = self.schedule == "clean_prefix"
-        pipeline = self.monotone_share < 1 and not prefix
-        if self.monotone_share == 0:
-            refuse_unread(self, ["low", "high"], "monotone samples (monotone_share)")
-        if not pipeline:
-            refuse_unread(
-                self, ["states", "far_weight"], "pipeline states (monotone_share below 1)"
-            )
-        if not pipeline or self.states is not None:
-            keys = ["most_active"] if prefix else ["min_ratio", "most_active"]
-            refuse_unread(self, keys, "pipeline states that are drawn (no states)")
         return self
 
 

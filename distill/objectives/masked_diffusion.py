@@ -23,7 +23,7 @@ from d2f import noise, spans
 from d2f.config import Ratio, Section, Tokens
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import MaskRatio, Options, TrainConfig, refuse_unread
+from distill.config import MaskRatio, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Objective
 
@@ -54,12 +54,7 @@ class Noise(Section):
                 f"noise.min_ratio must not exceed noise.max_ratio {self.max_ratio}, "
                 f"got {self.min_ratio}"
             )
-        if self.uniform_share == 0:
-            refuse_unread(self, ["max_ratio"], "uniform samples (uniform_share)")
-        if self.uniform_share == 1:
-            blocks = ["block_sizes", "far_weight"]
-            refuse_unread(self, blocks, "block-wise samples (uniform_share below 1)")
-        elif self.cart_p is not None:
+        if self.uniform_share < 1 and self.cart_p is not None:
             raise ValueError(
                 "cart_p weighs samples with one ratio, and uniform_share leaves "
                 f"{1 - self.uniform_share:g} to block-wise decoding: leave one of them out"

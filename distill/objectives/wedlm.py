@@ -22,14 +22,13 @@ from __future__ import annotations
 from typing import Literal, Self
 
 import numpy as np
-from pydantic import model_validator
 from torch import Tensor
 
 from d2f import noise, spans
 from d2f.config import Switch, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import BlockSizes, Lora, Options, TrainConfig, refuse_unread, shares_of
+from distill.config import BlockSizes, Lora, Options, TrainConfig, shares_of
 from distill.data.samples import Sample
 from distill.objectives.base import Fed, Objective
 
@@ -53,12 +52,6 @@ class WeDLMOptions(Options):
     """Train a LoRA instead of all weights."""
     lora: Lora = Lora()
     """The adapter, where one is trained."""
-
-    @model_validator(mode="after")
-    def _one_way(self) -> WeDLMOptions:
-        if not self.adapter:
-            refuse_unread(self, ["lora"], "a run that trains an adapter (adapter: true)")
-        return self
 
     @property
     def trained_lora(self) -> Lora | None:

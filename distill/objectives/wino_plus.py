@@ -63,7 +63,7 @@ from triton_kernels.masked_kl import masked_linear_kl
 class WinoPlusOptions(Options):
     """WINO+, on the rollouts in data.file."""
 
-    prompt_rule, reads_text = "bidirectional", False
+    prompt_rule = "bidirectional"
 
     block_size: Tokens = 16
     """Of the rollouts."""
