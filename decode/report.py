@@ -22,11 +22,10 @@ Z95 = 1.959964
 
 
 def wilson(right: float, count: float) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval of a share; it never has a width of zero.
+    """Return Wilson's 95 % score interval of a share; of whole numbers it is scipy's.
 
-    scipy's `binomtest` gives the same for whole numbers. Here `right` may also be a sum of values
-    in [0, 1], such as pass@k a problem: the interval is then wider than needed, since the variance
-    of such values is at most that of a share.
+    `right` may also be a sum of values in [0, 1], such as pass@k a problem: the interval is then
+    wider than needed, since the variance of such values is at most that of a share.
     """
     share, z2 = right / count, Z95 * Z95
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
@@ -42,9 +41,7 @@ def paired(gained: float, lost: float, count: float) -> tuple[float, float]:
     1998; recommended for few pairs by Fagerland, Lydersen and Laake, Statistics in Medicine 33,
     2014). Where no pair differs it is z^2 / (count + z^2) on either side, about 3.8 problems.
 
-    Args:
-        gained, lost: problems that only the first, or only the second, is right on; not whole
-            where they stand for an effective number of problems, like `count`.
+    gained, lost: problems that only the first, or only the second, is right on.
     """
     if not count:
         return -1.0, 1.0
@@ -65,10 +62,8 @@ def _highest(gained: float, lost: float, count: float) -> float:
         # The variance under the tested difference, not that of the observed shares, which is 0
         # where no pair differs.
         variance = count * (2 * q + middle * (1 - middle))
-        if (gained - lost - count * middle) ** 2 <= Z95 * Z95 * variance:
-            low = middle
-        else:
-            high = middle
+        rejected = (gained - lost - count * middle) ** 2 > Z95 * Z95 * variance
+        low, high = (low, middle) if rejected else (middle, high)
     return low
 
 
@@ -108,26 +103,21 @@ class Measurements:
         # A ratio of sums: a mean of ratios would count short answers as much as long ones.
         return float(self.tokens.sum() / self.seconds.sum())
 
-    @property
-    def tokens_per_forward(self) -> float:
-        return float(self.tokens.sum() / self.forwards.sum())
-
-    @property
-    def seconds_per_problem(self) -> float:
-        return float(self.seconds.sum() / self.problems)
-
     def numbers(self) -> dict[str, Any]:
-        """Return sums and shares as reports have them."""
+        """Return sums, shares and rates as reports have them."""
         low, high = self.interval
+        tokens, forwards = int(self.tokens.sum()), int(self.forwards.sum())
         return {
             "problems": self.problems,
             "right": self.count_right,
             "accuracy": self.accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
-            "visible_tokens": int(self.tokens.sum()),
-            "forwards": int(self.forwards.sum()),
-            "tokens_per_forward": self.tokens_per_forward,
+            "visible_tokens": tokens,
+            "forwards": forwards,
+            "tokens_per_forward": tokens / forwards,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds_per_problem": float(self.seconds.sum() / self.problems),
         }
 
 

@@ -7,14 +7,13 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from rich.console import Console
@@ -25,8 +24,9 @@ from d2f import flags as command_line
 from d2f.command import command
 from d2f.config import dump
 from d2f.contract import Contract
-from d2f.errors import InputError
+from d2f.errors import InputError, did_you_mean
 from d2f.files import locked, write_beside
+from d2f.flags import check_least
 from d2f.quiet import quiet
 from d2f.tasks import DEFAULT_TASKS, Problem, Task, find_tasks
 from decode import cli
@@ -42,7 +42,7 @@ from decode.cli import (
     require_matplotlib,
 )
 from decode.decoders import Decoder, find_decoder
-from decode.decoders.base import default_grid, options_of, searchable, whole_number
+from decode.decoders.base import default_grid, number, one_of, options_of, searchable
 from decode.display import ShownProgress, standard_output
 from decode.jobs import draw_problems, encode_problems, give_notices
 from decode.ledger import Ledger, check_folder, refuse_early
@@ -50,8 +50,6 @@ from decode.report import Measurements, environment, joined, markdown_table, pai
 from decode.workers import Crew, OneWorker, workers
 
 if TYPE_CHECKING:
-    import optuna
-
     from d2f.model import DiffusionModel
 
 LEDGER = "measurements.jsonl"  # of the output folder
@@ -63,6 +61,9 @@ Kind = Literal["halving", "grid", "tpe"]
 
 Setting = Mapping[str, int | float]
 """Values of some of a decoder's options that are numbers."""
+Grid = Mapping[str, Sequence[int | float]]
+Measure = Callable[[str, Sequence[Setting], Sequence[Problem]], list[Measurements]]
+"""Decode problems with each setting; the text names them in the ledger."""
 
 
 # The command line.
@@ -76,23 +77,16 @@ class SettingsOptions:
     decoder: Annotated[str, arg(metavar="NAME", help=cli.SUMMARIES)] = "d2f"
     given: Suppress[dict[str, Any]] = field(default_factory=dict)
 
-    @cached_property
-    def lists(self) -> dict[str, list[int | float]]:
-        """Read the values of each option that was given. Raises InputError."""
+    def check(self) -> None:
+        """Read the lists. Raises InputError for one that is none of numbers."""
         whole = {o.name for o in options_of(find_decoder(self.decoder)) if o.kind is int}
-        found: dict[str, list[int | float]] = {}
         for name, text in self.given.items():
             kind = int if name in whole else float
             try:
-                found[name] = [kind(part) for part in text.split(",")]
+                self.given[name] = [kind(part) for part in text.split(",")]
             except ValueError as error:
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag}: expected numbers with commas, got {text!r}") from error
-        return found
-
-    def check(self) -> None:
-        """Raise InputError for a list that is none of numbers."""
-        _ = self.lists
 
 
 @dataclass(kw_only=True)
@@ -127,23 +121,18 @@ class SearchOptions:
 
     def check(self) -> None:
         """Raise InputError for values out of range, and flags that do not go together."""
-        if self.search not in get_args(Kind):
-            expected = ", ".join(get_args(Kind))
-            raise InputError(f"search must be one of {expected}, got {self.search!r}")
-        for name in ("problems", "trials", "batch_size", "heldout", "repetitions"):
-            whole_number(name, getattr(self, name))
-        if self.eta < 2:
-            raise InputError(f"eta must be at least 2, got {self.eta}")
-        if self.seed < 0:
-            raise InputError(f"seed must be 0 or more, got {self.seed}")
-        if self.budget is not None and not (math.isfinite(self.budget) and self.budget > 0):
-            raise InputError(f"budget must be more than 0 seconds, got {self.budget}")
+        one_of("search", self.search, get_args(Kind))
+        check_least(
+            self, trials=1, problems=1, eta=2, batch_size=1, seed=0, heldout=1, repetitions=1
+        )
+        if self.budget is not None:
+            number("budget", self.budget, above=True, most=1e9)
+        if self.within is not None:
+            number("within", self.within, most=100)
+        if self.min_accuracy is not None:
+            number("min_accuracy", self.min_accuracy, most=1)
         if self.within is not None and self.min_accuracy is not None:
             raise InputError("--within and --min-accuracy exclude each other: expected one")
-        if not 0 <= self.points <= 100:
-            raise InputError(f"within must lie in [0, 100] percentage points, got {self.within}")
-        if self.min_accuracy is not None and not 0 <= self.min_accuracy <= 1:
-            raise InputError(f"min_accuracy must lie in [0, 1], got {self.min_accuracy}")
 
     @property
     def points(self) -> float:
@@ -197,17 +186,16 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     flags = []
     for name, every in options_by_name(kinds).items():
         having = [(kind, option) for kind, option in every if name in searchable(kind)]
-        tried = [
-            f"{kind.name} {','.join(f'{value:g}' for value in default_grid(kind)[name])}"
-            for kind, _ in having
-            if name in default_grid(kind)
-        ]
-        if having:
-            said = f"; searched by default: {'; '.join(tried)}" if tried else ""
-            about = arg(
-                metavar="LIST", help=help_of(having, len(kinds)) + said, help_behavior_hint=""
-            )
-            flags.append((name, Annotated[str | None, about], None))
+        if not having:
+            continue
+        tried = "; ".join(
+            f"{kind.name} {','.join(f'{value:g}' for value in option.search)}"
+            for kind, option in having
+            if option.search
+        )
+        said = help_of(having, len(kinds)) + (tried and f"; searched by default: {tried}")
+        about = arg(metavar="LIST", help=said, help_behavior_hint="")
+        flags.append((name, Annotated[str | None, about], None))
     more = {SettingsOptions: flags}
     return command_line.parse(Options, arguments, usual="python -m decode.tune", more=more)
 
@@ -244,23 +232,20 @@ class Tuning(SearchOptions):
         """
         kind = find_decoder(self.decoder)
         known = searchable(kind)
-        unknown = [name for name in self.lists if name not in known]
-        if not known or unknown:
-            raise InputError(
-                f"the decoder {self.decoder} has no option "
-                f"{', '.join(unknown) or 'that can be searched'}; "
-                f"of those that can be searched it has {', '.join(known) or 'none'}"
-            )
+        there = ", ".join(known) or "none"
+        for name in self.lists:
+            if name not in known:
+                raise InputError(
+                    f"the decoder {self.decoder} has no option {name}{did_you_mean(name, known)}; "
+                    f"of those that can be searched it has {there}"
+                )
         values = {**default_grid(kind), **self.lists}
         if not values:
             raise InputError(
-                f"the decoder {self.decoder} has no default grid: give {', '.join(known)}"
+                f"the decoder {self.decoder} has no default grid: give values of the options that "
+                f"can be searched: {there}"
             )
-        for name, choices in values.items():
-            if not choices or len(set(choices)) < len(choices):
-                said = "at least one value, got none" if not choices else "each value once, got "
-                raise InputError(f"{name} must have {said}{list(choices) or ''}")
-        grid = {name: tuple(values[name]) for name in known if name in values}
+        grid = {name: tuple(dict.fromkeys(values[name])) for name in known if name in values}
         for task, setting in product(self.chosen, settings_of(grid)):
             self.build(setting, task)
         if contract is not None:
@@ -274,7 +259,7 @@ class Tuning(SearchOptions):
         values: dict[str, Any] = {"max_new_tokens": task.response_length, "stop": task.stop}
         return find_decoder(self.decoder)(**values | dict(setting))
 
-    def defaults(self, grid: Mapping[str, object], contract: Contract) -> Setting:
+    def defaults(self, grid: Grid, contract: Contract) -> Setting:
         """Return the decoder's defaults of the searched options, without those that are None."""
         kind = find_decoder(self.decoder)
         decoder = kind(**kind.with_model_defaults({}, contract))
@@ -293,7 +278,7 @@ class Tuning(SearchOptions):
         return list(pairwise([0, *stops]))
 
 
-def settings_of(grid: Mapping[str, Sequence[int | float]]) -> list[dict[str, int | float]]:
+def settings_of(grid: Grid) -> list[dict[str, int | float]]:
     """List every combination of the values."""
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
@@ -303,26 +288,111 @@ def settings_of(grid: Mapping[str, Sequence[int | float]]) -> list[dict[str, int
 Job = tuple[Task, Decoder, Sequence[Problem], int]
 """Problems to decode with a decoder, so many together."""
 
-_WARM: WeakKeyDictionary[DiffusionModel, set[Decoder]] = WeakKeyDictionary()
-
 
 def measure_jobs(
     model: DiffusionModel, jobs: Iterable[tuple[str, Job]]
 ) -> Iterator[tuple[str, Measurements]]:
-    """Measure each job. A setting decodes one problem untimed before its first job on this model in
-    this process."""
+    """Measure each job, after one problem of it that is not timed."""
     from decode.evaluate import decode_and_judge
 
-    warm = _WARM.setdefault(model, set())
     for name, (task, decoder, problems, batch_size) in jobs:
         decode = partial(decode_and_judge, model, decoder, task, batch_size=batch_size)
-        if decoder not in warm:
-            decode(problems[:1])
-            warm.add(decoder)
+        decode(problems[:1])
         yield name, decode(problems).measurements()
 
 
+def measured_by(
+    crew: Crew, ledger: Ledger, display: ShownProgress, tuning: Tuning, task: Task
+) -> Measure:
+    """Return what decodes problems with each setting that the ledger does not have."""
+
+    def measure(
+        what: str, settings: Sequence[Setting], problems: Sequence[Problem]
+    ) -> list[Measurements]:
+        names, jobs = [], {}
+        for setting in settings:
+            name = f"{task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
+            names.append(name)
+            if name not in ledger.rows:
+                jobs[name] = task, tuning.build(setting, task), problems, tuning.batch_size
+        display.advance((len(names) - len(jobs)) * len(problems))
+        for name, measured in crew.map(measure_jobs, jobs.items(), 1):
+            values = {key: array.tolist() for key, array in vars(measured).items()}
+            ledger.add({"id": name, **values})
+            display.advance(len(problems))
+        rows = [dict(ledger.rows[name]) for name in names]
+        return [Measurements(**{k: np.array(v) for k, v in r.items() if k != "id"}) for r in rows]
+
+    return measure
+
+
 # The search, the choice, and the check on problems that no decision has used.
+
+
+def search(
+    tuning: Tuning,
+    task: Task,
+    grid: Grid,
+    problems: Sequence[Problem],
+    measure: Measure,
+    display: ShownProgress,
+    together: int,
+) -> tuple[list[tuple[Setting, Measurements]], bool]:
+    """Try settings until all, or the budget, are done, as a study of Optuna: all of a grid in turn,
+    rung by rung, so that a machine that gets slower does so for all; tpe `together` at a time. With
+    the same measurements the search comes out the same. Return what was measured, and whether the
+    budget ended it."""
+    import optuna
+    from optuna.distributions import CategoricalDistribution
+    from optuna.trial import TrialState
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    sampler = optuna.samplers.TPESampler(seed=tuning.seed)
+    # Of accuracy and tokens a second.
+    study = optuna.create_study(directions=["maximize", "maximize"], sampler=sampler)
+    options: dict[str, Any] = {name: CategoricalDistribution(v) for name, v in grid.items()}
+    settings = settings_of(grid)
+    left = len(settings)
+    if tuning.search == "tpe":  # which finds settings by itself
+        left = min(left, tuning.trials)
+    else:
+        together = left
+        for setting in settings:
+            study.enqueue_trial(setting)
+    budget = (tuning.budget or math.inf) / len(tuning.chosen)
+    best: dict[int, float] = {}  # accuracy that any setting has shown on so many problems
+    searched: list[tuple[Setting, Measurements]] = []
+    display.begin(left * len(problems), f"{task.name}, {left} settings on tuning problems")
+    while left and budget > 0:
+        running = [study.ask(options) for _ in range(min(left, together))]
+        left -= len(running)
+        parts: dict[int, list[Measurements]] = {trial.number: [] for trial in running}
+        for first, stop in tuning.rungs:
+            found = measure(f"tuning {first}", [t.params for t in running], problems[first:stop])
+            for trial, part in zip(running, found, strict=True):
+                parts[trial.number].append(part)
+                budget -= float(part.seconds.sum())
+            so_far = {trial.number: joined(parts[trial.number]) for trial in running}
+            best[stop] = max([best.get(stop, 0.0), *(one.accuracy for one in so_far.values())])
+            for trial in list(running):
+                measured = so_far[trial.number]
+                # By Wilson's interval less accurate than the goal asks for.
+                lost = measured.interval[1] < tuning.bound(best[stop])
+                if stop == len(problems):
+                    study.tell(trial, [measured.accuracy, measured.tokens_per_second])
+                elif budget <= 0 or (lost and tuning.search != "grid"):
+                    study.tell(trial, state=TrialState.PRUNED)
+                    display.advance(len(problems) - stop)
+                else:
+                    continue
+                running.remove(trial)
+                if trial.params not in [setting for setting, _ in searched]:
+                    searched.append((trial.params, measured))
+                display.say(
+                    f"{task.name}, {described(trial.params)}: {measured.count_right} of {stop} "
+                    f"right, {measured.tokens_per_second:.1f} tokens/s"
+                )
+    return searched, budget <= 0
 
 
 def choose(goal: SearchOptions, measured: Sequence[Measurements]) -> tuple[int, int, float]:
@@ -353,176 +423,87 @@ def frontier(measured: Sequence[Measurements]) -> list[int]:
     return front
 
 
-class Search:
-    """The search of one task, as a study of Optuna, and its check on held-out problems. What the
-    ledger has is not measured again; with the same answers the search comes out the same."""
-
-    def __init__(
-        self,
-        task: Task,
-        tuning: Tuning,
-        grid: Mapping[str, Sequence[int | float]],
-        crew: Crew,
-        ledger: Ledger,
-        display: ShownProgress,
-    ):
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.task, self.tuning, self.grid = task, tuning, grid
-        self.crew, self.ledger, self.display = crew, ledger, display
-        # Of accuracy and tokens a second.
-        sampler = optuna.samplers.TPESampler(seed=tuning.seed)
-        self.study = optuna.create_study(directions=["maximize", "maximize"], sampler=sampler)
-        settings = settings_of(grid)
-        self.left = len(settings)
-        if tuning.search == "tpe":  # which finds settings by itself
-            self.left = min(self.left, tuning.trials)
-        else:
-            for setting in settings:
-                self.study.enqueue_trial(setting)
-        self.budget = (tuning.budget or math.inf) / len(tuning.chosen)
-        self.searched: list[tuple[Setting, Measurements]] = []
-        self.best: dict[int, float] = {}  # accuracy that any setting has shown on so many problems
-
-    def run(self, problems: Sequence[Problem]) -> None:
-        """Try settings until all, or the budget, are done: all of a grid in turn, rung by rung, so
-        that a machine that gets slower does so for all; tpe as many at a time as there are
-        workers."""
-        what = f"{self.task.name}, {self.left} settings on tuning problems"
-        self.display.begin(self.left * len(problems), what)
-        while self.left and self.budget > 0:
-            tpe = self.tuning.search == "tpe"
-            count = min(self.left, self.crew.count) if tpe else self.left
-            self._try([self.study.ask() for _ in range(count)], problems)
-            self.left -= count
-
-    def _try(self, trials: list[optuna.Trial], problems: Sequence[Problem]) -> None:
-        """Measure these settings, rung by rung."""
-        from optuna.trial import TrialState
-
-        for trial in trials:
-            for name, values in self.grid.items():
-                trial.suggest_categorical(name, list(values))
-        parts: dict[int, list[Measurements]] = {trial.number: [] for trial in trials}
-        for first, stop in self.tuning.rungs:
-            measured = self._measure(
-                f"tuning {first}", [t.params for t in trials], problems[first:stop]
-            )
-            for trial, part in zip(trials, measured, strict=True):
-                parts[trial.number].append(part)
-                self.budget -= float(part.seconds.sum())
-                accuracy = joined(parts[trial.number]).accuracy
-                self.best[stop] = max(self.best.get(stop, 0.0), accuracy)
-            for trial in list(trials):
-                so_far = joined(parts[trial.number])
-                # By Wilson's interval less accurate than the goal asks for.
-                lost = so_far.interval[1] < self.tuning.bound(self.best[stop])
-                dropped = lost and self.tuning.search != "grid"
-                if stop < len(problems) and not dropped and self.budget > 0:
-                    continue
-                if stop < len(problems):
-                    self.study.tell(trial, state=TrialState.PRUNED)
-                    self.display.advance(len(problems) - stop)
-                else:
-                    self.study.tell(trial, [so_far.accuracy, so_far.tokens_per_second])
-                trials.remove(trial)
-                if trial.params not in [setting for setting, _ in self.searched]:
-                    self.searched.append((trial.params, so_far))
-                self.display.say(
-                    f"{self.task.name}, {described(trial.params)}: {so_far.count_right} of {stop} "
-                    f"right, {so_far.tokens_per_second:.1f} tokens/s"
-                )
-
-    def _measure(
-        self, what: str, settings: Sequence[Setting], problems: Sequence[Problem]
-    ) -> list[Measurements]:
-        """Decode problems with each setting that the ledger does not have. what: names them."""
-        names, jobs = [], {}
-        for setting in settings:
-            name = f"{self.task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
-            names.append(name)
-            if name not in self.ledger.rows:
-                decoder = self.tuning.build(setting, self.task)
-                jobs[name] = self.task, decoder, problems, self.tuning.batch_size
-        self.display.advance((len(names) - len(jobs)) * len(problems))
-        for name, measured in self.crew.map(measure_jobs, jobs.items(), 1):
-            values = {key: array.tolist() for key, array in vars(measured).items()}
-            self.ledger.add({"id": name, **values})
-            self.display.advance(len(problems))
-        rows = [dict(self.ledger.rows[name]) for name in names]
-        return [Measurements(**{k: np.array(v) for k, v in r.items() if k != "id"}) for r in rows]
-
-    def outcome(self, heldout: Sequence[Problem], contract: Contract) -> dict[str, Any]:
-        """Choose among what was searched, measure the choice on held-out problems, beside the most
-        accurate setting and the decoder's defaults, and return the task's part of the report."""
-        most = max(measured.problems for _, measured in self.searched)
-        compared = [(s, measured) for s, measured in self.searched if measured.problems == most]
-        common = [measured for _, measured in compared]
-        chosen, reference, bound = choose(self.tuning, common)
-        front = [compared[place][0] for place in frontier(common)]
-        defaults = self.tuning.defaults(self.grid, contract)
-        wanted = (compared[chosen][0], compared[reference][0], defaults)
-        settings = [s for place, s in enumerate(wanted) if s not in wanted[:place]]
-        runs: list[list[Measurements]] = []
-        total = len(settings) * self.tuning.repetitions * len(heldout)
-        self.display.begin(
-            total, f"{self.task.name}, {len(settings)} settings on held-out problems"
+def check_choice(
+    tuning: Tuning,
+    task: Task,
+    searched: Sequence[tuple[Setting, Measurements]],
+    spent: bool,
+    defaults: Setting,
+    heldout: Sequence[Problem],
+    measure: Measure,
+    display: ShownProgress,
+) -> dict[str, Any]:
+    """Choose among what was searched, measure the choice on held-out problems, beside the most
+    accurate setting and the decoder's defaults, and return the task's part of the report. spent:
+    the budget ended the search."""
+    most = max(measured.problems for _, measured in searched)
+    compared = [one for one in searched if one[1].problems == most]
+    common = [measured for _, measured in compared]
+    chosen, reference, bound = choose(tuning, common)
+    front = [compared[place][0] for place in frontier(common)]
+    wanted = (compared[chosen][0], compared[reference][0], defaults)
+    settings = [s for place, s in enumerate(wanted) if s not in wanted[:place]]
+    total = len(settings) * tuning.repetitions * len(heldout)
+    display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
+    # In turn in each repetition: a machine that gets slower does so for all of them.
+    runs = [measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
+    finals = [[run[place] for run in runs] for place in range(len(settings))]
+    speeds = [[one.tokens_per_second for one in own] for own in finals]
+    best, accurate, usual = (settings.index(setting) for setting in wanted)
+    margin = margin_of(tuning, finals[best][0], finals[accurate][0])
+    share, low, high = (100 * value for value in margin)
+    text = [
+        f"{len(searched)} settings were measured, {len(common)} of them on {most} tuning problems."
+    ]
+    if spent:
+        text.append("The budget ended the search there.")
+    if common[chosen].accuracy < bound - TOUCH:
+        text.append(
+            f"No setting reached the bound of {bound:.1%}: the most accurate one was chosen."
         )
-        # In turn in each repetition: a machine that gets slower does so for all of them.
-        for repetition in range(self.tuning.repetitions):
-            runs.append(self._measure(f"heldout {repetition}", settings, heldout))
-        finals = [[run[place] for run in runs] for place in range(len(settings))]
-        roles = [finals[settings.index(setting)] for setting in wanted]
-        margin = margin_of(self.tuning, roles[0][0], roles[1][0])
-        lines = [
-            f"{len(self.searched)} settings were measured, {len(compared)} of them on {most} "
-            "tuning problems."
-        ]
-        if self.budget <= 0:
-            lines.append("The budget ended the search there.")
-        if common[chosen].accuracy < bound - TOUCH:
-            lines.append(
-                f"No setting reached the bound of {bound:.1%}: the most accurate one was chosen."
-            )
-        return {
-            "task": self.task.name,
-            "flags": list(self.task.words),
-            "goal": self.tuning.goal,
-            "bound": bound,
-            "chosen": dict(wanted[0]),
-            "settings": [
-                {
-                    "setting": dict(setting),
-                    "compared": measured.problems == most,
-                    "frontier": setting in front,
-                    **numbers(measured),
-                }
-                for setting, measured in self.searched
-            ],
-            "budget_spent": self.budget <= 0,
-            "heldout": [
-                {
-                    "roles": [
-                        r for r, other in zip(ROLES, wanted, strict=True) if other == setting
-                    ],
-                    "setting": dict(setting),
-                    **numbers(own[0]),
-                    "tokens_per_second": median(speeds := [one.tokens_per_second for one in own]),
-                    "tokens_per_second_of_repetitions": speeds,
-                }
-                for setting, own in zip(settings, finals, strict=True)
-            ],
-            "margin": dict(zip(("share", "low", "high"), margin, strict=True)),
-            "text": [*lines, say_margin(margin), say_gain(roles[0], roles[2])],
-        }
-
-
-def numbers(measured: Measurements) -> dict[str, Any]:
-    """Return sums and rates."""
-    return measured.numbers() | {
-        "tokens_per_second": measured.tokens_per_second,
-        "seconds_per_problem": measured.seconds_per_problem,
+    text.append(
+        f"On held-out problems the choice {'holds' if share >= -TOUCH else 'does not hold'} up: "
+        f"its accuracy is {abs(share):.1f} points {'above' if share >= 0 else 'below'} the bound "
+        f"(95 % {low:+.1f} to {high:+.1f})"
+        + ("." if low >= 0 or high < 0 else "; these problems do not settle it at 95 %.")
+    )
+    if best == usual:
+        text.append("These are the decoder's defaults.")
+    else:
+        more, low, high = (100 * x for x in difference(finals[best][0], finals[usual][0]))
+        times = median(speeds[best]) / median(speeds[usual])
+        text.append(
+            f"Against the decoder's defaults it is {times:.2f} times as fast, its accuracy differs "
+            f"by {more:+.1f} points (95 % {low:+.1f} to {high:+.1f})."
+        )
+    return {
+        "task": task.name,
+        "flags": list(task.words),
+        "goal": tuning.goal,
+        "bound": bound,
+        "chosen": dict(wanted[0]),
+        "settings": [
+            {
+                "setting": dict(setting),
+                "compared": measured.problems == most,
+                "frontier": setting in front,
+                **measured.numbers(),
+            }
+            for setting, measured in searched
+        ],
+        "budget_spent": spent,
+        "heldout": [
+            {
+                "roles": [r for r, other in zip(ROLES, wanted, strict=True) if other == setting],
+                "setting": dict(setting),
+                **own[0].numbers(),
+                "tokens_per_second": median(rates),
+                "tokens_per_second_of_repetitions": rates,
+            }
+            for setting, own, rates in zip(settings, finals, speeds, strict=True)
+        ],
+        "margin": dict(zip(("share", "low", "high"), margin, strict=True)),
+        "text": text,
     }
 
 
@@ -534,57 +515,21 @@ def margin_of(
     if goal.min_accuracy is not None:
         low, high = (end - goal.min_accuracy for end in chosen.interval)
         return chosen.accuracy - goal.min_accuracy, low, high
-    low, high = (end + goal.points / 100 for end in paired_interval(chosen, reference))
-    return chosen.accuracy - reference.accuracy + goal.points / 100, low, high
+    share, low, high = (x + goal.points / 100 for x in difference(chosen, reference))
+    return share, low, high
 
 
-def paired_interval(a: Measurements, b: Measurements) -> tuple[float, float]:
-    """Compute the 95 % interval of the accuracy of a minus that of b, on the same problems."""
-    return paired(int((a.right & ~b.right).sum()), int((~a.right & b.right).sum()), a.problems)
-
-
-def say_margin(margin: tuple[float, float, float]) -> str:
-    """Say whether the choice holds up, also where it does not."""
-    share, low, high = margin
-    held = "holds up" if share >= -TOUCH else "does not hold up"
-    sure = "" if low >= 0 or high < 0 else "; these problems do not settle it at 95 %"
-    return (
-        f"On held-out problems the choice {held}: its accuracy is {100 * abs(share):.1f} points "
-        f"{'above' if share >= 0 else 'below'} the bound (95 % {100 * low:+.1f} to "
-        f"{100 * high:+.1f}){sure}."
-    )
-
-
-def say_gain(chosen: Sequence[Measurements], defaults: Sequence[Measurements]) -> str:
-    """Say what the choice gains over the defaults; both as their repetitions."""
-    if chosen is defaults:
-        return "These are the decoder's defaults."
-    low, high = paired_interval(chosen[0], defaults[0])
-    times = median(o.tokens_per_second for o in chosen) / median(
-        o.tokens_per_second for o in defaults
-    )
-    more = 100 * (chosen[0].accuracy - defaults[0].accuracy)
-    return (
-        f"Against the decoder's defaults it is {times:.2f} times as fast, its accuracy differs by "
-        f"{more:+.1f} points (95 % {100 * low:+.1f} to {100 * high:+.1f})."
-    )
+def difference(a: Measurements, b: Measurements) -> tuple[float, float, float]:
+    """Compute the accuracy of a minus that of b, on the same problems, and its 95 % interval."""
+    gained, lost = int((a.right & ~b.right).sum()), int((~a.right & b.right).sum())
+    return (gained - lost) / a.problems, *paired(gained, lost, a.problems)
 
 
 # The report: what was measured as JSON, which the other files show.
 
 
-def counted(report: Mapping[str, Any]) -> str:
-    """Say what was counted, and on what."""
-    e = report["environment"]
-    return (
-        "Tokens are visible ones, before the first end token. Seconds are wall time of decoding in "
-        f"batches of {report['run']['batch_size']}, prompts included, after one untimed problem of "
-        "the setting. A forward is a call of the model that a request was in. Intervals are "
-        "Wilson's, those of differences are paired (Tango). "
-        f"{report['model']}, {e['dtype']}{', compiled' if e['compiled'] else ''}, {e['device']}, "
-        f"{e['threads']} threads, torch {e['torch']}, transformers {e['transformers']}, Python "
-        f"{e['python']}, {e['date']}."
-    )
+def _machine(e: Mapping[str, Any]) -> str:
+    return f"{e['dtype']}{', compiled' * e['compiled']}, {e['device']}, {e['threads']} threads"
 
 
 def write(report: Mapping[str, Any], folder: Path, *, figures: bool) -> None:
@@ -627,20 +572,20 @@ def markdown(report: Mapping[str, Any], folder: Path) -> str:
             shlex.join(use),
             "```",
             "",
-            *markdown_table(("measured", *COLUMNS), rows),
+            *markdown_table(COLUMNS, rows),
             "",
         ]
     return "\n".join([*lines, "## What was counted", "", report["counted"], ""])
 
 
 COLUMNS = (
-    "setting", "right", "accuracy (95 %)", "tokens/s (repetitions)", "tokens a forward",
+    "measured", "setting", "right", "accuracy (95 %)", "tokens/s (repetitions)", "tokens a forward",
     "forwards a problem",
 )  # fmt: skip
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Format a measurement for `COLUMNS`."""
+    """Format a measurement for `COLUMNS`, from the setting on."""
     speeds = row.get("tokens_per_second_of_repetitions")
     spread = f" ({min(speeds):.1f} to {max(speeds):.1f})" if speeds else ""
     return (
@@ -671,8 +616,7 @@ def yaml_of(report: Mapping[str, Any], task: Mapping[str, Any]) -> str:
         f"tuning: {measured[0]}",
         f"held-out: {measured[1]}",
         *task["text"],
-        f"{around['device']}, {around['threads']} threads, {around['dtype']}"
-        f"{', compiled' if around['compiled'] else ''}, {around['date']}",
+        f"{_machine(around)}, {around['date']}",
     ]
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + dump({"decoder": run["decoder"], **task["chosen"]})
@@ -686,25 +630,22 @@ def described(setting: Setting) -> str:
 def draw(report: Mapping[str, Any], folder: Path) -> None:
     """Write frontier.png and frontier.svg: a panel a task, with the search and the held-out
     measurement, whose speeds are of another time."""
-    from decode.plots import Panel, Point, Series, save
-    from decode.plots import frontier as figure_of
+    from decode import plots
+    from decode.plots import Panel, Point, Series
 
-    run, e = report["run"], report["environment"]
-    told = [name for name, values in run["grid"].items() if len(values) > 1]
+    run = report["run"]
+    several = [name for name, values in run["grid"].items() if len(values) > 1]
 
     def points(rows: Iterable[Mapping[str, Any]], task: Mapping[str, Any]) -> list[Point]:
         found = []
         for row in rows:
             speeds = row.get("tokens_per_second_of_repetitions", [row["tokens_per_second"]])
-            short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in told}
-            label = ", ".join(row["roles"]) if "roles" in row else described(short)
-            chosen = (
-                ROLES[0] in row["roles"] if "roles" in row else row["setting"] == task["chosen"]
-            )
-            values = (row["tokens_per_second"], row["accuracy"], row["accuracy_low"])
-            label = label if row.get("frontier", True) else ""
+            short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in several}
+            label = described(short) if row.get("frontier") else ", ".join(row.get("roles", ()))
+            chosen = ROLES[0] in row.get("roles", ()) or row["setting"] == task["chosen"]
+            y, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
             ends = min(speeds), max(speeds)
-            found.append(Point(*values, row["accuracy_high"], label, *ends, chosen=chosen))
+            found.append(Point(row["tokens_per_second"], y, low, high, label, *ends, chosen=chosen))
         return found
 
     panels = []
@@ -722,12 +663,13 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
             Series(held, points(task["heldout"], task)),
         ]
         title = f"{task['task']}: the search, {most} tuning problems"
-        panels.append(Panel(title, series, bound=(task["bound"], "accuracy to reach")))
+        panels.append(Panel(title, series, bound=(100 * task["bound"], "accuracy to reach")))
     caption = (
-        f"{report['model']}, decoder {run['decoder']}, batch {run['batch_size']}, {e['dtype']}, "
-        f"{e['device']}, {e['threads']} threads, {e['date']}. Bars: 95 % Wilson intervals."
+        f"{report['model']}, decoder {run['decoder']}, batch {run['batch_size']}, "
+        f"{_machine(report['environment'])}, {report['environment']['date']}. "
+        "Bars: 95 % Wilson intervals."
     )
-    save(figure_of(panels, caption, columns=1), folder / "frontier")
+    plots.save(plots.draw(panels, caption, columns=1), folder / "frontier")
 
 
 # The command.
@@ -763,19 +705,28 @@ def _tune(
     """shape: the model, or its outline. named: the model and its adapter."""
     grid = tuning.grid(shape.contract)
     problems = draw_problems_of(tuning, shape, grid)
+    defaults = tuning.defaults(grid, shape.contract)
     run, around = crew.ask(describe, tuning, grid, crew.count)
     tasks = []
     with display, Ledger(folder / LEDGER, run, sync=True) as ledger:
         if ledger.rows:
             display.say(f"notice: {len(ledger.rows)} measurements are already in {ledger.path}")
         for task in tuning.chosen:
-            search = Search(task, tuning, grid, crew, ledger, display)
-            search.run(problems[task.name, "tuning"])
-            found = search.outcome(problems[task.name, "heldout"], shape.contract)
-            tasks.append(found | {"config": f"{Path(named[0]).resolve().name}-{task.name}.yaml"})
+            measure = measured_by(crew, ledger, display, tuning, task)
+            of_tuning, heldout = problems[task.name]
+            found = search(tuning, task, grid, of_tuning, measure, display, crew.count)
+            part = check_choice(tuning, task, *found, defaults, heldout, measure, display)
+            tasks.append(part | {"config": f"{Path(named[0]).resolve().name}-{task.name}.yaml"})
     report: dict[str, Any] = {"model": named[0], "adapter": named[1], "run": run}
     report |= {"environment": around, "tasks": tasks}
-    report["counted"] = counted(report)
+    report["counted"] = (
+        "Tokens are visible ones, before the first end token. Seconds are wall time of decoding in "
+        f"batches of {tuning.batch_size}, prompts included, after one untimed problem of "
+        "the setting. A forward is a call of the model that a request was in. Intervals are "
+        "Wilson's, those of differences are paired (Tango). "
+        f"{named[0]}, {_machine(around)}, torch {around['torch']}, transformers "
+        f"{around['transformers']}, Python {around['python']}, {around['date']}."
+    )
     write(report, folder, figures=figures)
     return report
 
@@ -809,21 +760,20 @@ def describe(
 
 
 def draw_problems_of(
-    tuning: Tuning, model: DiffusionModel, grid: Mapping[str, Sequence[int | float]]
-) -> dict[tuple[str, str], list[Problem]]:
-    """Draw the problems by task and split. Raises InputError unless the model can take every one
-    with the task's response length."""
+    tuning: Tuning, model: DiffusionModel, grid: Grid
+) -> dict[str, tuple[list[Problem], list[Problem]]]:
+    """Draw the tuning and the held-out problems of each task. Raises InputError unless the model
+    can take every one with the task's response length."""
     found = {}
-    setting = {name: values[0] for name, values in grid.items()}
     for task in tuning.chosen:
-        decoder = tuning.build(setting, task)
-        for split, count, option in (
-            ("tuning", tuning.problems, "--problems"),
-            ("heldout", tuning.heldout, "--heldout"),
-        ):
-            problems = draw_problems(task, split, count, tuning.seed, option)
-            encode_problems(model, problems, decoder, f" of the {split} split")
-            found[task.name, split] = problems
+        decoder = tuning.build({name: values[0] for name, values in grid.items()}, task)
+        both = []
+        for split in ("tuning", "heldout"):
+            option = "--problems" if split == "tuning" else "--heldout"
+            count = tuning.problems if split == "tuning" else tuning.heldout
+            both.append(draw_problems(task, split, count, tuning.seed, option))
+            encode_problems(model, both[-1], decoder, f" of the {split} split")
+        found[task.name] = both[0], both[1]
     return found
 
 
@@ -834,7 +784,7 @@ def run(options: Options, console: Console | None = None) -> None:
     console = console or standard_output(PLAIN_WIDTH)
     require_extra("tune", "tuning", "optuna")
     values = {one.name: getattr(options, one.name) for one in fields(SearchOptions)}
-    tuning = Tuning(tasks=options.chosen, decoder=options.decoder, lists=options.lists, **values)
+    tuning = Tuning(tasks=options.chosen, decoder=options.decoder, lists=options.given, **values)
     check_options(options)
     shape = outline(options.model, options.adapter, options.family)
     grid = tuning.grid(shape.contract)
@@ -844,17 +794,11 @@ def run(options: Options, console: Console | None = None) -> None:
         described_run, _ = describe(options, shape, "", tuning, grid, options.workers)
         refuse_early(folder / LEDGER, described_run)
         display = ShownProgress(console, "problems")
+        named = options.model, options.adapter
         with workers(options) as crew:
-            named = options.model, crew.ask(_adapter)
             report = _tune(crew, shape, tuning, folder, named, display, figures=options.figures)
     # Not wrapped: a command must stay in one line.
     print(markdown(report, folder), f"written: {folder}", sep="\n", file=console.file)
-
-
-def _adapter(options: Options, model: DiffusionModel, weights: str) -> str | None:
-    """Return the adapter that was named beside a model, not one named in its place."""
-    adapter: str | None = options.adapter
-    return None if adapter == options.model else adapter
 
 
 @command(interrupted="interrupted; the same command goes on where it stopped")

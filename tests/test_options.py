@@ -59,7 +59,7 @@ def test_flags_are_read_as_they_were_written():
     lists = tune.parse(
         ["--output", "x", "--no-figures", "--tau-conf", "0.5,1", "--block-size", "4"]
     )
-    assert lists.lists == {"tau_conf": [0.5, 1.0], "block_size": [4]}
+    assert lists.given == {"tau_conf": [0.5, 1.0], "block_size": [4]}
 
 
 def test_a_decoder_of_ones_own_brings_its_flags(tmp_path, monkeypatch):

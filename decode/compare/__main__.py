@@ -22,14 +22,13 @@ from d2f.flags import Verbose, parse_known
 from d2f.quiet import quiet
 from decode.cli import require_extra, require_matplotlib
 from decode.display import ShownProgress, standard_output
+from decode.jobs import give_notices
 from decode.ledger import Ledger, check_folder
 
 if TYPE_CHECKING:
-    from decode.compare.client import Run
     from decode.compare.config import CompareConfig, Workload
     from decode.compare.entries import Contestant
     from decode.compare.report import Report
-    from decode.compare.results import Record
 
 
 @dataclass(kw_only=True)
@@ -84,34 +83,28 @@ def run(config: CompareConfig, command: str, *, verbose: bool = False) -> Report
     measured until then, as it does after an interrupt.
     """
     require_extra("compare", "a comparison", "openai")
-    with locked(check_folder(config.output)) as folder:
-        return _run(config, command, folder, verbose)
-
-
-def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Report:
     from decode.compare.config import Endpoint, identity, make_workloads
     from decode.compare.entries import check_entries, make_ready
     from decode.compare.local import tokenizer_of
-    from decode.jobs import give_notices
 
     if config.figures:
         require_matplotlib("--figures false")
-    reference = config.reference
-    named = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
-    counter = tokenizer_of(config.tokenizer or named)
-    workloads = make_workloads(config)
-    about = _about(config, command, config.tokenizer or named)
-    check_entries(config, workloads)
-    give_notices(config.chosen)
-    path = folder / "measurements.jsonl"
-    display = ShownProgress(standard_output(), "runs")
-    run_of = identity(config, workloads, about)
-    with Ledger(path, run_of, sync=True) as ledger, ExitStack() as stack:
+    with ExitStack() as stack:
+        folder = stack.enter_context(locked(check_folder(config.output)))
+        reference = config.reference
+        own = reference.tokenizer if isinstance(reference, Endpoint) else reference.model
+        about = _about(config, command, config.tokenizer or own)
+        counter = tokenizer_of(about["tokenizer"])
+        workloads = make_workloads(config)
+        check_entries(config, workloads)
+        give_notices(config.chosen)
+        display = ShownProgress(standard_output(), "runs")
+        path, run_of = folder / "measurements.jsonl", identity(config, workloads, about)
+        ledger = stack.enter_context(Ledger(path, run_of, sync=True))
         if ledger.rows:
             display.say(f"what is already in {path} is not measured again")
-        steps = plan(config, workloads, ledger.rows)
         try:
-            if steps:
+            if steps := plan(config, workloads, ledger.rows):
                 contestants = make_ready(
                     config, workloads, folder / "logs", stack, verbose=verbose, say=display.say
                 )
@@ -123,11 +116,14 @@ def _run(config: CompareConfig, command: str, folder: Path, verbose: bool) -> Re
                     measure(steps, contestants, counter, ledger, display, config.warmup)
         except BaseException as error:
             # Also an interrupt: what was measured until now is reported below, the error goes on.
-            about["cut_short"] = str(error).splitlines()[0] if str(error) else "interrupted"
+            about["cut_short"] = str(error) or "interrupted"
             raise
         finally:
             report = write_report(about, list(ledger.rows.values()), folder, config.figures)
-    show(report, folder)
+    for workload in report.workloads:
+        table = report.speed_table(workload, brief=True)
+        print("\n".join(["", workload, *table, *report.verdict(workload)]))
+    print(f"report.md, summary.json, measurements.jsonl and figures: {folder}")
     return report
 
 
@@ -247,53 +243,36 @@ def measure(
 
     last = None
     for step in steps:
+        workload, concurrency = step.workload, step.concurrency
+        what = "accuracy" if step.repetition is None else f"repetition {step.repetition + 1}"
+        where = f"{workload.name}, concurrency {concurrency}"
         records = []
         for name in step.entries:
-            contestant, workload, concurrency = contestants[name], step.workload, step.concurrency
-            what = "accuracy" if step.repetition is None else f"repetition {step.repetition + 1}"
-            where = f"{workload.name}, concurrency {concurrency}"
             display.advance(1, f"{where}, {what}: {name}")
             if name != last:
                 wait_for_calm()
             last = name
-            if step.repetition is not None:
-                # At least as many as run at once, so that the warm-up is as wide as the timed run.
-                warm = min(len(workload.items), max(warmup, concurrency))
-                _check(name, contestant.run(workload, warm, concurrency))
-            run = contestant.run(workload, step.count, concurrency)
-            _check(name, run)
+            # At least as many as run at once, so that the warm-up is as wide as the timed run.
+            warm = min(len(workload.items), max(warmup, concurrency))
+            for count in [step.count] if step.repetition is None else [warm, step.count]:
+                run = contestants[name].run(workload, count, concurrency)
+                errors = [answer.error for answer in run.answers if answer.error is not None]
+                # Some failed requests are reported; where all fail nothing would be measured.
+                if len(errors) == len(run.answers):
+                    raise InputError(
+                        f"entry {name} has failed: not one of {len(errors)} requests was "
+                        f"answered, e.g. {errors[0]}"
+                    )
             record = judge(run, workload, counter, name, concurrency, step.repetition)
             records.append(record)
-            display.say(f"{where}: {name}: {_summary(record)}")
+            right = sum(bool(answer.right) for answer in record.answers)
+            said = f"{record.tokens / record.seconds:,.0f} tokens/s"
+            if step.repetition is None:
+                said = f"{right} of {step.count} right"
+            if errors:
+                said += f", {len(errors)} of {step.count} failed, e.g. {errors[0]}"
+            display.say(f"{where}: {name}: {said}")
         ledger.add({"id": step.id, "runs": [record.to_json() for record in records]})
-
-
-def _check(entry: str, run: Run) -> None:
-    """Raise InputError where not one request was answered: going on would measure nothing. Some
-    failed requests are reported and leave the entry unranked."""
-    errors = [answer.error for answer in run.answers if answer.error is not None]
-    if len(errors) == len(run.answers):
-        raise InputError(
-            f"entry {entry} has failed: not one of {len(errors)} requests was answered, e.g. "
-            f"{errors[0]}"
-        )
-
-
-def _summary(record: Record) -> str:
-    """Say in a line how a run went."""
-    errors, count = record.errors, len(record.answers)
-    note = f", {len(errors)} of {count} failed, e.g. {errors[0]}" if errors else ""
-    if record.repetition is None:
-        return f"{sum(bool(answer.right) for answer in record.answers)} of {count} right{note}"
-    return f"{record.tokens / record.seconds:,.0f} tokens/s{note}"
-
-
-def show(report: Report, folder: Path) -> None:
-    """Print the speeds, who won, and where the rest is."""
-    for workload in report.workloads:
-        table = report.speed_table(workload, brief=True)
-        print("\n".join(["", workload, *table, *report.verdict(workload)]))
-    print(f"report.md, summary.json, measurements.jsonl and figures: {folder}")
 
 
 if __name__ == "__main__":

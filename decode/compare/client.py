@@ -33,7 +33,7 @@ class Answer:
     model that the request was in, and rows fed for it. attempts: tries that it took. error: why
     the last of them failed. counts: what its decoder counted, by name. tokens: visible ones by the
     common tokenizer, and right: whether they solve the problem, both filled in by
-    `decode.compare.report.judge`.
+    `decode.compare.results.judge`.
     """
 
     item: int
@@ -74,7 +74,7 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Client:
-    """Requests to one endpoint. url: ends in /v1."""
+    """Send requests to one endpoint. url: ends in /v1."""
 
     entry: Served
     url: str
@@ -91,59 +91,47 @@ class Client:
         stop: tuple[str, ...],
     ) -> Run:
         """Answer prompts greedily, at most `concurrency` in flight at any time."""
-        bodies = [self.request(prompt, max_new_tokens, stop) for prompt in prompts]
+        body: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_new_tokens}
+        if stop:
+            body["stop"] = list(stop)
+        if self.entry.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        bodies = [{"prompt": prompt} | body | self.entry.body for prompt in prompts]
         return asyncio.run(self._run(bodies, concurrency))
 
     async def _run(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> Run:
         answers = [Answer(i) for i in range(len(bodies))]
         waiting = iter(answers)  # shared: each user takes the next when its last is answered
-        async with self.connect() as api:
+        async with openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self.api_key,
+            max_retries=0,  # `_answer` retries and counts, and a stream that broke off too
+            timeout=openai.Timeout(self.limits.silence, connect=self.limits.connect),
+            # No proxy of the environment between the clock and the server.
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        ) as api:
             began = time.perf_counter()
 
             async def user() -> None:
                 for answer in waiting:
-                    await self.answer(api, bodies[answer.item], answer, began)
+                    await self._answer(api, bodies[answer.item], answer, began)
 
             await asyncio.gather(*(user() for _ in range(min(concurrency, len(answers)))))
             return Run(answers, time.perf_counter() - began)
 
-    def request(
-        self, prompt: list[int] | str, max_new_tokens: int, stop: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """Make the body that asks for one answer."""
-        body: dict[str, Any] = {"prompt": prompt, "temperature": 0.0, "max_tokens": max_new_tokens}
-        if stop:
-            body["stop"] = list(stop)
-        if self.entry.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | self.entry.body
-
-    def connect(self) -> openai.AsyncOpenAI:
-        """Open the OpenAI client, as a context, for `answer`."""
-        return openai.AsyncOpenAI(
-            base_url=self.url,
-            api_key=self.api_key,
-            max_retries=0,  # `answer` retries and counts, and a stream that broke off too
-            timeout=openai.Timeout(self.limits.silence, connect=self.limits.connect),
-            # No proxy of the environment between the clock and the server.
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-        )
-
-    async def answer(
+    async def _answer(
         self, api: openai.AsyncOpenAI, body: dict[str, Any], answer: Answer, began: float
     ) -> None:
-        """Send a request and fill in its answer, or why there is none. began: when the run's clock
-        started; a retried request's times count from its first try."""
+        """Send a request and fill in its answer, or why there is none; a retried request's times
+        count from its first try."""
         answer.submitted = time.perf_counter() - began
         for attempt in range(1, self.retries + 2):
-            answer.attempts = attempt
+            answer.attempts, answer.error = attempt, None
             try:
                 # The client's own limits are of a single read: a byte now and then would never
                 # meet them.
                 async with asyncio.timeout(self.limits.request):
-                    await self._ask(api, body, answer, began)
-                answer.error = None
-                return
+                    return await self._ask(api, body, answer, began)
             except TimeoutError:
                 answer.error = f"no answer within {self.limits.request:g} s"
             except openai.APIStatusError as error:
@@ -175,13 +163,7 @@ class Client:
             async for line in response.iter_lines():
                 if line:
                     lines.append((time.perf_counter() - began, line))
-        if not lines:
-            raise UnusableError("an empty answer")
-        if body.get("stream"):
-            read_pieces(lines, answer)
-        else:
-            read_whole("\n".join(line for _, line in lines), answer)
-            answer.finished = lines[-1][0]
+        read_answer(lines, answer, streamed=bool(body.get("stream")))
         if answer.own_tokens is not None and answer.own_tokens > body["max_tokens"]:
             raise UnusableError(
                 f"ignored max_tokens: says {answer.own_tokens} tokens, asked for "
@@ -189,56 +171,41 @@ class Client:
             )
 
 
-def read_whole(text: str, answer: Answer) -> None:
-    """Fill in the text and count of an answer that came at once. Raises UnusableError."""
-    answer.text, answer.own_tokens, _ = _parse(text)
-
-
-def read_pieces(lines: Sequence[tuple[float, str]], answer: Answer) -> None:
-    """Fill in text, counts and times of a finished stream of server-sent events, given as lines
-    with the times at which they came. Raises UnusableError."""
-    texts: list[str] = []
-    prefill = first = last = own = reason = None
+def read_answer(lines: Sequence[tuple[float, str]], answer: Answer, streamed: bool) -> None:
+    """Fill in text, counts and times of an answer, from its lines with the times at which they
+    came: server-sent events, or a body that is one completion. Raises UnusableError."""
+    if not lines:
+        raise UnusableError("an empty answer")
+    if not streamed:  # as a stream of one event
+        whole = " ".join(line for _, line in lines)
+        lines = [(lines[-1][0], f"data: {whole}"), (lines[-1][0], "data: [DONE]")]
+    # Other lines are comments that keep the connection alive.
+    events = [(at, line[5:].strip()) for at, line in lines if line.startswith("data:")]
+    pieces: list[tuple[float, str]] = []
+    own = reason = None
     done = False
-    for arrived, line in lines:
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:"):  # a comment that keeps the connection alive, or a field
-            continue
-        if data == "[DONE]":
-            done = True
+    for arrived, event in events:
+        if done := event == "[DONE]":
             break
-        text, count, why = _parse(data)
-        own = count if count is not None else own
-        if text is None:  # the usage alone
-            continue
-        # Even a piece without text says that the prompt has been read.
-        prefill = arrived if prefill is None else prefill
-        first = arrived if text and first is None else first
-        texts.append(text)
-        reason, last = why or reason, arrived
+        try:
+            values = json.loads(event)
+            own = (values.get("usage") or {}).get("completion_tokens", own)
+            for choice in values["choices"][:1]:  # none in the event that has the usage alone
+                pieces.append((arrived, choice["text"] or ""))
+                reason = choice.get("finish_reason") or reason
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UnusableError(f"expected a completion, got {quote(event)}") from error
     # A connection that breaks looks like an end: only both together say that all is there.
     if reason is None or not done:
         raise UnusableError(
             f"the stream was cut short after {len(lines)} lines: {quote(lines[-1][1])}"
         )
-    answer.text, answer.own_tokens = "".join(texts), own
-    answer.prefill, answer.finished = prefill, last
-    answer.first = first if first is not None else last
-    answer.first_tokens = 1
-
-
-def _parse(data: str) -> tuple[Any, int | None, str | None]:
-    """Read text (None in the chunk of a stream that has the usage alone), completion_tokens and
-    finish_reason of an answer or of a chunk of one. Raises UnusableError."""
-    try:
-        values = json.loads(data)
-        usage = values.get("usage") or {}
-        if not values["choices"]:
-            return None, usage.get("completion_tokens"), None
-        choice = values["choices"][0]
-        return choice["text"] or "", usage.get("completion_tokens"), choice.get("finish_reason")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnusableError(f"expected a completion, got {quote(data)}") from error
+    answer.text, answer.own_tokens = "".join(text for _, text in pieces), own
+    answer.finished = pieces[-1][0]
+    if streamed:
+        # Even a piece without text says that the prompt has been read.
+        answer.prefill, answer.first_tokens = pieces[0][0], 1
+        answer.first = next((arrived for arrived, text in pieces if text), answer.finished)
 
 
 def quote(text: str) -> str:

@@ -1,11 +1,12 @@
-"""The configuration of a comparison: its entries, its prompts, and what identifies a run."""
+"""Read the configuration of a comparison, draw its prompts, and say what identifies its runs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,7 @@ from d2f.models import resolve
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks import Problem, Task, find_tasks
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
-from decode.jobs import draw_problems
+from decode.jobs import draw_problems, read_prompts
 
 if TYPE_CHECKING:
     from decode.cli import DecoderSettings
@@ -254,9 +255,14 @@ class CompareConfig(Section):
         return find_tasks(self.tasks, allow_code_execution=self.allow_code_execution)
 
     @property
-    def reference(self) -> Ours | Transformers | Vllm | Endpoint:
-        """Return the baseline's entry."""
+    def reference(self) -> AnyEntry:
+        """The baseline's entry."""
         return next((e for e in self.entries if e.name == self.baseline), self.entries[0])
+
+    def length(self, task: Task | None) -> int:
+        """Return the longest answer to a task's problems, or to a prompt of one's own."""
+        default = task.response_length if task else DEFAULT_MAX_NEW_TOKENS
+        return self.max_new_tokens or default
 
 
 def _expand(entry: AnyEntry) -> list[AnyEntry]:
@@ -296,7 +302,8 @@ def _check_shares(entry: Ours | Vllm, before: Sequence[AnyEntry]) -> None:
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfig:
     """Read a comparison from a YAML file, or of that name among those shipped with the package.
 
-    overrides: ``--key value`` pairs. Raises InputError.
+    overrides: ``--key value`` pairs. Raises InputError, also for options that no model's decoder
+    could take.
     """
     values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides)
@@ -304,20 +311,20 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     for entry in config.entries:
         for task in config.chosen or (None,):
             if isinstance(entry, Ours):
-                _check_options(entry, task, config, path)
+                with named(entry):
+                    settings = decoder_settings(entry, task.name if task else None)
+                    if settings.name is not None:  # else the model decides which decoder it is
+                        settings.check([config.length(task)])
     return config
 
 
-def _check_options(entry: Ours, task: Task | None, config: CompareConfig, path: object) -> None:
-    """Raise InputError for options that no model's decoder could take for the task."""
-    settings = decoder_settings(entry, task.name if task else None)
-    if settings.name is None:  # the model decides which decoder it is: checked with it
-        return
-    length = config.max_new_tokens or (task.response_length if task else DEFAULT_MAX_NEW_TOKENS)
+@contextmanager
+def named(entry: Entry) -> Iterator[None]:
+    """Let an InputError begin with the entry's name."""
     try:
-        settings.check([length])
+        yield
     except InputError as error:
-        raise InputError(f"{path}: entry {entry.name}: {error}") from error
+        raise InputError(f"entry {entry.name}: {error}") from error
 
 
 def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
@@ -328,18 +335,15 @@ def decoder_settings(entry: Ours, task: str | None) -> DecoderSettings:
     values = (read_mapping(path) if path is not None else {}) | entry.options
     if entry.decoder is not None:
         values["decoder"] = entry.decoder
-    where = f"entry {entry.name}: options" + (f" over {path}" if path is not None else "")
-    return DecoderSettings(*split(values, where))
+    return DecoderSettings(*split(values, "options" + (f" over {path}" if path else "")))
 
 
 def options_file(entry: Ours, task: str | None) -> str | None:
-    """Find the file of an entry's decoder options for a task. Raises InputError without one."""
+    """Find the file of an entry's decoder options for a task, None without one. Raises
+    InputError."""
     if entry.config is None:
         return None
-    try:
-        return str(find_config(entry.config.replace("{task}", task or ""), *DECODING))
-    except InputError as error:
-        raise InputError(f"entry {entry.name}: config: {error}") from error
+    return str(find_config(entry.config.replace("{task}", task or ""), *DECODING))
 
 
 # The prompts, in one order for every entry.
@@ -386,52 +390,38 @@ class Workload:
 
 def make_workloads(config: CompareConfig) -> list[Workload]:
     """Make one workload for each task, or one of the prompts file. Raises InputError."""
-    if config.prompts_file is not None:
-        items = _read_items(config.prompts_file)
-        length = config.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-        return [Workload(OWN_PROMPTS, items, len(items), config.waves, length, config.stop)]
-    return [
-        Workload(
-            task.name,
-            [
+    found = []
+    for task in config.chosen or (None,):
+        if task is None:
+            assert config.prompts_file is not None
+            # Text is one user message, as decode.pipeline takes it.
+            prompts = [
+                (s.id, [{"role": "user", "content": s.prompt}])
+                if isinstance(s.prompt, str)
+                else (s.id, s.prompt)
+                for s in read_prompts(config.prompts_file)
+            ]
+            items = [Item(str(name), prompt) for name, prompt in prompts]
+            name, timed, stop = OWN_PROMPTS, len(items), config.stop
+        else:
+            problems = _draw(task, config)
+            items = [
                 Item(f"{task.name}-{number}", problem.prompt, problem, task)
-                for number, problem in enumerate(_draw(task, config), 1)
-            ],
-            config.problems,
-            config.waves,
-            config.max_new_tokens or task.response_length,
-            (*task.stop, *config.stop),
-        )
-        for task in config.chosen
-    ]
+                for number, problem in enumerate(problems, 1)
+            ]
+            name, timed, stop = task.name, config.problems, (*task.stop, *config.stop)
+        found.append(Workload(name, items, timed, config.waves, config.length(task), stop))
+    return found
 
 
 def _draw(task: Task, config: CompareConfig) -> list[Problem]:
-    """Draw as many problems as are asked for; of data that has fewer than the defaults, all."""
+    """Draw as many problems as are asked for; of data that has fewer than the default, all."""
     where = f"{task.name}: problems"
-    judged, in_waves = config.accuracy_problems, config.waves * config.concurrency[-1]
-    if task.default_count is None:
-        there = len(draw_problems(task, config.split, None, config.seed, where))
-        in_waves = min(in_waves, there)
-        if "accuracy_problems" not in config.model_fields_set:
-            judged = min(judged, there)
-    count = max(config.problems, judged, in_waves)
+    in_waves = config.waves * config.concurrency[-1]
+    count = max(config.problems, config.accuracy_problems, in_waves)
+    if task.default_count is None and "accuracy_problems" not in config.model_fields_set:
+        return draw_problems(task, config.split, None, config.seed, where)[:count]
     return draw_problems(task, config.split, count, config.seed, where)
-
-
-def _read_items(path: str) -> list[Item]:
-    from decode.jobs import read_prompts
-
-    return [
-        # Text is one user message, as decode.pipeline takes it.
-        Item(
-            str(source.id),
-            [{"role": "user", "content": source.prompt}]
-            if isinstance(source.prompt, str)
-            else source.prompt,
-        )
-        for source in read_prompts(path)
-    ]
 
 
 def identity(
@@ -449,18 +439,15 @@ def identity(
     found["prompts"] = _digest(json.dumps(prompts).encode())
     for entry in config.entries:
         found |= _flat(entry.model_dump(mode="json"), f"entries.{entry.name}.")
-        if isinstance(entry, Ours):
-            for task in config.chosen or (None,):
-                path = options_file(entry, task.name if task else None)
-                if path is not None:
-                    found[f"content of {path}"] = _digest(Path(path).read_bytes())
-        for name in (entry.model, getattr(entry, "adapter", None)):
-            if (
-                name is not None
-                and not isinstance(entry, Endpoint)
-                and Path(resolve(name)).is_dir()
+        for task in config.chosen or (None,):
+            if isinstance(entry, Ours) and (
+                path := options_file(entry, task.name if task else None)
             ):
-                found[f"files of {name}"] = _digest_folder(Path(resolve(name)))
+                found[f"content of {path}"] = _digest(Path(path).read_bytes())
+        names = () if isinstance(entry, Endpoint) else (entry.model, getattr(entry, "adapter", ""))
+        for name in filter(None, names):
+            if (folder := Path(resolve(name))).is_dir():
+                found[f"files of {name}"] = _digest_folder(folder)
     return found
 
 

@@ -1,5 +1,5 @@
-"""Entries that decode in a process of this command: a decoder of this project, and `generate` of
-transformers."""
+"""Run the entries that decode in a process of this command: a decoder of this project, and
+`generate` of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from d2f.quiet import quiet
 from decode.api import stream
 from decode.cli import DecoderSettings
 from decode.compare.client import Answer, Run
-from decode.compare.config import Ours, Transformers, Workload, decoder_settings
+from decode.compare.config import Ours, Transformers, Workload, decoder_settings, named
 from decode.decoders import Decoder, qualified_name
 from decode.engine.prompts import check, encode
 from decode.step import Event
@@ -201,15 +201,14 @@ class TransformersRunner:
     ) -> int:
         """Fill in the answers of one batch; return the calls of the model."""
         import torch
+        from torch.nn.utils.rnn import pad_sequence
         from transformers import StoppingCriteriaList
 
         sent = time.perf_counter() - began
-        width = max(len(ids) for ids in prompts)
-        ids = torch.full((len(prompts), width), self.ends[0])
-        seen = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            seen[row, width - len(prompt) :] = 1
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        padded = pad_sequence(ids, padding_value=self.ends[0], **left)  # [rows, width]
+        seen = pad_sequence([torch.ones_like(row) for row in ids], **left)
         steps: list[float] = []  # when each ended
 
         def note(input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
@@ -217,12 +216,10 @@ class TransformersRunner:
             steps.append(time.perf_counter() - began)
             return torch.zeros(len(prompts), dtype=torch.bool, device=input_ids.device)
 
-        options: dict[str, Any] = {}
-        if workload.stop:
-            options = {"stop_strings": list(workload.stop), "tokenizer": self.tokenizer}
+        stop = {"stop_strings": list(workload.stop), "tokenizer": self.tokenizer}
         with torch.inference_mode():
             out = self.model.generate(
-                ids.to(self.device),
+                padded.to(self.device),
                 attention_mask=seen.to(self.device),
                 # Greedy as all entries, whatever the checkpoint's generation_config says.
                 do_sample=False,
@@ -234,9 +231,10 @@ class TransformersRunner:
                 eos_token_id=self.ends,
                 pad_token_id=self.ends[0],
                 stopping_criteria=StoppingCriteriaList([note]),
-                **options,
+                **(stop if workload.stop else {}),
             ).cpu()
-        for answer, prompt, row in zip(answers, prompts, out[:, width:].tolist(), strict=True):
+        rows = out[:, padded.shape[1] :].tolist()
+        for answer, prompt, row in zip(answers, prompts, rows, strict=True):
             end = next((i for i, token in enumerate(row) if token in self.ends), None)
             visible = row if end is None else row[:end]
             answer.text = self.tokenizer.decode(visible, skip_special_tokens=True)
@@ -259,7 +257,7 @@ class Worker:
     """A process for one entry, or for several that all use the first one's model.
 
     facts: what the report says of each, by name. verbose: the process shows what other libraries
-    say. Raises InputError where the process fails, in any method.
+    say. Raises InputError where the process ends, in any method.
     """
 
     def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
@@ -269,12 +267,10 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(verbose,))
         self._load = entries, workloads
-        self._pid: int | None = None
         self.facts: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> Worker:
         try:
-            self._pid = self._ask(os.getpid)
             self.facts = self._ask(_load_runners, *self._load)
         except BaseException:
             self.__exit__()
@@ -282,9 +278,8 @@ class Worker:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._pid is not None:  # it may be in the middle of a run
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()  # it may be in the middle of a run
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, name: str, workload: Workload, count: int, concurrency: int) -> Run:
@@ -296,15 +291,10 @@ class Worker:
         """Call a function in the process and return what it returns."""
         try:
             return self._pool.submit(function, *arguments).result()
-        except InputError:
-            raise
         except BrokenProcessPool as error:
             raise InputError(
                 f"entry {self.name}: its process ended, perhaps killed for want of memory"
             ) from error
-        except Exception as error:
-            said = str(error.__cause__ or repr(error)).strip('\n"')  # the traceback, as text
-            raise InputError(f"entry {self.name} failed:\n{said}") from error
 
 
 # In the process itself.
@@ -329,14 +319,12 @@ def _end_with_parent() -> None:
 def _load_runners(entries: Sequence[Local], workloads: list[Workload]) -> dict[str, dict[str, Any]]:
     model: DiffusionModel | None = None
     for entry in entries:
-        try:
+        with named(entry):
             if isinstance(entry, Ours):
                 runner = _runners[entry.name] = OursRunner(entry, workloads, model)
                 model = runner.model  # in memory once
             else:
                 _runners[entry.name] = TransformersRunner(entry, workloads)
-        except InputError as error:
-            raise InputError(f"entry {entry.name}: {error}") from error
     return {name: runner.facts for name, runner in _runners.items()}
 
 

@@ -1,9 +1,9 @@
-"""The report of a comparison: summary.json, report.md and figures."""
+"""Write the report of a comparison: summary.json, report.md and figures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,6 @@ from decode.compare.results import Record, Row, accuracies, failures, speeds_of
 from decode.report import markdown_table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from decode.plots import Panel, Point
 
 
@@ -48,10 +46,6 @@ class Report:
         }
         write_beside(folder / "summary.json", json.dumps(content, indent=1) + "\n")
         write_beside(folder / "report.md", self.markdown())
-
-    @property
-    def baseline(self) -> str:
-        return str(self.about["baseline"])
 
     @property
     def workloads(self) -> list[str]:
@@ -90,6 +84,7 @@ class Report:
 
     def verdict(self, workload: str) -> list[str]:
         """Say who won where; an entry with failed requests has won nothing."""
+        baseline = self.about["baseline"]
         lines = [
             f"- **{f['entry']} is not ranked**: {f['failed']} of its {f['requests']} requests "
             f"failed, e.g. {f['example']}"
@@ -101,19 +96,19 @@ class Report:
         wins: dict[str, list[str]] = {r["entry"]: [] for r in own if not r["series"]}
         for concurrency in dict.fromkeys(speed["concurrency"] for speed in own):
             here = {r["entry"]: r["throughput"] for r in own if r["concurrency"] == concurrency}
-            best, base = max(here, key=lambda entry: here[entry]), here.get(self.baseline)
+            best, base = max(here, key=lambda entry: here[entry]), here.get(baseline)
             against = ""
-            if base and best != self.baseline:
-                against = f", {here[best] / base:.2f} times {self.baseline}"
+            if base and best != baseline:
+                against = f", {here[best] / base:.2f} times {baseline}"
             lines.append(
                 f"- At concurrency {concurrency} **{best}** is fastest: {here[best]:,.0f} visible "
                 f"tokens/s{against}."
             )
             for entry in wins.keys() & here.keys():
                 wins[entry] += [str(concurrency)] * bool(base and base > here[entry])
-        if wins.pop(self.baseline, None) is not None:
+        if wins.pop(baseline, None) is not None:
             lines += [
-                f"- {self.baseline} is faster than {entry} at concurrency "
+                f"- {baseline} is faster than {entry} at concurrency "
                 f"{', '.join(won) or 'none of those measured'}."
                 for entry, won in wins.items()
             ]
@@ -121,7 +116,7 @@ class Report:
 
     def accuracy_table(self, workload: str) -> list[str]:
         """Tabulate how right the entries are, with 95 % intervals; empty where nothing judged."""
-        base, rows = self.baseline, []
+        base, rows = self.about["baseline"], []
         for a in (a for a in self.accuracies if a["workload"] == workload):
             points = f"{a['difference']:+.1f} ({a['difference_low']:+.1f} to "
             points += f"{a['difference_high']:+.1f})"
@@ -148,13 +143,11 @@ class Report:
         """Tabulate how fast the entries are, without the columns that no entry has a value in.
         brief: the first columns alone, for a terminal."""
         own = [speed for speed in self.speeds if speed["workload"] == workload]
-        names = dict.fromkeys(name for speed in own for name in speed["counts"])
-        counts = [(f"{n.replace('_', ' ')} a request", _count(n)) for n in names]
-        columns = COLUMNS[:6] if brief else [*COLUMNS, *counts]
-        cells = [(title, [value(speed) for speed in own]) for title, value in columns]
-        known = [(title, column) for title, column in cells if set(column) != {"-"}]
-        rows = zip(*(column for _, column in known), strict=True)
-        return markdown_table([title for title, _ in known], rows)
+        counts = dict.fromkeys(name for speed in own for name in speed["counts"])
+        rows = [_cells(speed, counts) for speed in own]
+        titles = [title for title in rows[0] if any(row[title] != "-" for row in rows)]
+        titles = [title for title in titles if title in BRIEF] if brief else titles
+        return markdown_table(titles, ([row[title] for title in titles] for row in rows))
 
 
 def _brief(row: Row) -> Row:
@@ -170,52 +163,47 @@ def _facts(facts: dict[str, Any]) -> str:
     )
 
 
-# The columns of the table of speeds.
+def _cells(row: Row, counts: Iterable[str]) -> dict[str, str]:
+    """Format a speed for its line of the table, by column."""
 
-Cell = Callable[[Row], str]
+    def number(value: float | None, digits: int = 0) -> str:
+        return "-" if value is None else f"{value:,.{digits}f}"
 
+    def milliseconds(key: str) -> str:
+        if row[key] is None:
+            return "-"
+        return f"{1e3 * row[key]:,.1f} / {1e3 * row[f'{key}_95']:,.1f}"
 
-def _number(key: str, digits: int = 0, scale: float = 1.0) -> Cell:
-    return lambda row: _format(row[key] and row[key] * scale, digits)
-
-
-def _count(name: str) -> Cell:
-    return lambda row: _format(row["counts"].get(name), 2)
-
-
-def _format(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def _milliseconds(key: str) -> Cell:
-    high = f"{key}_95"
-    return lambda r: "-" if r[key] is None else f"{1e3 * r[key]:,.1f} / {1e3 * r[high]:,.1f}"
-
-
-def _throughput(row: Row) -> str:
     spread = f"{row['throughput_low']:,.0f} to {row['throughput_high']:,.0f}"
-    return f"{row['throughput']:,.0f} ({spread})" + " (not ranked)" * bool(row["failed"])
+    unranked = " (not ranked)" if row["failed"] else ""
+    cells = {
+        "concurrency": str(row["concurrency"]),
+        "entry": row["entry"],
+        "tokens/s (slowest to fastest run)": f"{row['throughput']:,.0f} ({spread}){unranked}",
+        "tokens/s a request": number(row["request_throughput"]),
+        "first token, ms (median / 95 %)": milliseconds("first"),
+        "whole answer, ms (median / 95 %)": milliseconds("finished"),
+        "prefill, ms": number(row["prefill"] and 1e3 * row["prefill"], 1),
+        "tokens/s after prefill": number(row["decode_throughput"]),
+        "tokens a request": number(row["tokens"], 1),
+        "forwards a request": number(row["forwards"], 1),
+        "tokens a forward": number(row["tokens_per_forward"], 2),
+        "rows a forward": number(row["rows_per_forward"], 1),
+        "p_cache": number(row["p_cache"], 2),
+        "tokens a model call": number(row["tokens_per_call"], 2),
+        "peak memory, MiB": number(row["peak_bytes"] and row["peak_bytes"] / 2**20),
+        "failed": f"{row['failed']} of {row['requests'] * row['repetitions']}",
+        "retried": str(row["retried"]),
+    }
+    return cells | {
+        f"{name.replace('_', ' ')} a request": number(row["counts"].get(name), 2) for name in counts
+    }
 
 
-COLUMNS: list[tuple[str, Cell]] = [
-    ("concurrency", lambda row: str(row["concurrency"])),
-    ("entry", lambda row: row["entry"]),
-    ("tokens/s (slowest to fastest run)", _throughput),
-    ("tokens/s a request", _number("request_throughput")),
-    ("first token, ms (median / 95 %)", _milliseconds("first")),
-    ("whole answer, ms (median / 95 %)", _milliseconds("finished")),
-    ("prefill, ms", _number("prefill", 1, 1e3)),
-    ("tokens/s after prefill", _number("decode_throughput")),
-    ("tokens a request", _number("tokens", 1)),
-    ("forwards a request", _number("forwards", 1)),
-    ("tokens a forward", _number("tokens_per_forward", 2)),
-    ("rows a forward", _number("rows_per_forward", 1)),
-    ("p_cache", _number("p_cache", 2)),
-    ("tokens a model call", _number("tokens_per_call", 2)),
-    ("peak memory, MiB", _number("peak_bytes", 0, 2**-20)),
-    ("failed", lambda row: f"{row['failed']} of {row['requests'] * row['repetitions']}"),
-    ("retried", lambda row: str(row["retried"])),
-]
+BRIEF = (
+    "concurrency", "entry", "tokens/s (slowest to fastest run)", "tokens/s a request",
+    "first token, ms (median / 95 %)", "whole answer, ms (median / 95 %)",
+)  # fmt: skip
 COUNTED = [
     "- Tokens are visible ones: the answer's text before the first end token or stop string, "
     "counted by one tokenizer for all entries, at most as many as were asked for. Tokens/s is "
@@ -243,72 +231,48 @@ COUNTED = [
 def draw(report: Report, folder: Path) -> None:
     """Write throughput (at more than one concurrency, or without sweeps) and, where answers were
     judged, frontier and, where an option was swept, forwards; each as PNG and SVG."""
-    from decode.plots import frontier, save
+    from decode import plots
 
     about, ranked = report.about, report.ranked
     entries = about["config"]["entries"]
     swept = list(dict.fromkeys(entry["model"] for entry in entries if entry.get("series")))
     workloads = list(dict.fromkeys(speed["workload"] for speed in ranked))
-    levels = sorted({speed["concurrency"] for speed in ranked})
-    caption = f"{about['device']}, {about['date']}"
-    if workloads and (not swept or len(levels) > 1):
-        save(_throughput_figure(report, workloads, levels, caption), folder / "throughput")
-    figures = {"frontier": ("throughput", "speed, visible tokens per second")}
+    levels = {speed["concurrency"] for speed in ranked}
+    figures: dict[str, list[Panel]] = {}
+    if not swept or len(levels) > 1:
+        figures["throughput"] = [_throughput(report, workload) for workload in workloads]
+    across = {"frontier": ("throughput", plots.SPEED)}
     if swept:
-        figures["forwards"] = ("tokens_per_forward", "visible tokens a forward")
-    for name, (key, across) in figures.items():
-        panels = [
-            _panel(report, workload, model, swept, key, across)
+        across["forwards"] = ("tokens_per_forward", "visible tokens a forward")
+    for name, (key, title) in across.items():
+        figures[name] = [
+            _frontier(report, workload, model, swept, key, title)
             for workload in workloads
             for model in swept or (None,)
         ]
+    for name, panels in figures.items():
         # A server does not say how often it called its model: then there is no figure of forwards.
         if panels and all(panel.series for panel in panels):
-            figure = frontier(panels, f"{caption}; 95 % intervals", columns=len(swept) or None)
-            save(figure, folder / name)
+            bars = "slowest to fastest run" if name == "throughput" else "95 % intervals"
+            columns = len(panels) if name == "throughput" else len(swept) or None
+            caption = f"{about['device']}, {about['date']}; {bars}"
+            plots.save(plots.draw(panels, caption, columns=columns), folder / name)
 
 
-def _throughput_figure(
-    report: Report, workloads: Sequence[str], levels: Sequence[int], caption: str
-) -> Figure:
-    """Draw visible tokens a second over the requests in flight: a panel for each workload, a line
-    for each entry with a band from its slowest to its fastest repetition."""
-    from decode.plots import COLORS, MARKERS, dress, legend_above, new_figure
+def _throughput(report: Report, workload: str) -> Panel:
+    """Draw visible tokens a second over the requests in flight, a line for each entry."""
+    from decode.plots import SPEED, Panel, Point, Series
 
-    figure, panels = new_figure(len(workloads), caption, inches=(5.6, 4.6))
-    for axes, workload in zip(panels, workloads, strict=True):
-        for place, entry in enumerate(report.about["entries"]):
-            own = [r for r in report.ranked if (r["workload"], r["entry"]) == (workload, entry)]
-            color = COLORS[place % len(COLORS)]
-            again = place >= len(COLORS)  # the colors begin anew with broken lines and hollow marks
-            if not own:
-                continue
-            x, y, low, high = (
-                [speed[key] for speed in own]
-                for key in ("concurrency", "throughput", "throughput_low", "throughput_high")
-            )
-            axes.plot(
-                x,
-                y,
-                label=entry,
-                color=color,
-                linestyle="--" if again else "-",
-                marker=MARKERS[place % len(MARKERS)],
-                markerfacecolor="white" if again else color,
-                markersize=5,
-            )
-            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)  # concurrencies usually double
-        axes.set_xticks(levels, [str(level) for level in levels])
-        axes.set_ylim(bottom=0)
-        dress(axes, workload, "requests in flight")
-    panels[0].set_ylabel("speed, visible tokens per second")
-    legend_above(figure, panels[0])
-    return figure
+    lines: dict[str, list[Point]] = {}
+    for speed in (speed for speed in report.ranked if speed["workload"] == workload):
+        values = (speed[f"throughput{end}"] for end in ("", "_low", "_high"))
+        lines.setdefault(speed["entry"], []).append(Point(speed["concurrency"], *values))
+    series = [Series(name, points, line=True) for name, points in lines.items()]
+    return Panel(workload, series, across="requests in flight", up=SPEED, log=True)
 
 
-def _panel(
-    report: Report, workload: str, model: str | None, swept: Iterable[str], key: str, across: str
+def _frontier(
+    report: Report, workload: str, model: str | None, swept: Sequence[str], key: str, across: str
 ) -> Panel:
     """Draw accuracy over `key`: a line for each entry through its concurrencies; of a swept model a
     line for each sweep through its values, at the lowest concurrency, with entries of models
@@ -330,10 +294,10 @@ def _panel(
         if model is not None:
             label = name.split()[-1] if speed["series"] else ""
         found = judged[name]
-        point = Point(x, found["right"] / found["problems"], found["low"], found["high"], label)
+        y = 100 * found["right"] / found["problems"]
+        point = Point(x, y, 100 * found["low"], 100 * found["high"], label)
         if key == "throughput":
-            ends = speed["throughput_low"], speed["throughput_high"]
-            point = replace(point, slowest=ends[0], fastest=ends[1])
+            point = replace(point, left=speed["throughput_low"], right=speed["throughput_high"])
         lines.setdefault(speed["series"] or name, []).append(point)
     for points in lines.values():  # only the ends keep their labels, the others lie between
         points[1:-1] = [replace(point, label="") for point in points[1:-1]]

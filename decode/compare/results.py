@@ -116,8 +116,10 @@ def _speed_of(runs: list[Record]) -> Row:
     good = [a for a in answers if a.error is None]
     # A whole run from its first request to its last answer, so waiting and failing count.
     speeds = [run.tokens / run.seconds for run in runs]
-    firsts = [a.first - a.submitted for a in good if a.first is not None]
-    ends = [a.finished - a.submitted for a in good if a.finished is not None]
+    firsts = [_after(a.submitted, a.first) for a in good]
+    ends = [_after(a.submitted, a.finished) for a in good]
+    prefills = [_after(a.submitted, a.prefill) for a in good]
+    decoding = [_after(a.prefill, a.finished) for a in good]
     calls = sum(run.calls or 0 for run in runs)
     # An endpoint does not tell how often its model was called: means are over answers that do.
     fed = [a for a in good if a.forwards]
@@ -135,15 +137,18 @@ def _speed_of(runs: list[Record]) -> Row:
         "throughput_high": max(speeds),
         # Of one request, from here on; from its submission to the first token that could be shown,
         # to its end, and to the end of its first forward.
-        "request_throughput": _percentile([_request_speed(a) for a in good], 50),
-        "first": _percentile(firsts, 50),
-        "first_95": _percentile(firsts, 95),
-        "finished": _percentile(ends, 50),
-        "finished_95": _percentile(ends, 95),
-        "prefill": _percentile(
-            [a.prefill - a.submitted for a in good if a.prefill is not None], 50
+        "request_throughput": _percentile(
+            [a.tokens / t for a, t in zip(good, ends, strict=True) if t and a.tokens]
         ),
-        "decode_throughput": _percentile([_decode_speed(a) for a in good], 50),
+        "first": _percentile(firsts),
+        "first_95": _percentile(firsts, 95),
+        "finished": _percentile(ends),
+        "finished_95": _percentile(ends, 95),
+        "prefill": _percentile(prefills),
+        # After the first forward, whose own tokens are left out as its time is.
+        "decode_throughput": _percentile(
+            [(a.tokens - a.first_tokens) / t for a, t in zip(good, decoding, strict=True) if t]
+        ),
         "tokens": tokens,
         "forwards": forwards / len(fed) if fed else None,
         "tokens_per_forward": sum(a.tokens for a in fed) / forwards if fed else None,
@@ -153,28 +158,17 @@ def _speed_of(runs: list[Record]) -> Row:
         "tokens_per_call": sum(run.tokens for run in runs) / calls if calls else None,
         # None where it cannot be read: an endpoint, or a system other than Linux.
         "peak_bytes": max((run.peak_bytes or 0 for run in runs), default=0) or None,
-        "failed": sum(a.error is not None for a in answers),
+        "failed": len(answers) - len(good),
         "retried": sum(a.attempts > 1 for a in answers),
         "counts": counts,
     }
 
 
-def _request_speed(answer: Answer) -> float | None:
-    """Compute visible tokens a second of one request, from its submission to its end."""
-    if answer.finished is None or not answer.tokens:
-        return None
-    return answer.tokens / max(1e-9, answer.finished - answer.submitted)
+def _after(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
 
 
-def _decode_speed(answer: Answer) -> float | None:
-    """Compute visible tokens a second of one request after its first forward, whose own tokens are
-    left out as its time is."""
-    if answer.finished is None or answer.prefill is None or answer.finished <= answer.prefill:
-        return None
-    return (answer.tokens - answer.first_tokens) / (answer.finished - answer.prefill)
-
-
-def _percentile(values: Sequence[float | None], share: int) -> float | None:
+def _percentile(values: Sequence[float | None], share: int = 50) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.percentile(known, share)) if known else None
 

@@ -25,10 +25,6 @@ POLL_SECONDS = 0.5
 _LIBC = ctypes.CDLL(None)  # loaded here: nothing may be loaded between fork and exec
 
 
-class ServerError(InputError):
-    """A server that died or never became healthy; quotes the end of its log."""
-
-
 class VllmServer:
     """`vllm serve MODEL` as a context: healthy inside, stopped afterwards, also on an interrupt."""
 
@@ -53,7 +49,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Return the id of its first process."""
+        """The id of its first process."""
         assert self._process is not None
         return self._process.pid
 
@@ -76,42 +72,21 @@ class VllmServer:
             while self._get("/health") is None:
                 self.check()
                 if time.monotonic() > began + self.entry.startup_seconds:
-                    patience = f"{self.entry.startup_seconds:g} s"
-                    raise self._error(f"was not healthy after {patience}")
+                    raise self._error(f"was not healthy after {self.entry.startup_seconds:g} s")
                 time.sleep(POLL_SECONDS)
         except BaseException:  # `__exit__` is not called for a context that was not entered
-            self.stop()
+            self.__exit__()
             raise
         self.startup_seconds = time.monotonic() - began
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def check(self, patience: float = 0.0) -> None:
-        """Raise ServerError if the server has died, or does within `patience` seconds."""
-        assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(patience)
-            raise self._error(f"ended with status {status}")
-
-    def _error(self, what: str) -> ServerError:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        shown = "\n".join("    " + line for line in lines[-LOG_LINES_QUOTED:])
-        return ServerError(
-            f"entry {self.entry.name}: the server {what}; the end of its log, {self.log}:\n"
-            f"{shown or '    (empty)'}"
-        )
-
-    def stop(self) -> None:
         """End every process of the server: asked first, killed after a while."""
-        if self._process is None:
-            return
+        assert self._process is not None
         self._signal(signal.SIGTERM)
         try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
         finally:
             self._signal(signal.SIGKILL)  # also workers that outlived it
             self._process.wait()
@@ -120,12 +95,24 @@ class VllmServer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def check(self, patience: float = 0.0) -> None:
+        """Raise InputError with the end of the log if the server has died, or does within
+        `patience` seconds."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise self._error(f"ended with status {self._process.wait(patience)}")
+
+    def _error(self, what: str) -> InputError:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        shown = "\n".join(lines[-LOG_LINES_QUOTED:]) or "(empty)"
+        return InputError(
+            f"entry {self.entry.name}: the server {what}; the end of its log, {self.log}:\n{shown}"
+        )
+
     def version(self) -> str | None:
         """Ask the server for vLLM's version."""
         answer = self._get("/version")
-        with contextlib.suppress(AttributeError, ValueError, LookupError, TypeError):
-            return str(answer.json()["version"])  # type: ignore[union-attr]
-        return None
+        return None if answer is None else str(answer.json()["version"])
 
     def _get(self, path: str) -> httpx.Response | None:
         """GET a path beside /v1; None unless it is answered with 200."""

@@ -10,7 +10,7 @@ import pytest
 
 from d2f.errors import InputError
 from decode.compare.config import Vllm
-from decode.compare.server import ServerError, VllmServer, check_python
+from decode.compare.server import VllmServer, check_python
 
 
 def entry(mode="good", **more):
@@ -50,7 +50,7 @@ def test_healthy_inside_and_gone_outside(fake_python, tmp_path, error):
             if error:
                 raise error
     assert gone(log)
-    with pytest.raises(ServerError, match="ended with status"):
+    with pytest.raises(InputError, match="ended with status"):
         server.check()
 
 
@@ -86,7 +86,7 @@ def test_it_is_asked_to_end_where_the_command_is_killed(fake_python, tmp_path):
 def test_one_that_does_not_serve_is_an_error_that_quotes_its_log(fake_python, tmp_path, mode, said):
     log = tmp_path / "served.log"
     seconds = 60.0 if mode == "dies at start" else 0.6
-    with pytest.raises(ServerError, match=said) as caught:
+    with pytest.raises(InputError, match=said) as caught:
         with VllmServer(entry(mode, startup_seconds=seconds), fake_python, log):
             raise AssertionError("it never was healthy")
     assert str(log) in str(caught.value)
