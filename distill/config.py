@@ -295,8 +295,6 @@ class Options(Section):
 
     prompt_rule: ClassVar[str]
     """What the prompt attends to in the result (`d2f.contract.Contract`)."""
-    masks: ClassVar[bool] = True
-    """Whether it hides tokens behind the model's mask token."""
     has_tail: ClassVar[bool] = True
     """Whether samples of text carry end tokens after the first."""
     masks_by_ratio: ClassVar[bool] = False

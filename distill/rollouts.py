@@ -39,7 +39,6 @@ from decode.step import Event, Result
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
-    from decode.workers import Crew
     from distill.data.trajectories import Rollout
 
 RECORDED = ("wino", "d2f")
@@ -124,9 +123,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(options: Options) -> None:
     """Collect what the options say. Raises InputError before any work."""
+    from rich.console import Console
+
     from decode.cli import checked_outline
+    from decode.display import ShownProgress
     from decode.jobs import give_notices
-    from decode.workers import workers
+    from decode.workers import chunk_size, workers
     from distill.data.trajectories import HEADER
 
     check_place(Path(options.output))
@@ -138,56 +140,44 @@ def run(options: Options) -> None:
     ledger: dict[str, Any] = {"key": "unique_id", "header": HEADER}
     refuse_early(options.output, describe(options, shape, "", jobs), **ledger)
     give_notices(options.chosen)
+    display = ShownProgress(Console(stderr=True) if sys.stderr.isatty() else None, "problems")
     with (
         workers(options) as crew,
         Ledger(options.output, crew.ask(describe, jobs), **ledger) as file,
     ):
-        _write(options, crew, jobs, file)
+        # The last rollout says how far the run was.
+        order = {job.name: number for number, job in enumerate(jobs, 1)}
+        first = order[next(reversed(file.rows))] if file.rows else 0
+        if first:
+            print(f"{file.path}: going on after {jobs[first - 1].name}", file=sys.stderr)
+        left = [*enumerate(jobs)][first:]
+        work = partial(
+            collect,
+            temperatures=options.ladder,
+            seed=options.seed,
+            batch_size=options.batch_size,
+        )
+        waiting: dict[int, Rollout | None] = {}
+        file.start()
+        with display:
+            display.begin(len(jobs))
+            display.advance(first)
+            size = chunk_size(options.batch_size, len(left), crew.count)
+            for number, rollout in crew.map(work, left, size):
+                # None for a problem that no temperature solved: it takes its turn and leaves no
+                # line.
+                waiting[number] = rollout
+                display.advance()
+                # Requests finish in any order; one is written when all before it are written or
+                # have failed.
+                while first in waiting:
+                    found = waiting.pop(first)
+                    if found is not None:
+                        file.add(found.model_dump(mode="json"))
+                    first += 1
     for task in options.chosen:
         kept = sum(name.startswith(f"{task.name}-") for name in file.rows)
         print(f"{task.name:<10} {kept} of {options.problems} right and kept")
-
-
-def _write(options: Options, crew: Crew, jobs: list[TrajectoryJob], file: Ledger) -> None:
-    """Collect what the file does not have, and write it in the order of the problems."""
-    from rich.console import Console
-
-    from decode.display import ShownProgress
-    from decode.workers import chunk_size
-
-    order = {job.name: number for number, job in enumerate(jobs)}
-    places = [order.get(name, -1) for name in file.rows]
-    # The last rollout says how far the run was.
-    if -1 in places or places != sorted(places):
-        raise InputError(f"{file.path}: its rollouts are not problems of this run in their order")
-    first = places[-1] + 1 if places else 0
-    if first:
-        print(f"{file.path}: going on after {[*file.rows][-1]}", file=sys.stderr)
-    work = partial(
-        collect,
-        temperatures=options.ladder,
-        seed=options.seed,
-        batch_size=options.batch_size,
-    )
-    left = [*enumerate(jobs)][first:]
-    size = chunk_size(options.batch_size, len(left), crew.count)
-    waiting: dict[int, Rollout | None] = {}
-    display = ShownProgress(Console(stderr=True) if sys.stderr.isatty() else None, "problems")
-    file.start()
-    with display:
-        display.begin(len(jobs))
-        display.advance(first)
-        for number, rollout in crew.map(work, left, size):
-            # None for a problem that no temperature solved: it takes its turn and leaves no line.
-            waiting[number] = rollout
-            display.advance()
-            # Requests finish in any order; one is written when all before it are written or have
-            # failed.
-            while first in waiting:
-                found = waiting.pop(first)
-                if found is not None:
-                    file.add(found.model_dump(mode="json"))
-                first += 1
 
 
 def describe(
@@ -224,8 +214,6 @@ def make_jobs(
     model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[Task], count: int, seed: int
 ) -> list[TrajectoryJob]:
     """`count` distinct training problems of each task, encoded and checked. Raises InputError."""
-    if model.tokenizer is None:
-        raise InputError(f"{model.path}: the tasks need a tokenizer, the checkpoint has none")
     jobs = []
     for task in tasks:
         # Without its stop strings, which would end a response before all of it is decided.
@@ -309,9 +297,6 @@ class Trajectory:
         )
 
 
-_AT_ONCE = 4096  # jobs, each with a session: problems may be many thousands
-
-
 def collect(
     model: DiffusionModel,
     jobs: Iterable[tuple[int, TrajectoryJob]],
@@ -323,41 +308,33 @@ def collect(
     """Yield (number, rollout) of each job, given with its number, as they finish; None where no
     temperature gave a right answer. What a job gives depends on its number, its problem and the
     seed alone."""
-    rest = iter(jobs)
-    while left := dict(islice(rest, min(4 * batch_size, _AT_ONCE))):
-        for temperature in temperatures:
-            for number, rollout in _decode(model, dict(left), temperature, seed, batch_size):
-                del left[number]
-                yield number, rollout
-        yield from ((number, None) for number in left)
-
-
-def _decode(
-    model: DiffusionModel,
-    jobs: dict[int, TrajectoryJob],
-    temperature: float,
-    seed: int,
-    batch_size: int,
-) -> Iterator[tuple[int, Rollout]]:
-    """Decode each job once, and yield the rollouts whose answers are right."""
     from decode.api import stream
 
-    # Seeded by the job's number: what it draws does not depend on where a run was resumed.
-    decoders = [
-        replace(job.decoder, temperature=temperature, seed=seed + number)
-        for number, job in jobs.items()
-    ]
-    trajectories = [
-        (number, job, Trajectory(job.decoder.name == "d2f")) for number, job in jobs.items()
-    ]
-    prompts = [job.ids for job in jobs.values()]
-    for event in stream(model, prompts, decoders, batch_size=batch_size) if jobs else ():
-        number, job, trajectory = trajectories[event.request]
-        trajectory.add(event)
-        if event.result is not None:
-            text = before_stop(event.result.text or "", job.task.stop)
-            if job.task.right(job.problem, text):
-                yield number, trajectory.rollout(job, event.result, temperature)
+    rest = iter(jobs)
+    # Some batches at a time: each job has a session, and there may be many thousands.
+    while left := dict(islice(rest, 4 * batch_size)):
+        for temperature in temperatures:
+            tried = [*left.items()]
+            # Seeded by the job's number: what it draws does not depend on where a run was resumed.
+            decoders = [
+                replace(job.decoder, temperature=temperature, seed=seed + number)
+                for number, job in tried
+            ]
+            trajectories = [Trajectory(job.decoder.name == "d2f") for _, job in tried]
+            prompts = [job.ids for _, job in tried]
+            for event in stream(model, prompts, decoders, batch_size=batch_size):
+                number, job = tried[event.request]
+                trajectories[event.request].add(event)
+                if event.result is None:
+                    continue
+                text = before_stop(event.result.text or "", job.task.stop)
+                if job.task.right(job.problem, text):
+                    del left[number]
+                    rollout = trajectories[event.request].rollout(job, event.result, temperature)
+                    yield number, rollout
+            if not left:
+                break
+        yield from ((number, None) for number in left)
 
 
 if __name__ == "__main__":

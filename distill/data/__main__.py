@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +19,7 @@ from d2f.quiet import quiet
 
 if TYPE_CHECKING:
     from distill.data.samples import Sample
-    from distill.data.stream import Plan, Stream
+    from distill.data.stream import Plan
     from distill.objectives.base import Objective
 
 
@@ -54,79 +54,74 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, list[str]]:
     return parse_known(Options, arguments, usual="python -m distill.data")
 
 
-def inspect(options: Options, overrides: Sequence[str], console: Console | None = None) -> None:
-    """Show what the options ask for. Raises InputError."""
-    from rich.console import Console
-
-    from distill.config import read_config
-    from distill.export import prepare_model
-    from distill.objectives import OBJECTIVES
-
-    config = read_config(options.config, overrides)
-    model = prepare_model(config, "meta")  # no weights are needed to look
-    objective = OBJECTIVES[config.objective.name](model, config)
-    show(console or Console(), objective.stream(), objective, options.samples)
-
-
 @command(interrupted="interrupted")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
     """Run the command; its exit status."""
     options, overrides = parse(arguments)
     with quiet(options.verbose):
-        inspect(options, overrides, console)
+        from distill.config import read_config
+        from distill.export import prepare_model
+        from distill.objectives import OBJECTIVES
+
+        config = read_config(options.config, overrides)
+        model = prepare_model(config, "meta")  # no weights are needed to look
+        objective = OBJECTIVES[config.objective.name](model, config)
+        show(console or Console(), objective, options.samples)
 
 
-# What a token is to the model: its style on a terminal, and the marks around it elsewhere.
-PROMPT, VISIBLE, MASKED, TAIL, MASKED_TAIL = "prompt", "visible", "masked", "tail", "masked tail"
-NEXT = "decided next"  # masked, in a state of a trajectory
+# The state of a token for the model: its style on a terminal, and the marks around it elsewhere.
 LOOKS = {
-    PROMPT: ("dim", "", ""),
-    VISIBLE: ("green", "", ""),
-    MASKED: ("bold white on red", "[", "]"),
-    TAIL: ("cyan", "{", "}"),
-    MASKED_TAIL: ("white on magenta", "[{", "}]"),
-    NEXT: ("bold black on yellow", "[+", "]"),
+    "prompt": ("dim", "", ""),
+    "visible": ("green", "", ""),
+    "masked": ("bold white on red", "[", "]"),
+    "tail": ("cyan", "{", "}"),
+    "masked tail": ("white on magenta", "[{", "}]"),
+    "decided next": ("bold black on yellow", "[+", "]"),  # masked, in a state of a trajectory
 }
 BORDER = "|"
 END = "·"  # an end token of the tail
 
 
-@dataclass(frozen=True)
-class View:
-    """A sample with the mask that its noise drew.
+def show(console: Console, objective: Objective, samples: int) -> None:
+    """Print the first samples of a run, what was left out, and what a step holds."""
+    from distill.data.stream import plan
 
-    states: of each token, prompt first. starts: where blocks of the response begin, counted from
-    the response's first token; masked: bool ``[response]``.
-    """
+    marks = not console.is_terminal or console.no_color
+    stream = objective.stream()
+    legend = Text("legend: ")
+    for state in LOOKS:
+        legend.append_text(_token(state, state, marks)).append(" ")
+    console.print(
+        legend.append(f"{BORDER} block border, {END} end token of the tail"), soft_wrap=True
+    )
+    index = shown = 0
+    while shown < samples:
+        sample = stream.sample(index)
+        if sample is not None:
+            _show(console, sample, stream.where(index), objective, marks)
+            shown += 1
+        index += 1
+    console.print()
+    lines = describe(plan(stream), stream.report())
+    if stream.held_out is not None:
+        lines.append(f"held-out loss: {stream.held_out.said}")
+    for line in lines:
+        _line(console, line)
 
-    sample: Sample
-    where: str
-    states: list[str]
-    starts: list[int]
-    masked: np.ndarray
 
-    @property
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """(tokens, masked ones) of each block."""
-        ends = [*self.starts[1:], len(self.sample.response)]
-        for start, end in zip(self.starts, ends, strict=True):
-            yield end - start, int(self.masked[start:end].sum())
-
-
-def view(sample: Sample, objective: Objective, where: str) -> View:
-    """Mask a sample as the objective does."""
-    masked, _ = objective.draw(sample)
-    following = getattr(sample, "now", np.zeros(len(masked), dtype=bool))  # of a trajectory's state
-    states = [PROMPT] * len(sample.prompt)
-    for place, hidden in enumerate(masked):
-        tail = place >= sample.answer
-        if following[place]:
-            states.append(NEXT)
-        elif hidden:
-            states.append(MASKED_TAIL if tail else MASKED)
-        else:
-            states.append(TAIL if tail else VISIBLE)
-    return View(sample, where, states, block_starts(sample, objective), masked)
+def describe(found: Plan, report: str | None) -> list[str]:
+    """Say what was left out and what a step and an epoch hold, line by line."""
+    lines = [] if report is None else [f"data: {report}"]
+    lines.append(
+        f"a step: {found.samples_per_step:.1f} samples, {found.tokens_per_step:.0f} tokens in "
+        f"{found.places_per_step} places ({found.filled:.0%}), "
+        f"{found.response_tokens_per_step:.0f} of them in responses "
+        f"(mean of {found.steps} steps)"
+    )
+    if found.steps_per_epoch is None:
+        return [*lines, "an epoch: none, generated tasks never repeat"]
+    steps = f"{'' if found.is_exact else 'about '}{found.steps_per_epoch:.1f} steps"
+    return [*lines, f"an epoch: {found.samples_per_epoch} samples, {steps}"]
 
 
 def block_starts(sample: Sample, objective: Objective) -> list[int]:
@@ -144,73 +139,40 @@ def block_starts(sample: Sample, objective: Objective) -> list[int]:
     return [0, *(i for i in range(1, length) if ends[i] != ends[i - 1])]
 
 
-def show(console: Console, stream: Stream, objective: Objective, samples: int) -> None:
-    """Print the first samples of a stream, what was left out, and what a step holds."""
-    from distill.data.stream import plan
-
-    marks = not console.is_terminal or console.no_color
-    legend = Text("legend: ")
-    for name in LOOKS:
-        legend.append_text(_token(name, name, marks)).append(" ")
-    console.print(
-        legend.append(f"{BORDER} block border, {END} end token of the tail"), soft_wrap=True
-    )
-    index = shown = 0
-    while shown < samples:
-        sample = stream.sample(index)
-        if sample is not None:
-            seen = view(sample, objective, stream.where(index))
-            _show(console, seen, objective, marks)
-            shown += 1
-        index += 1
-    console.print()
-    for line in describe(plan(stream), stream.report()):
-        _line(console, line)
-    if stream.held_out is not None:
-        _line(console, f"held-out loss: {stream.held_out.said}")
-
-
-def describe(found: Plan, report: str | None) -> Iterator[str]:
-    """Say what was left out and what a step and an epoch hold, line by line."""
-    if report is not None:
-        yield f"data: {report}"
-    yield (
-        f"a step: {found.samples_per_step:.1f} samples, {found.tokens_per_step:.0f} tokens in "
-        f"{found.places_per_step} places ({found.filled:.0%}), "
-        f"{found.response_tokens_per_step:.0f} of them in responses "
-        f"(mean of {found.steps} steps)"
-    )
-    if found.steps_per_epoch is None:
-        yield "an epoch: none, generated tasks never repeat"
-    else:
-        about = "" if found.is_exact else "about "
-        yield (
-            f"an epoch: {found.samples_per_epoch} samples, {about}{found.steps_per_epoch:.1f} steps"
-        )
-
-
-def _show(console: Console, seen: View, objective: Objective, marks: bool) -> None:
-    sample, tokenizer = seen.sample, objective.model.tokenizer
+def _show(console: Console, sample: Sample, where: str, objective: Objective, marks: bool) -> None:
+    """Print a sample as the objective masks it."""
+    tokenizer, prompt = objective.model.tokenizer, len(sample.prompt)
     assert tokenizer is not None
-    tail = len(sample.response) - sample.answer
+    masked, _ = objective.draw(sample)  # [response]
+    starts = block_starts(sample, objective)
     console.print()
     _line(
         console,
-        f"sample {sample.index} ({seen.where}): prompt {len(sample.prompt)} tokens, response "
-        f"{len(sample.response)} ({sample.answer} answer, {tail} tail), {len(sample)} of the "
+        f"sample {sample.index} ({where}): prompt {prompt} tokens, response "
+        f"{len(sample.response)} ({sample.answer} answer, "
+        f"{len(sample.response) - sample.answer} tail), {len(sample)} of the "
         f"{objective.config.data.row_length} of a row",
     )
+    now = getattr(sample, "now", np.zeros(len(masked), dtype=bool))  # of a trajectory's state
     text = Text()
-    starts = {len(sample.prompt) + start for start in seen.starts}
-    for place, token in enumerate(sample.prompt + sample.response):
+    for place, token in enumerate(sample.prompt + sample.response, -prompt):
         if place in starts:
             text.append(BORDER, style="bold yellow")
-        state = seen.states[place]
-        word = str(tokenizer.decode([token])).replace("\n", "⏎\n")
-        is_tail = place >= len(sample.prompt) + sample.answer
-        text.append_text(_token(END if is_tail else word, state, marks))
+        tail = place >= sample.answer
+        if place < 0:
+            state = "prompt"
+        elif now[place]:
+            state = "decided next"
+        elif masked[place]:
+            state = "masked tail" if tail else "masked"
+        else:
+            state = "tail" if tail else "visible"
+        word = END if tail else str(tokenizer.decode([token])).replace("\n", "⏎\n")
+        text.append_text(_token(word, state, marks))
     console.print(text, soft_wrap=True)
-    blocks = [f"{hidden}/{tokens}={hidden / tokens:.2f}" for tokens, hidden in seen.blocks]
+    blocks = [
+        f"{part.sum()}/{len(part)}={part.mean():.2f}" for part in np.split(masked, starts[1:])
+    ]
     _line(console, f"masked by block: {' '.join(blocks)}")
 
 

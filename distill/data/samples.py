@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from d2f.errors import InputError
 from distill.config import Columns, Data
 
 Messages = list[dict[str, str]]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,73 +62,58 @@ class Placed:
 _MESSAGES = Columns(messages="messages")
 _PAIR = Columns(prompt="prompt", response="response")
 _ROLES = {"human": "user", "gpt": "assistant"}  # as ShareGPT's files call them
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 60
-_REPR.maxdict = _REPR.maxlist = 3
-_REPR.maxlevel = 2
 
 
 def read_pair(row: Any, columns: Columns | None) -> tuple[Messages, str]:
     """Split a row into what is asked, as chat messages, and the text that answers it.
 
-    columns: None takes `messages` where the row has them, else `prompt` and `response`. Raises
-    BadRecord.
+    columns: None takes `messages` where the row has them, else `prompt` and `response`. Of
+    messages the last assistant turn is the answer; what follows it is not read. Raises BadRecord.
     """
-    if not isinstance(row, Mapping):
-        raise BadRecord(
-            f"expected an object of prompt and response or of messages, got {_REPR.repr(row)}"
-        )
-    layout = columns or (_MESSAGES if row.get("messages") is not None else _PAIR)
+    is_chat = isinstance(row, Mapping) and row.get("messages") is not None
+    layout = columns or (_MESSAGES if is_chat else _PAIR)
     system: Messages = []
-    if layout.system is not None and row.get(layout.system):
+    if layout.system is not None and _value(row, layout.system):
         system = [{"role": "system", "content": _text(row, layout.system)}]
-    if layout.messages is not None:
-        asked, response = _last_turn(row, layout)
-        return system + asked, response
-    assert layout.prompt is not None and layout.response is not None
-    if layout.prompt not in row or layout.response not in row:
-        raise BadRecord(
-            f"expected {layout.prompt} and {layout.response}, got the keys "
-            f"{', '.join(map(str, row))[:200] or 'none'}; data.columns names others"
-        )
-    asked = [{"role": "user", "content": _text(row, layout.prompt)}]
-    return system + asked, _text(row, layout.response)
-
-
-def _last_turn(row: Mapping[str, Any], layout: Columns) -> tuple[Messages, str]:
-    """Split a chat at its last assistant turn; what follows that is not read."""
-    turns = row.get(layout.messages or "")
-    if not isinstance(turns, list) or not turns:
-        raise BadRecord(f"{layout.messages} must be a list of messages, got {_REPR.repr(turns)}")
+    if layout.messages is None:
+        assert layout.prompt is not None and layout.response is not None
+        asked = [{"role": "user", "content": _text(row, layout.prompt)}]
+        return system + asked, _text(row, layout.response)
+    turns = _value(row, layout.messages)
+    if not isinstance(turns, list):
+        raise BadRecord(f"{layout.messages} must be a list of messages, got {reprlib.repr(turns)}")
     messages: Messages = []
     for turn in turns:
-        if not isinstance(turn, Mapping) or layout.role not in turn:
-            raise BadRecord(
-                f"a message must have {layout.role} and {layout.content}, got {_REPR.repr(turn)}"
-            )
         role = _text(turn, layout.role)
         # A template knows user and assistant; what it does with any other role is for it to say.
         messages.append({"role": _ROLES.get(role, role), "content": _text(turn, layout.content)})
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not answers:
-        raise BadRecord(f"{layout.messages} has no assistant turn, which would be the response")
-    if answers[-1] == 0:
-        raise BadRecord(f"{layout.messages} has nothing before the assistant's turn")
-    return messages[: answers[-1]], messages[answers[-1]]["content"]
+    if not answers or answers[-1] == 0:
+        raise BadRecord(f"{layout.messages} needs an assistant turn behind another: the response")
+    return system + messages[: answers[-1]], messages[answers[-1]]["content"]
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
+def _value(row: Any, name: str) -> Any:
+    if not isinstance(row, Mapping):
+        raise BadRecord(f"expected an object with {name}, got {reprlib.repr(row)}")
+    if name not in row:
+        keys = ", ".join(map(str, row)) or "none"
+        raise BadRecord(f"expected the key {name}, got {keys}; data.columns names others")
+    return row[name]
+
+
+def _text(row: Any, name: str) -> str:
+    value = _value(row, name)
     if not isinstance(value, str) or not value.strip():
-        raise BadRecord(f"{name} must be non-empty text, got {_REPR.repr(value)}")
+        raise BadRecord(f"{name} must be non-empty text, got {reprlib.repr(value)}")
     return value
 
 
 class Encoder:
-    """Turns rows and pairs of text into ids. end_id: the token that ends a response; mask_id: None
-    where there is none, else no text may contain it.
+    """Turns rows of text into ids.
 
-    Raises InputError for a tokenizer without the chat template or the end token that the
+    end_id: the token that ends a response. mask_id: no text may contain it; None where the model
+    has none. Raises InputError for a tokenizer without the chat template or the end token that the
     configuration wants.
     """
 
@@ -154,53 +140,53 @@ class Encoder:
                     f"data.end_token must be a token of the tokenizer, got {data.end_token!r}"
                 )
 
-    def encode(self, messages: Messages, response: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a prompt and of its response, the end token included. Raises
-        BadRecord."""
-        prompts, responses = self._ids([self._prompt(messages)], [response])
-        why = self._refusal(prompts[0], responses[0])
-        if why is not None:
-            raise BadRecord(why)
-        return prompts[0], [*responses[0], self.end_id]
-
-    def encode_rows(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def encode_rows(self, batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         """Encode a batch as `datasets.map` gives and takes it: columns of values.
 
         prompt, response: ids, empty where there is an error. error: why a row cannot be used, None
         where it can, empty for a blank line, which is no row. text, asked: hashes of all of the
         row's text, and of its prompt.
         """
-        names, columns = list(batch), list(batch.values())
-        texts: dict[int, tuple[str, str]] = {}
-        errors: list[str | None] = [None] * len(columns[0])
-        for i, values in enumerate(zip(*columns, strict=True)):
+        errors: list[str | None] = []
+        texts: list[tuple[str, str]] = []
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            prompt = response = ""
+            error: str | None = None
             try:
-                if names != [LINE]:
-                    row = dict(zip(names, values, strict=True))
-                elif values[0].strip():
-                    row = _parse(values[0])
+                if LINE not in row:
+                    prompt, response = self._texts(row)
+                elif row[LINE].strip():
+                    prompt, response = self._texts(json.loads(row[LINE]))
                 else:
-                    errors[i] = ""
-                    continue
-                messages, response = read_pair(row, self.layout)
-                texts[i] = self._prompt(messages), response
-            except BadRecord as error:
-                errors[i] = str(error)
-        # All in one call, which fast tokenizers do in parallel.
-        prompts, responses = zip(*texts.values(), strict=True) if texts else ((), ())
-        encoded = self._ids(list(prompts), list(responses))
-        found = dict(zip(texts, zip(*encoded, strict=True), strict=True))
-        none: tuple[list[int], list[int]] = ([], [])
-        for i, (prompt, response) in found.items():
-            errors[i] = self._refusal(prompt, response)
-        ids = [found[i] if errors[i] is None else none for i in range(len(errors))]
+                    error = ""
+            except BadRecord as bad:
+                error = str(bad)
+            except (ValueError, RecursionError) as bad:
+                error = str(BadRecord(f"not JSON ({bad}): {row[LINE].strip()[:60]!r}"))
+            errors.append(error)
+            texts.append((prompt, response))
+        # All in one call, which fast tokenizers do in parallel. A template writes its own special
+        # tokens. A response goes on where the prompt's text ends: no special token may stand
+        # between them.
+        asked = [prompt for prompt, _ in texts]
+        prompts = self.tokenizer(asked, add_special_tokens=not self.templated)["input_ids"]
+        answers = [response for _, response in texts]
+        responses = self.tokenizer(answers, add_special_tokens=False)["input_ids"]
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            if errors[i] is None:
+                errors[i] = self._refusal(prompt, response)
+            if errors[i] is not None:
+                prompts[i] = responses[i] = []
+            else:
+                # The one end token that is always a target; what may follow it is the tail.
+                responses[i] = [*response, self.end_id]
         return {
-            "prompt": [prompt for prompt, _ in ids],
-            # The one end token that is always a target; what may follow it is the tail.
-            "response": [[*response, self.end_id] if response else [] for _, response in ids],
+            "prompt": prompts,
+            "response": responses,
             "error": errors,
-            "asked": [_hash(texts[i][:1]) if i in texts else "" for i in range(len(errors))],
-            "text": [_hash(texts[i]) if i in texts else "" for i in range(len(errors))],
+            "asked": [_hash([prompt]) for prompt in asked],
+            "text": [_hash(both) for both in texts],
         }
 
     @property
@@ -211,24 +197,17 @@ class Encoder:
         parts = [backend and backend.to_str(), str(self.tokenizer.chat_template), layout]
         return json.dumps([*parts, self.templated, self.end_id, self.mask_id])
 
-    def _prompt(self, messages: Messages) -> str:
+    def _texts(self, row: Any) -> tuple[str, str]:
         """Render the prompt up to where the response begins. Raises BadRecord."""
-        if not self.templated:
-            if len(messages) > 1:
-                raise BadRecord("several messages need a chat template, data.chat_template is none")
-            return messages[0]["content"]
-        try:
-            return chat.render(self.tokenizer, messages)
-        except InputError as error:
-            raise BadRecord(str(error)) from error
-
-    def _ids(self, prompts: list[str], responses: list[str]) -> tuple[Any, Any]:
-        if not prompts:
-            return [], []
-        # A template writes its own special tokens. A response goes on where the prompt's text ends:
-        # no special token may stand between them.
-        asked = self.tokenizer(prompts, add_special_tokens=not self.templated)["input_ids"]
-        return asked, self.tokenizer(responses, add_special_tokens=False)["input_ids"]
+        messages, response = read_pair(row, self.layout)
+        if self.templated:
+            try:
+                return chat.render(self.tokenizer, messages), response
+            except InputError as error:
+                raise BadRecord(str(error)) from error
+        if len(messages) > 1:
+            raise BadRecord("several messages need a chat template, data.chat_template is none")
+        return messages[0]["content"], response
 
     def _refusal(self, prompt: list[int], response: list[int]) -> str | None:
         for name, ids in (("prompt", prompt), ("response", response)):
@@ -245,20 +224,11 @@ class Encoder:
         return None
 
 
-def _parse(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"not JSON ({error}): {line.strip()[:60]!r}") from error
-
-
 def _hash(texts: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def kept_tokens(
-    prompt: NDArray[np.int64], response: NDArray[np.int64], data: Data
-) -> NDArray[np.int64]:
+def kept_tokens(prompt: Ints, response: Ints, data: Data) -> Ints:
     """Return how many tokens of each response are kept, 0 for a row that is too long, given the
     lengths in tokens (the end token counted; 0: a broken row), ``[rows]`` each. `on_long: error` is
     as drop here."""
@@ -288,37 +258,38 @@ class Rows:
             self.name += f" ({data.split or 'train'})"
         if not self.is_lines:
             source = source.select_columns(_wanted(self.name, source.column_names, data.layout))
-        table = _encoded(source, encoder)
+        self._table = _encoded(source, encoder)
         # Blank lines are no rows.
-        self.numbers = np.array([i for i, error in enumerate(table["error"]) if error != ""])
+        self.numbers = np.flatnonzero([error != "" for error in self._table["error"]])
         if not len(self.numbers):
             raise InputError(f"{self.name}: expected at least one row, got none")
-        self._table = table.select(self.numbers) if len(self.numbers) < len(table) else table
+        if len(self.numbers) < len(self._table):
+            self._table = self._table.select(self.numbers)
         prompt, response = (
             np.array([len(ids) for ids in self._table[name]]) for name in ("prompt", "response")
         )
-        self.kept = kept_tokens(prompt, response, data)
-        long = (self.kept == 0) & (response > 0)
+        self.kept, self.held_out = kept_tokens(prompt, response, data), 0
+        broken, long = np.flatnonzero(response == 0), (self.kept == 0) & (response > 0)
         long_prompt = long & (prompt > min(data.row_length - 1, data.max_prompt or data.row_length))
         cut = (self.kept > 0) & (self.kept < response)
-        self._broken, self.held_out = np.flatnonzero(response == 0).tolist(), 0
         self._counts = {
-            "of them with a cut response": cut.sum(),
-            "dropped for a long prompt": long_prompt.sum(),
-            "dropped for a long response": long.sum() - long_prompt.sum(),
+            "of them with a cut response": int(cut.sum()),
+            "dropped for a long prompt": int(long_prompt.sum()),
+            "dropped for a long response": int(long.sum() - long_prompt.sum()),
         }
-        if data.on_bad_row == "error" and self._broken:
-            raise InputError(f"{self._first_error()}; data.on_bad_row: skip goes on without it")
+        if len(broken):
+            first = f"{self.where(broken[0])}: {self._table[int(broken[0])]['error']}"
+            if data.on_bad_row == "error":
+                raise InputError(f"{first}; data.on_bad_row: skip goes on without it")
+            self._counts[f"broken (first: {first})"] = len(broken)
         if data.on_long == "error" and long.any():
-            first = int(np.flatnonzero(long)[0])
-            limits = ", ".join(
-                f"data.{name} is {getattr(data, name)}"
-                for name in ("row_length", "max_prompt", "max_response")
-                if getattr(data, name) is not None
-            )
+            row = int(np.argmax(long))
+            limits = {"row_length", "max_prompt", "max_response"}
+            known = data.model_dump(include=limits, exclude_none=True)
+            said = ", ".join(f"data.{name} is {value}" for name, value in known.items())
             raise InputError(
-                f"{self.where(first)}: the prompt has {prompt[first]} tokens and the response "
-                f"{response[first]}, {limits}; data.on_long: drop or truncate goes on without it"
+                f"{self.where(row)}: the prompt has {prompt[row]} tokens and the response "
+                f"{response[row]}, {said}; data.on_long: drop or truncate goes on without it"
             )
         self.refuse_nothing_left()
 
@@ -343,12 +314,12 @@ class Rows:
             by_text.setdefault(text, []).append(row)
         chosen = sorted(by_text, key=lambda text: _hash((str(seed), text)))[:most]
         found = {}
-        for row, *same in (by_text[text] for text in chosen):
-            ids = self.encoded(row)
+        for rows in (by_text[text] for text in chosen):
+            ids = self.encoded(rows[0])
             assert ids is not None
-            found[row] = ids
-            self.kept[[row, *same]] = 0
-            self.held_out += 1 + len(same)
+            found[rows[0]] = ids
+            self.kept[rows] = 0
+            self.held_out += len(rows)
         return found
 
     def hashes(self, column: str) -> dict[int, str]:
@@ -364,10 +335,7 @@ class Rows:
 
     def report(self) -> str:
         """Say how many rows are used, and how many are cut, dropped or broken, where any are."""
-        counts = dict(self._counts)
-        if self._broken:
-            counts[f"broken (first: {self._first_error()})"] = len(self._broken)
-        counts["held out"] = self.held_out
+        counts = self._counts | {"held out": self.held_out}
         used = f"{(self.kept > 0).sum()} of {len(self)} rows used"
         return f"{self.name}: " + ", ".join([used, *(f"{n} {w}" for w, n in counts.items() if n)])
 
@@ -376,48 +344,39 @@ class Rows:
         if not self.kept.any():
             raise InputError(f"no row is left to train on; {self.report()}")
 
-    def _first_error(self) -> str:
-        first = self._broken[0]
-        return f"{self.where(first)}: {self._table[first]['error']}"
 
-
-def _wanted(name: str, there: Sequence[str], layout: Columns | None) -> list[str]:
-    """Choose the columns to read of those that a data set has."""
-    if layout is None:
-        wanted = [c for c in ("prompt", "response", "messages") if c in there]
-        lacking = "messages" not in wanted and len(wanted) < 2
-        expected = "prompt and response, or messages"
-    else:
-        names = (layout.prompt, layout.response, layout.messages, layout.system)
-        wanted = [column for column in names if column is not None]
-        lacking = not set(wanted) <= set(there)
-        expected = " and ".join(wanted)
-    if lacking:
+def _wanted(name: str, there: list[str], layout: Columns | None) -> list[str]:
+    """Choose the columns to read: others (images, embeddings) are not decoded."""
+    found: set[str] = set()
+    expected = []
+    for each in (_PAIR, _MESSAGES) if layout is None else (layout,):
+        names = [each.prompt, each.response, each.messages, each.system]
+        columns = [column for column in names if column is not None]
+        expected.append(" and ".join(columns))
+        if set(columns) <= set(there):
+            found.update(columns)
+    if not found:
         raise InputError(
-            f"{name}: expected the columns {expected}, got {', '.join(there)}; data.columns names "
-            "others"
+            f"{name}: expected the columns {', or '.join(expected)}, got {', '.join(there)}; "
+            "data.columns names others"
         )
-    return wanted
+    return sorted(found)
 
 
 def _encoded(source: Any, encoder: Encoder) -> Any:
-    """All rows as ids, from the cache of `datasets` where an earlier run has left them there."""
+    """Encode all rows, or take them from the cache where an earlier run has left them."""
     import datasets
 
     key = _hash((str(source._fingerprint), encoder.identity))
     place = Path(datasets.config.HF_DATASETS_CACHE) / "d2f-toolkit" / f"{key}.arrow"
-    ids = datasets.List(datasets.Value("int32"))
-    text = datasets.Value("string")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return source.map(
-            encoder.encode_rows,
-            batched=True,
-            remove_columns=source.column_names,
-            features=datasets.Features(prompt=ids, response=ids, error=text, asked=text, text=text),
-            cache_file_name=str(place),
-            new_fingerprint=key,
-            desc="rows",
-        )
-    except OSError as error:
-        raise InputError(f"{place.parent}: cannot keep the encoded rows: {error}") from error
+    place.parent.mkdir(parents=True, exist_ok=True)
+    ids, text = datasets.List(datasets.Value("int32")), datasets.Value("string")
+    return source.map(
+        encoder.encode_rows,
+        batched=True,
+        remove_columns=source.column_names,
+        features=datasets.Features(prompt=ids, response=ids, error=text, asked=text, text=text),
+        cache_file_name=str(place),
+        new_fingerprint=key,
+        desc="rows",
+    )

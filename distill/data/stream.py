@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from d2f import noise
-from d2f.data import BadRecord
 from d2f.errors import InputError
-from d2f.tasks import Problem, make_problem
+from d2f.tasks import make_problem
 from d2f.tasks.task import RESPONSE_LENGTH
 from distill.config import Data
 from distill.data.samples import Encoder, HeldOut, Placed, Rows, Sample
@@ -34,6 +34,7 @@ class Stream:
 
     rows: Rows | None = None
     held_out: HeldOut | None = None
+    _order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=int))  # an epoch and its order
 
     def __init__(
         self,
@@ -48,62 +49,50 @@ class Stream:
         self.encoder = Encoder(data, tokenizer, end_id, mask_id)
         if data.tasks is None:
             self.rows = Rows(data, self.encoder)
-            self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=int))
-        else:
-            self._names = list(data.tasks)
-            shares = np.array(list(data.tasks.values()), dtype=float)
-            self._shares = shares / shares.sum()
 
     def sample(self, index: int) -> Sample | None:
         """Return sample `index`, None where its row is left out. Raises InputError if a generated
         one does not fit in a row."""
         if self.rows is None:
-            return self.generated(index, "train")
+            return next(self.generated(index, 1, "train"))
         ids = self.rows.encoded(self.row(index))
-        return None if ids is None else self._sample(index, *ids)
+        return None if ids is None else self._with_tail(index, *ids)
 
-    def generated(self, index: int, split: str) -> Sample:
-        """Generate sample `index` of a split of the tasks. Raises InputError."""
-        problem = self._problem(index, split)
-        try:
-            ids = self.encoder.encode(
-                [{"role": "user", "content": problem.question}], problem.answer
-            )
-        except BadRecord as error:
-            raise InputError(f"sample {index} of the task {problem.task}: {error}") from error
-        self._refuse_long(index, sum(map(len, ids)))
-        return self._sample(index, *ids, full=RESPONSE_LENGTH[problem.task])
-
-    def check_generated(self, count: int) -> None:
-        """Raise InputError for the first of so many samples that cannot be trained on. It is much
-        faster than to draw them; rows were checked when they were read."""
-        for first in range(0, count, _AT_ONCE):
-            problems = [self._problem(first + i, "train") for i in range(_AT_ONCE)]
-            batch = {
+    def generated(self, first: int, count: int, split: str) -> Iterator[Sample]:
+        """Generate so many samples of a split of the tasks. Raises InputError for the first that
+        cannot be trained on."""
+        assert self.data.tasks is not None
+        names, shares = list(self.data.tasks), np.array(list(self.data.tasks.values()), dtype=float)
+        problems = []
+        for index in range(first, first + count):
+            # From the index alone: any sample is found without those before it.
+            rng = noise.sample_rng(self.seed, index, noise.CONTENT)
+            name = names[int(rng.choice(len(names), p=shares / shares.sum()))]
+            problems.append(make_problem(name, split, index, self.seed))
+        found = self.encoder.encode_rows(
+            {
                 "prompt": [problem.question for problem in problems],
                 "response": [problem.answer for problem in problems],
             }
-            found = self.encoder.encode_rows(batch)
-            columns = found["error"], found["prompt"], found["response"]
-            for index, (error, *ids) in enumerate(zip(*columns, strict=True), first):
-                if error is not None:
-                    task = problems[index - first].task
-                    raise InputError(f"sample {index} of the task {task}: {error}")
-                self._refuse_long(index, sum(map(len, ids)))
+        )
+        columns = (found[name] for name in ("prompt", "response", "error"))
+        for index, (problem, prompt, response, error) in enumerate(
+            zip(problems, *columns, strict=True), first
+        ):
+            tokens = len(prompt) + len(response)
+            if error is None and tokens > self.data.row_length:
+                error = f"it has {tokens} tokens, data.row_length is {self.data.row_length}"
+            if error is not None:
+                raise InputError(f"sample {index} of the task {problem.task}: {error}")
+            yield self._with_tail(index, prompt, response, RESPONSE_LENGTH[problem.task])
 
-    def _problem(self, index: int, split: str) -> Problem:
-        # From the index alone: any sample is found without those before it.
-        rng = noise.sample_rng(self.seed, index, noise.CONTENT)
-        name = self._names[int(rng.choice(len(self._names), p=self._shares))]
-        return make_problem(name, split, index, self.seed)
+    def check_generated(self, count: int) -> None:
+        """Raise InputError for the first of so many samples that cannot be trained on."""
+        for first in range(0, count, _AT_ONCE):
+            for _ in self.generated(first, _AT_ONCE, "train"):
+                pass
 
-    def _refuse_long(self, index: int, tokens: int) -> None:
-        if tokens > self.data.row_length:
-            raise InputError(
-                f"sample {index} has {tokens} tokens, data.row_length is {self.data.row_length}"
-            )
-
-    def _sample(
+    def _with_tail(
         self, index: int, prompt: list[int], response: list[int], full: int | None = None
     ) -> Sample:
         """Add a tail. full: length that a padded response is filled up to; that of decoding a
@@ -135,12 +124,12 @@ class Stream:
     def row(self, index: int) -> int:
         """Return the row that sample `index` comes from: each epoch has an order of its own, from
         (seed, epoch). A row that is left out keeps its place, so the order depends on no limit."""
-        assert self.rows is not None
-        epoch, place = divmod(index, len(self.rows))
+        assert self.epoch is not None
+        epoch, place = divmod(index, self.epoch)
         # Only the current epoch's order is kept; any other is drawn again from (seed, epoch).
         if epoch != self._order[0]:
             rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
-            self._order = (epoch, rng.permutation(len(self.rows)))
+            self._order = (epoch, rng.permutation(self.epoch))
         return int(self._order[1][place])
 
     def where(self, index: int) -> str:
@@ -156,30 +145,23 @@ class Stream:
         row's number."""
         assert self.rows is not None
         found = self.rows.hold_out(most, self.seed)
-        return [self._sample(row, *ids) for row, ids in found.items()]
+        return [self._with_tail(row, *ids) for row, ids in found.items()]
 
 
 def make_stream(config: TrainConfig, model: DiffusionModel, *, tail: bool) -> Stream:
     """Make the stream of a run. tail: see Stream. Raises InputError, before any row is read, for a
-    model or tokenizer that the objective cannot be trained with."""
-    data, tokenizer = config.data, model.tokenizer
+    model or tokenizer that cannot be trained with."""
+    data, tokenizer, ends = config.data, model.tokenizer, model.end_ids
     name = config.init or config.tokenizer or "this model"
-    if tokenizer is None:
-        raise InputError(f"{name}: training needs a tokenizer, the checkpoint has none")
-    if config.objective.masks and model.mask_id is None:
-        raise InputError(
-            f"{name}: objective {config.objective.name} needs a mask token, the model has none: "
-            "give its contract a mask_id or its tokenizer a mask_token"
-        )
-    if not model.end_ids:
-        raise InputError(f"{name}: training needs an end token, the model has none")
-    end_id = Encoder(data, tokenizer, model.end_ids[0], model.mask_id).end_id
-    if end_id not in model.end_ids:
+    if tokenizer is None or not ends:
+        raise InputError(f"{name}: training needs a tokenizer with an end token, got none")
+    end_id = Encoder(data, tokenizer, ends[0], model.mask_id).end_id
+    if end_id not in ends:
         raise InputError(
             f"data.end_token {data.end_token!r} has id {end_id}, but decoding stops at "
-            f"{', '.join(map(str, model.end_ids))}"
+            f"{', '.join(map(str, ends))}"
         )
-    return Stream(data, tokenizer, model.end_ids[0], config.seed, tail, model.mask_id)
+    return Stream(data, tokenizer, ends[0], config.seed, tail, model.mask_id)
 
 
 def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
@@ -243,24 +225,19 @@ class Plan:
 
 def plan(stream: Stream, most_steps: int = 20) -> Plan:
     """Pack steps until an epoch is through, at most `most_steps`; further ones are like these.
-    Raises InputError as the stream does, ValueError for most_steps under 1."""
-    if most_steps < 1:
-        raise ValueError(f"most_steps must be at least 1, got {most_steps}")
-    index = steps = samples = tokens = response = 0
-    while steps < most_steps and (stream.epoch is None or index < stream.epoch):
+    Raises InputError as the stream does."""
+    data, epoch, index, steps = stream.data, stream.epoch, 0, 0
+    placed: list[Placed] = []
+    while steps < most_steps and (epoch is None or index < epoch):
         # Where the last step of an epoch goes over into the next one, it is counted whole.
         rows, index = fill_rows(stream, index)
         steps += 1
-        for placed in (placed for row in rows for placed in row):
-            samples += 1
-            tokens += len(placed.sample)
-            response += len(placed.sample.response)
-    data, epoch = stream.data, stream.epoch
+        placed += (each for row in rows for each in row)
     return Plan(
         steps=steps,
-        samples_per_step=samples / steps,
-        tokens_per_step=tokens / steps,
-        response_tokens_per_step=response / steps,
+        samples_per_step=len(placed) / steps,
+        tokens_per_step=sum(len(each.sample) for each in placed) / steps,
+        response_tokens_per_step=sum(len(each.sample.response) for each in placed) / steps,
         places_per_step=data.rows * data.row_length,
         samples_per_epoch=stream.epoch_samples,
         steps_per_epoch=None if epoch is None else epoch / index * steps,
@@ -276,19 +253,28 @@ def hold_out(config: TrainConfig, stream: Stream) -> HeldOut | None:
     if not settings.wants_loss:
         return None
     if settings.loss_file is None and stream.rows is None:
-        samples = [stream.generated(index, settings.split) for index in range(most or 0)]
+        samples = list(stream.generated(0, most or 0, settings.split))
         return HeldOut(samples, f"{most} generated problems of the split {settings.split}")
-    source = stream if settings.loss_file is None else _other(settings.loss_file, stream)
+    source = stream
+    if settings.loss_file is not None:  # read as the stream's own data is
+        nothing = dict.fromkeys(("tasks", "dataset", "dataset_config", "split"))
+        data = stream.data.model_copy(update=nothing | {"file": settings.loss_file})
+        tokenizer, mask_id = stream.encoder.tokenizer, stream.encoder.mask_id
+        source = Stream(data, tokenizer, stream.end_id, stream.seed, stream.tail, mask_id)
     assert source.rows is not None
-    asked = source.rows.hashes("asked")
+    asked, texts = source.rows.hashes("asked"), source.rows.hashes("text")
+    trained = None if stream.rows is None else set(stream.rows.hashes("text").values())
+    if source is not stream and trained == set(texts.values()):
+        raise InputError(
+            f"evaluation.loss_file {settings.loss_file} is what is trained on: expected other rows"
+        )
     samples = source.hold_out(most)
-    name = source.rows.name
     if most is not None and len(samples) < most:
         raise InputError(
-            f"evaluation.loss_rows must be at most {len(samples)}, the different rows of {name} "
-            f"that can be used, got {most}"
+            f"evaluation.loss_rows must be at most {len(samples)}, the different rows of "
+            f"{source.rows.name} that can be used, got {most}"
         )
-    said = f"{len(samples)} of {len(source.rows)} rows of {name}"
+    said = f"{len(samples)} of {len(source.rows)} rows of {source.rows.name}"
     if stream.rows is not None:
         stream.rows.refuse_nothing_left()
         prompts = {asked[sample.index] for sample in samples}
@@ -296,20 +282,3 @@ def hold_out(config: TrainConfig, stream: Stream) -> HeldOut | None:
         if shared:
             said += f"; warning: {shared} rows that are trained on have a prompt of theirs"
     return HeldOut(samples, said)
-
-
-def _other(file: str, stream: Stream) -> Stream:
-    """Make a stream over another file, read as the stream's own data is."""
-    nothing = dict.fromkeys(("tasks", "dataset", "dataset_config", "split"))
-    data, encoder = stream.data.model_copy(update=nothing | {"file": file}), stream.encoder
-    found = Stream(
-        data, encoder.tokenizer, stream.end_id, stream.seed, stream.tail, encoder.mask_id
-    )
-    assert found.rows is not None
-    if stream.rows is not None:
-        texts = set(stream.rows.hashes("text").values())
-        if texts == set(found.rows.hashes("text").values()):
-            raise InputError(
-                f"evaluation.loss_file {file} is what is trained on: expected other rows"
-            )
-    return found

@@ -65,29 +65,18 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Rollout:
-        length = len(self.generated_ids)
-        for name in ("trajectory_accepted", "trajectory_proposed"):
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"{name} must have a step for each of the {length} generated ids, "
-                    f"got {len(getattr(self, name))}"
-                )
-        accepted, blocks = np.array(self.trajectory_accepted), -(-length // self.block_size)
-        if accepted.max() >= self.decoding_steps:
-            raise ValueError(
-                f"trajectory_accepted must lie below decoding_steps {self.decoding_steps}, "
-                f"got {accepted.max()}"
-            )
-        # The step that decided a token for good may be a later one, never an earlier one.
-        if (np.array(self.trajectory_proposed) > accepted).any():
-            raise ValueError("trajectory_proposed must not exceed trajectory_accepted")
+        length, accepted = len(self.generated_ids), np.array(self.trajectory_accepted)
         appended = np.array(self.append_steps)
-        if len(appended) != blocks or (np.diff(appended) < 0).any():
+        if {len(accepted), len(self.trajectory_proposed)} != {length}:
+            raise ValueError(f"expected a step for each of the {length} generated ids")
+        if len(appended) != -(-length // self.block_size):
+            raise ValueError(f"append_steps: expected one for each block, got {len(appended)}")
+        there = np.repeat(appended, self.block_size)[:length]
+        if (there > accepted).any() or accepted.max() >= self.decoding_steps:
             raise ValueError(
-                f"append_steps must be {blocks} steps that do not decrease, got {self.append_steps}"
+                "trajectory_accepted: expected steps in which the token's block is there, "
+                f"below decoding_steps {self.decoding_steps}"
             )
-        if (np.repeat(appended, self.block_size)[:length] > accepted).any():
-            raise ValueError("append_steps: a token was decided before its block was there")
         return self
 
 
@@ -97,27 +86,20 @@ def read_rollouts(path: str | Path) -> tuple[dict[str, Any], list[Rollout]]:
     Raises InputError, naming file and line, for anything that is not a line of such a file.
     """
     try:
-        first, *lines = Path(path).read_bytes().split(b"\n")
+        first, *lines = Path(path).read_bytes().splitlines()
+        run = dict(json.loads(first)[HEADER])
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        run = dict(json.loads(first)[HEADER])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a file of distill.rollouts: line 1 says no run") from error
     found = []
-    # Behind the last newline there is nothing, unless the collecting command was killed.
-    for number, line in enumerate(lines[:-1], 2):
+    for number, line in enumerate(lines, 2):
         try:
             found.append(Rollout.model_validate_json(line))
         except ValidationError as error:
             wrong = error.errors()[0]
             key = ".".join(map(str, wrong["loc"])) or "rollout"
             raise InputError(f"{path}, line {number}: {key}: {wrong['msg']}") from error
-    if lines and lines[-1]:
-        raise InputError(
-            f"{path}, line {len(found) + 2} is cut short: "
-            "the command that collects the rollouts, given again, goes on there"
-        )
     if not found:
         raise InputError(f"{path}: expected at least one rollout, got none")
     return run, found
@@ -211,26 +193,28 @@ class StateStream(Stream):
         self.data, self.rollouts, self.terms, self.seed = data, rollouts, terms, seed
         self.end_ids = end_ids
         self.chosen = range(len(rollouts)) if chosen is None else chosen
-        self.steps = [self._steps(i, rollout) for i, rollout in enumerate(rollouts)]
-        self.states = [
-            # Distinct steps only: a forward that decided nothing for good leaves no state.
-            (i, int(t))
-            for i, (rollout, steps) in enumerate(zip(rollouts, self.steps, strict=True))
-            if i in self.chosen
-            for t in np.unique(steps if terms.tail else steps[: answer_length(rollout, end_ids)])
-        ]
-        self._order = (-1, np.zeros(0, dtype=np.int64))
-        for number, rollout in enumerate(rollouts, 2):
+        self.steps: list[Ints] = []
+        self.states: list[tuple[int, int]] = []  # (rollout, step)
+        for i, rollout in enumerate(rollouts):
             tokens = len(rollout.prompt_ids) + len(rollout.generated_ids)
             if tokens > data.row_length:
                 raise InputError(
-                    f"{data.file}, line {number} has {tokens} tokens, data.row_length is "
+                    f"{data.file}, line {i + 2} has {tokens} tokens, data.row_length is "
                     f"{data.row_length}"
                 )
+            steps = np.array(rollout.trajectory_accepted)
+            if terms.trajectory == "random":
+                rng = noise.sample_rng(seed, i, noise.RATIOS)
+                steps = random_steps(steps, rollout.block_size, rng)
+            self.steps.append(steps)
+            if i in self.chosen:
+                trained = steps if terms.tail else steps[: answer_length(rollout, end_ids)]
+                # Distinct steps only: a forward that decided nothing for good leaves no state.
+                self.states += ((i, int(t)) for t in np.unique(trained))
 
     def sample(self, index: int) -> State:
         """Return state `index`."""
-        i, t = self._state(index)
+        i, t = self.states[self.row(index)]
         return state_at(self.rollouts[i], self.steps[i], t, self.terms, self.end_ids, index)
 
     @property
@@ -242,23 +226,8 @@ class StateStream(Stream):
         return len(self.states)
 
     def where(self, index: int) -> str:
-        i, t = self._state(index)
+        i, t = self.states[self.row(index)]
         return f"{self.data.file}, line {i + 2}, before step {t}"
 
     def report(self) -> str:
         return f"{len(self.states)} states of {len(self.chosen)} rollouts"
-
-    def _state(self, index: int) -> tuple[int, int]:
-        """Return (rollout, step) of state `index`."""
-        epoch, place = divmod(index, len(self.states))
-        if epoch != self._order[0]:
-            rng = noise.sample_rng(self.seed, epoch, noise.ORDER)
-            self._order = (epoch, rng.permutation(len(self.states)))
-        return self.states[self._order[1][place]]
-
-    def _steps(self, number: int, rollout: Rollout) -> Ints:
-        steps = np.array(rollout.trajectory_accepted)
-        if self.terms.trajectory == "recorded":
-            return steps
-        rng = noise.sample_rng(self.seed, number, noise.RATIOS)
-        return random_steps(steps, rollout.block_size, rng)

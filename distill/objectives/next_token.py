@@ -17,7 +17,7 @@ from distill.objectives.masked_diffusion import read_causally
 class NextTokenOptions(Options):
     """Next-token prediction: it reads no keys of its own."""
 
-    prompt_rule, masks, has_tail = "causal", False, False
+    prompt_rule, has_tail = "causal", False
 
 
 class NextToken(Objective):
