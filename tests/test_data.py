@@ -48,36 +48,28 @@ def test_what_is_kept_fits_and_nothing_that_fits_is_lost(
     assert kept == (response if whole else room if cut else 0)
 
 
-@pytest.fixture
-def long_file(tmp_path):
-    return long_rows(tmp_path / "long.jsonl")
-
-
-def test_long_rows_are_dropped_or_cut_and_counted(long_file):
+def test_long_rows_are_named_or_dropped_or_cut_and_counted(tmp_path):
     """A long prompt is never cut, and a cut response has no end token."""
+    path = long_rows(tmp_path / "long.jsonl")
     limits = {"max_response": 30, "row_length": 60}
-    dropped = stream(file=long_file, on_long="drop", **limits)
+    dropped = stream(file=path, on_long="drop", **limits)
     assert len(samples(dropped)) == 10
     assert dropped.report() == (
-        f"{long_file}: 10 of 13 rows used, 1 dropped for a long prompt, "
-        "2 dropped for a long response"
+        f"{path}: 10 of 13 rows used, 1 dropped for a long prompt, 2 dropped for a long response"
     )
-    cut = stream(file=long_file, on_long="truncate", short_tail=9, **limits)
+    cut = stream(file=path, on_long="truncate", short_tail=9, **limits)
     found = samples(cut)
-    assert len(found) == 12
     long = [s for s in found if END not in s.response]
-    assert [len(s.response) for s in long] == [30, 30] == [s.answer for s in long]
+    assert len(found) == 12 and [len(s.response) for s in long] == [30, 30]
+    assert [s.answer for s in long] == [30, 30]
     assert "12 of 13 rows used, 2 of them with a cut response, 1 dropped for a long prompt" in (
         cut.report()
     )
-
-
-def test_a_long_row_is_an_error_unless_asked(long_file):
-    with pytest.raises(InputError, match=r"long\.jsonl, line 11: the prompt has \d+ tokens and .*"
-                       r"max_response is 30; data\.on_long: drop or truncate"):  # fmt: skip
-        stream(file=long_file, max_response=30, row_length=400)
+    named = r"long\.jsonl, line 11: .* response 42, data\.max_response is 30, .*on_long: drop or tr"
+    with pytest.raises(InputError, match=named):
+        stream(file=path, max_response=30, row_length=400)
     with pytest.raises(InputError, match=r"no row is left to train on; .* 13 dropped for a long p"):
-        stream(file=long_file, max_prompt=1, on_long="truncate")
+        stream(file=path, max_prompt=1, on_long="truncate")
 
 
 def test_rows_are_encoded_once(tmp_path, monkeypatch):
@@ -204,17 +196,10 @@ def test_a_tokenizer_without_a_needed_token_is_an_error_before_any_work(tmp_path
         train(config)
     assert not (tmp_path / "out").exists()
     if token == "mask_token":  # an autoregressive model needs none
-        shape = config.model.model_dump()
-        assert build("causal", bare, **shape).mask_id is None
-
-
-def test_a_model_without_mask_id_is_an_error_before_any_work(tmp_path):
-    save_model(random_model("llada"), tmp_path / "m", dtype=torch.float32, mask_id=None)
-    data = {"tasks": {"countdown": 1.0}}
-    config = run_settings(tmp_path / "out", data, init=str(tmp_path / "m"))
-    with pytest.raises(InputError, match=r"/m: the family llada needs a mask id, got none"):
-        train(config)
-    assert not (tmp_path / "out").exists()
+        assert build("causal", bare, **config.model.model_dump()).mask_id is None
+        save_model(random_model("llada"), tmp_path / "m", dtype=torch.float32, mask_id=None)
+        with pytest.raises(InputError, match=r"/m: the family llada needs a mask id, got none"):
+            train(run_settings(tmp_path / "out", data, init=str(tmp_path / "m")))
 
 
 # Order
@@ -233,42 +218,32 @@ def test_each_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path):
     assert [stream(file=path, seed=4).row(i) for i in range(40)] != orders[0]
 
 
-def test_the_tails_of_generated_samples_are_drawn_by_generators_of_their_own():
-    found = stream(tasks={"countdown": 1.0}, padded_share=0.4, short_tail=5, seed=3)
-    tails = set()
+def test_a_generated_sample_is_template_text_answer_and_a_tail_drawn_for_it_alone():
+    """The tail ends with the row: else the first long prompt with a padded response would end a
+    training."""
+    given = {"tasks": {"countdown": 1.0}, "padded_share": 0.4, "short_tail": 5, "seed": 3}
+    found, bare, tails = stream(**given), stream(tail=False, **given), set()
     for index in range(30):
         sample, rng = found.sample(index), noise.sample_rng(3, index, noise.TAIL)
-        padded = rng.random() < 0.4
-        tail = RESPONSE_LENGTH["countdown"] - sample.answer if padded else int(rng.integers(6))
-        assert sample.response[sample.answer :] == [END] * tail
-        tails.add((bool(padded), tail))
-    assert len(tails) > 8
-    bare = stream(tail=False, tasks={"countdown": 1.0}, padded_share=0.4, short_tail=5, seed=3)
-    assert all(len(s.response) == s.answer for s in map(bare.sample, range(9)))
-
-
-def test_the_tails_of_generated_samples_end_with_the_row():
-    """Else the first long prompt with a padded response would end a training."""
-    whole = [stream(tasks={"countdown": 1.0}, padded_share=1.0).sample(i) for i in range(9)]
-    limit = max(len(sample.prompt) + sample.answer for sample in whole)
-    cut = stream(tasks={"countdown": 1.0}, padded_share=1.0, row_length=limit)
-    for index, sample in enumerate(whole):
-        assert sample.answer < len(sample.response)
-        expected = sample.response[: limit - len(sample.prompt)]
-        assert cut.sample(index).response == expected
-    short = stream(tasks={"countdown": 1.0}, padded_share=1.0, row_length=limit - 1)
-    with pytest.raises(InputError, match=f"{limit} tokens, data.row_length is {limit - 1}"):
-        [short.sample(index) for index in range(9)]
-
-
-def test_generated_samples_are_template_text_and_answer():
-    found = stream(tasks={"sudoku": 1.0}, padded_share=0.0, short_tail=0)
-    for index in range(5):
-        problem = make_problem("sudoku", "train", index, 0)
+        problem = make_problem("countdown", "train", index, 3)
         messages = [{"role": "user", "content": problem.question}]
-        sample = found.sample(index)
         assert sample.prompt == tokenizer().apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False
         )
-        ids = tokenizer()(problem.answer, add_special_tokens=False)["input_ids"]
-        assert sample.response == [*ids, END]
+        answer = [*tokenizer()(problem.answer, add_special_tokens=False)["input_ids"], END]
+        padded = rng.random() < 0.4
+        tail = RESPONSE_LENGTH["countdown"] - len(answer) if padded else int(rng.integers(6))
+        assert sample.response == answer + [END] * tail and sample.answer == len(answer)
+        assert bare.sample(index).response == answer
+        tails.add((bool(padded), tail))
+    assert len(tails) > 8
+    padded = {"tasks": {"countdown": 1.0}, "padded_share": 1.0}
+    whole = [stream(**padded).sample(i) for i in range(9)]
+    limit = max(len(sample.prompt) + sample.answer for sample in whole)
+    cut = stream(row_length=limit, **padded)
+    for index, sample in enumerate(whole):
+        assert sample.answer < len(sample.response)
+        assert cut.sample(index).response == sample.response[: limit - len(sample.prompt)]
+    short = stream(row_length=limit - 1, **padded)
+    with pytest.raises(InputError, match=f"{limit} tokens, data.row_length is {limit - 1}"):
+        short.check_generated(9)

@@ -15,10 +15,9 @@ from rich.console import Console
 from tiny import random_model
 
 import d2f
-from d2f.errors import InputError
 from d2f.saving import save_model
 from distill.config import read_config
-from distill.data.__main__ import block_starts, describe, main, parse
+from distill.data.__main__ import block_starts, describe, main
 from distill.data.stream import Plan, make_stream
 from distill.objectives import OBJECTIVES
 
@@ -72,17 +71,11 @@ def test_blocks_begin_where_what_is_seen_grows(d2f_config, size):
     config = read_config(d2f_config / "c.yaml", ["--block_size", str(min(size, 60))])
     model = random_model("llada")
     sample = make_stream(config, model, tail=True).sample(0)
-    starts = block_starts(sample, OBJECTIVES["d2f"](model, config))
-    assert starts == list(range(0, len(sample.response), size)) and len(sample.response) > 4
-
-
-def test_a_causal_sample_is_one_block(d2f_config):
-    config = read_config(d2f_config / "c.yaml")
-    model = random_model("llada")
-    sample = make_stream(config, model, tail=True).sample(0)
-    causal = OBJECTIVES["d2f"](model, config)
-    causal.sample_spans = lambda sample: d2f.spans.causal(len(sample))
-    assert block_starts(sample, causal) == [0]
+    made = OBJECTIVES["d2f"](model, config)
+    assert block_starts(sample, made) == list(range(0, len(sample.response), size))
+    assert len(sample.response) > 4
+    made.sample_spans = lambda sample: d2f.spans.causal(len(sample))
+    assert block_starts(sample, made) == [0]
 
 
 def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():
@@ -99,35 +92,21 @@ def test_what_a_step_and_an_epoch_hold_is_said_with_how_sure_it_is():
     assert list(describe(endless, None))[1:] == ["an epoch: none, generated tasks never repeat"]
 
 
-def test_what_is_no_option_is_a_key_of_the_configuration():
-    words = ["--data.rows", "4", "--sample", "2"]  # no short form of --samples
-    options, overrides = parse(["--inspect", "--config", "c", *words])
-    assert (options.samples, overrides) == (3, words)
-    with pytest.raises(InputError, match="expected --inspect"):
-        parse(["--config", "c"])
-
-
-def test_a_line_feed_is_seen(d2f_config):
+def test_a_line_feed_is_seen_and_a_terminal_has_colours(d2f_config):
     path = write(d2f_config / "d.jsonl", [{"prompt": "q", "response": "one\ntwo"}])
     text = inspected(d2f_config, "--samples", "1", "--data.file", str(path))
     body = text.split("\nsample ")[1].split("masked by block")[0]
     assert re.search(r"(?m)[^X]⏎$\n[^X]", body)
-
-
-def test_inspect_colours_a_terminal(d2f_config):
     text = inspected(d2f_config, "--samples", "1", force_terminal=True, color_system="truecolor")
     _, body = text.split("\nsample ")[1].split("masked by block")[0].split("\n", 1)
     assert "\x1b[1;37;41m" in body
     assert "[" not in re.sub(r"\x1b\[[0-9;]*m", "", body)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--samples", "0"], "--samples must be at least 1, got 0"),
-        (["--data.fil", "x"], "data.fil"),
-    ],
-)
-def test_inspect_names_what_is_wrong(d2f_config, capsys, arguments, message):
-    inspected(d2f_config, *arguments, status=2)
-    assert message in capsys.readouterr().err
+def test_inspect_names_what_is_wrong(d2f_config, capsys):
+    inspected(d2f_config, "--samples", "0", status=2)
+    assert "--samples must be at least 1, got 0" in capsys.readouterr().err
+    inspected(d2f_config, "--data.fil", "x", status=2)
+    assert "data.fil" in capsys.readouterr().err
+    assert main(["--config", "c"]) == 2
+    assert "expected --inspect" in capsys.readouterr().err

@@ -7,12 +7,11 @@ import hashlib
 
 import pytest
 import torch
-from data_rows import long_rows, pairs, run_settings, stream, write
+from data_rows import pairs, run_settings, stream, write
 from tiny import fresh_model
 
 from distill.data.stream import fill_rows, make_stream, plan
 from distill.objectives import OBJECTIVES
-from distill.train import train
 
 
 @pytest.mark.parametrize(
@@ -82,35 +81,20 @@ def test_the_plan_of_a_file_is_what_packing_gives(tmp_path):
     path = str(write(tmp_path / "d.jsonl", [*pairs(50), {"prompt": "q", "response": "a " * 99}]))
     found = stream(file=path, on_long="drop", row_length=40)
     made = plan(found, most_steps=1000)
-    steps = index = 0
+    steps, samples, index = [], [], 0
     while index < 51:
-        _, index = fill_rows(found, index)
-        steps += 1
-    assert made.is_exact and made.steps == steps and made.samples_per_epoch == 50
-    assert made.steps_per_epoch == pytest.approx(51 / index * steps)
-    rows, after = fill_rows(found, 0)
-    one = plan(found, most_steps=1)
-    held = [len(p.sample) for row in rows for p in row]
-    assert (one.samples_per_step, one.tokens_per_step) == (len(held), sum(held))
-    assert one.filled == sum(held) / 80 and not one.is_exact
-    assert one.steps_per_epoch == 51 / after
-    rows += fill_rows(found, after)[0]
-    samples = [p.sample for row in rows for p in row]
-    two = plan(found, most_steps=2)
-    assert (two.samples_per_step, two.tokens_per_step, two.response_tokens_per_step) == (
-        len(samples) / 2, sum(map(len, samples)) / 2, sum(len(s.response) for s in samples) / 2
-    )  # fmt: skip
-    tasks = plan(stream(tasks={"sudoku": 1.0}), most_steps=2)
-    assert tasks.samples_per_epoch is None and tasks.steps_per_epoch is None
-    assert plan(stream(tasks={"sudoku": 1.0})).steps == 20
-    with pytest.raises(ValueError, match="most_steps"):
-        plan(found, most_steps=0)
-
-
-def test_a_run_reports_what_it_left_out(tmp_path, capsys):
-    long_file = long_rows(tmp_path / "long.jsonl")
-    train(run_settings(tmp_path / "a", {"file": long_file, "on_long": "drop", "row_length": 60}))
-    assert f"data: {long_file}: 1" in capsys.readouterr().out
+        rows, index = fill_rows(found, index)
+        steps.append(index)
+        samples.append([p.sample for row in rows for p in row])
+    assert made.is_exact and made.steps == len(steps) and made.samples_per_epoch == 50
+    assert made.steps_per_epoch == pytest.approx(51 / index * len(steps))
+    two, held = plan(found, most_steps=2), samples[0] + samples[1]
+    tokens, responses = sum(map(len, held)) / 2, sum(len(s.response) for s in held) / 2
+    assert (two.samples_per_step, two.tokens_per_step) == (len(held) / 2, tokens)
+    assert (two.response_tokens_per_step, two.filled) == (responses, tokens / 80)
+    assert not two.is_exact and two.steps_per_epoch == 51 / steps[1] * 2
+    tasks = plan(stream(tasks={"sudoku": 1.0}))
+    assert tasks.samples_per_epoch is None and tasks.steps_per_epoch is None and tasks.steps == 20
 
 
 ROWS = [{"prompt": f"q{i:03d}? " * (1 + i % 7), "response": f"a{i} " * (1 + i * 7 % 23)}

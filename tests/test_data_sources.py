@@ -39,9 +39,12 @@ def test_messages_take_the_last_assistant_turn(tmp_path):
     path = write(tmp_path / "d.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "ok"}]}])
     prompt = "<|user|>2+3?<|assistant|>4<|endoftext|><|user|>sure?<|assistant|>"
     assert texts(stream(file=str(path))) == {(prompt, "5<|endoftext|>")}
+    datasets.Dataset.from_list([{"messages": CHAT, "id": 1}]).to_parquet(tmp_path / "d.parquet")
+    assert texts(stream(file=str(tmp_path / "d.parquet"))) == {(prompt, "5<|endoftext|>")}
 
 
 def test_column_presets_and_own_columns(tmp_path):
+    """A system column becomes the first message where it is not empty."""
     published = write(tmp_path / "p.jsonl", [{"question": "2+3?", "qwen7b_answer": "5", "id": 1}])
     expected = {("<|user|>2+3?<|assistant|>", "5<|endoftext|>")}
     assert texts(stream(file=str(published), columns="d2f-reference")) == expected
@@ -52,69 +55,52 @@ def test_column_presets_and_own_columns(tmp_path):
         row = {"system": system, "conversations": turns}
         path = write(tmp_path / "s.jsonl", [row])
         assert texts(stream(file=str(path), columns="bespoke-stratos")) == expected
-
-
-def test_a_system_column_becomes_the_first_message():
-    turns = [{"from": "user", "value": "2+3?"}, {"from": "assistant", "value": "5"}]
     row = {"system": "Think.", "conversations": turns}
     messages, response = read_pair(row, COLUMNS["bespoke-stratos"])
     assert [(m["role"], m["content"]) for m in messages] == [("system", "Think."), ("user", "2+3?")]
     assert response == "5"
 
 
-def test_parquet_and_data_sets_give_the_same_samples(tmp_path):
-    """A parquet file, a saved data set, one of several splits, and a folder of files."""
+def test_all_kinds_of_files_and_data_sets_give_the_same_samples(tmp_path):
+    """A file that is called .json may be JSONL all the same."""
     made = datasets.Dataset.from_list(PAIRS)
     made.to_parquet(str(tmp_path / "d.parquet"))
+    (tmp_path / "d.json").write_text(json.dumps(PAIRS, indent=1))
+    write(tmp_path / "lines.json", PAIRS)
+    for name in ("d.parquet", "d.json", "lines.json"):
+        assert texts(stream(file=str(tmp_path / name))) == AS_TEXT
+    (tmp_path / "d.csv").write_text("prompt,response,more\n2+3?,five,1\n1+1?,two,2\n")
+    assert {answer for _, answer in texts(stream(file=str(tmp_path / "d.csv")))} == {
+        "five<|endoftext|>", "two<|endoftext|>"
+    }  # fmt: skip
     made.save_to_disk(str(tmp_path / "one"))
     splits = datasets.DatasetDict({"train": made, "test": made.select([0])})
     splits.save_to_disk(str(tmp_path / "two"))
     (tmp_path / "files").mkdir()
     write(tmp_path / "files" / "train.jsonl", PAIRS)
-    assert texts(stream(file=str(tmp_path / "d.parquet"))) == AS_TEXT
     for name in ("one", "two", "files"):
         assert texts(stream(dataset=str(tmp_path / name))) == AS_TEXT
-    assert len(texts(stream(dataset=str(tmp_path / "two"), split="test"))) == 1
-    assert len(texts(stream(dataset=str(tmp_path / "files"), split="train[:1]"))) == 1
-
-
-def test_csv_and_an_array_of_json_give_the_same_samples(tmp_path):
-    """A file that is called .json may be JSONL all the same."""
-    (tmp_path / "d.csv").write_text("prompt,response,more\n2+3?,five,1\n1+1?,two,2\n")
-    (tmp_path / "d.json").write_text(json.dumps(PAIRS, indent=1))
-    write(tmp_path / "lines.json", PAIRS)
-    assert {answer for _, answer in texts(stream(file=str(tmp_path / "d.csv")))} == {
-        "five<|endoftext|>", "two<|endoftext|>"
-    }  # fmt: skip
-    for name in ("d.json", "lines.json"):
-        assert texts(stream(file=str(tmp_path / name))) == AS_TEXT
-
-
-def test_messages_from_a_table(tmp_path):
-    made = datasets.Dataset.from_list([{"messages": CHAT, "id": 1}])
-    made.to_parquet(str(tmp_path / "d.parquet"))
-    path = write(tmp_path / "d.jsonl", [{"messages": CHAT}])
-    tabled = stream(file=str(tmp_path / "d.parquet"))
-    assert texts(tabled) == texts(stream(file=str(path)))
+    for name, split in (("two", "test"), ("files", "train[:1]")):
+        assert len(texts(stream(dataset=str(tmp_path / name), split=split))) == 1
 
 
 BAD_LINES = {
     '{"prompt": "1?", "respo': "not JSON",
     "[1, 2]": "expected an object",
     "null": "expected an object",
-    '{"prompt": "1?"}': "expected prompt and response, got the keys prompt",
+    '{"prompt": "1?"}': "expected the key response, got prompt",
     '{"prompt": "1?", "response": " \\n"}': "response must be non-empty text",
     '{"prompt": 3, "response": "4"}': "prompt must be non-empty text, got 3",
-    '{"messages": []}': "must be a list of messages",
-    '{"messages": [{"role": "user", "content": "1?"}]}': "no assistant turn",
-    '{"messages": [{"role": "assistant", "content": "1"}]}': "nothing before",
-    '{"messages": [{"content": "1?"}]}': "must have role and content",
+    '{"messages": {}}': "must be a list of messages",
+    '{"messages": [{"role": "user", "content": "1?"}]}': "needs an assistant turn",
+    '{"messages": [{"role": "assistant", "content": "1"}]}': "needs an assistant turn",
+    '{"messages": [{"content": "1?"}]}': "expected the key role, got content",
     '{"messages": [{"role": "tool", "content": "1"}, {"role": "assistant", "content": "1"}]}':
         "refused the messages",
     '{"prompt": "<|mask|>", "response": "4"}': "the prompt contains the mask token",
     '{"prompt": "1?", "response": "<|mask|>4"}': "the response contains the mask token",
     '{"prompt": "1?", "response": "4<|endoftext|>"}': "contains its end token .* at token 1",
-    '{"prompt": [1, 2, 3, 4], "response": "4"}': r"got \[1, 2, 3, \.\.\.\];",
+    '{"prompt": [1, 2, 3, 4], "response": "4"}': r"got \[1, 2, 3, 4\];",
 }  # fmt: skip
 
 
@@ -139,19 +125,12 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
     assert len(texts(stream(file=str(tmp_path / "bom.jsonl")))) == 1
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        ([5, 2, 7], "response must be non-empty text, got 5"),
-        ([None, "2", "7"], "response must be non-empty text, got None"),
-        ([b"5", b"2", b"7"], "response must be non-empty text, got b'5'"),
-        ([{"a": 1}] * 3, "response must be non-empty text, got {'a': 1}"),
-    ],
-)
-def test_a_parquet_column_of_another_kind_is_named(tmp_path, column, message):
-    rows = {"prompt": ["a", "b", "c"], "response": column}
+@pytest.mark.parametrize("value", [5, None, b"5", {"a": 1}])
+def test_a_parquet_column_of_another_kind_is_named(tmp_path, value):
+    rows = {"prompt": ["a", "b"], "response": [value] * 2}
     datasets.Dataset.from_dict(rows).to_parquet(str(tmp_path / "d.parquet"))
-    with pytest.raises(InputError, match=rf"d\.parquet, row 0: {message}"):
+    message = f"row 0: response must be non-empty text, got {value!r}"
+    with pytest.raises(InputError, match=message):
         stream(file=str(tmp_path / "d.parquet"))
 
 
@@ -190,11 +169,6 @@ def test_data_sets_that_cannot_be_data(tmp_path):
     datasets.DatasetDict({"a": made, "b": made}).save_to_disk(str(tmp_path / "two"))
     with pytest.raises(InputError, match=r"two: expected split among a, b, got test"):
         stream(dataset=str(tmp_path / "two"), split="test")
-    datasets.DatasetDict({"a": made}).save_to_disk(str(tmp_path / "three"))
-    with pytest.raises(InputError, match=r"three: expected split among a, got test"):
-        stream(dataset=str(tmp_path / "three"), split="test")
-    with pytest.raises(InputError, match="got question, answer"):  # its only split is read
-        stream(dataset=str(tmp_path / "three"))
     with pytest.raises(InputError, match="nobody/nothing: cannot be loaded as a data set"):
         stream(dataset="nobody/nothing")
     (tmp_path / "files").mkdir()

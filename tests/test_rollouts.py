@@ -29,7 +29,7 @@ REVOKING = D2F | {"revoke": "always", "tau_revoke": 0.9}
 KINDS = [("wino", WINO), ("d2f", D2F), ("d2f", REVOKING)]
 
 
-def jobs_of(family: str, name: str, given: dict, count: int = 6) -> list[TrajectoryJob]:
+def jobs_of(family: str, name: str, given: dict, count: int = 5) -> list[TrajectoryJob]:
     settings = DecoderSettings(name, given | {"early_exit": False})
     return make_jobs(random_model(family), settings, find_tasks(["countdown"]), count, 0)
 
@@ -76,6 +76,10 @@ def test_a_trajectory_holds_the_step_from_which_each_token_stays(family, name, g
         assert list(rollout.trajectory_proposed) == held.argmax(0).tolist()
         assert rollout.decoding_steps == len(history)
         revoked += result.counts.get("revoked", 0)
+        if name == "wino":  # its blocks are decided one after the other
+            blocks = np.array(steps).reshape(-1, 8)
+            assert all(a.max() < b.min() for a, b in pairwise(blocks))
+            assert set(rollout.append_steps) == {0}
     assert (revoked > 0) == (given is not D2F)
 
 
@@ -94,34 +98,22 @@ def test_the_append_steps_say_what_every_forward_fed(monkeypatch):
             assert fed + cached == len(job.ids) + there
 
 
-def test_the_blocks_of_wino_are_decided_one_after_the_other(trusting):
-    found = list(
-        collect(
-            random_model("llada"), enumerate(jobs_of("llada", "wino", WINO)), temperatures=(0.0,)
-        )
-    )
-    for _, rollout in found:
-        steps = np.array(rollout.trajectory_accepted).reshape(-1, 8)
-        assert all(a.max() < b.min() for a, b in pairwise(steps))
-        assert set(rollout.append_steps) == {0}
-
-
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize(("name", "given"), KINDS)
 def test_rollouts_of_a_batch_are_those_of_one_by_one(trusting, family, name, given):
-    jobs, ladder = jobs_of(family, name, given), (0.7,)
+    jobs, ladder = jobs_of(family, name, given, 4), (0.7,)
     alone, together = (
         dict(collect(random_model(family), enumerate(jobs), temperatures=ladder, batch_size=size))
         for size in (1, 4)
     )
     assert alone == together and len(alone) == len(jobs)
     late = dict(collect(random_model(family), [*enumerate(jobs)][3:], temperatures=ladder))
-    assert late == {number: alone[number] for number in (3, 4, 5)}
+    assert late == {number: alone[number] for number in (3,)}
 
 
 def test_wrong_answers_are_not_kept_and_the_ladder_stops_at_the_first_right_one(lenient):
-    model, jobs = random_model("llada"), jobs_of("llada", "wino", WINO, 12)
-    ladder = (0.0, 0.5, 1.0)
+    model, jobs = random_model("llada"), jobs_of("llada", "wino", WINO, 10)
+    ladder = (0.0, 1.0)
     single = [dict(collect(model, enumerate(jobs), temperatures=(t,))) for t in ladder]
     found = dict(collect(model, enumerate(jobs), temperatures=ladder, batch_size=5))
     # In chunks of 8 and all at once.
@@ -222,29 +214,19 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
     assert rollouts.main(command(saved, path)) == 0
     data = path.read_bytes()
     assert rollouts.main(command(saved, path, "--seed", "1")) == 2
-    assert "seed was 0, now 1" in capsys.readouterr().err
-    lines = data.splitlines(keepends=True)
-    swapped = b"".join([lines[0], lines[2], lines[1], *lines[3:]])
-    foreign = lines[0] + lines[1].replace(b'"countdown-1"', b'"countdown-99"')
-    order = "are not problems of this run in their order"
-    notes = b"some notes\n", "is not an output of this command"
-    for content, message in [(foreign, order), (swapped, order), notes]:
-        path.write_bytes(content)
-        assert rollouts.main(command(saved, path)) == 2
-        assert message in capsys.readouterr().err
-        assert path.read_bytes() == content
+    assert "seed was 0, now 1" in capsys.readouterr().err and path.read_bytes() == data
+    path.write_bytes(b"some notes\n")
+    assert rollouts.main(command(saved, path)) == 2
+    assert "is not an output of this command" in capsys.readouterr().err
+    assert path.read_bytes() == b"some notes\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--tasks", "chess"],
-            "--tasks: there is no task or task file 'chess'; expected one of story",
-        ),
+        (["--tasks", "chess"], "there is no task or task file 'chess'; expected one of story"),
         (["--problems", "0"], "--problems must be at least 1, got 0"),
         (["--temperatures", "0,warm"], "--temperatures must be numbers of 0 or more, got '0,warm'"),
-        (["--decoder", "static"], "got 'static'"),
         (["--tau1", "0.9"], "tau1 must be below tau2"),
         (["--decoder", "d2f", "--tau1", "0.5"], "the decoder d2f has no option tau1"),
         (["--output", "nowhere/out.jsonl"], "the folder"),
@@ -277,35 +259,27 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trajectory_accepted": [0, 2]}, "a step for each of the 3 generated ids, got 2"),
-        ({"trajectory_accepted": [0, 3, 1]}, "below decoding_steps 3, got 3"),
+        ({"trajectory_accepted": [0, 2]}, "a step for each of the 3 generated ids"),
+        ({"trajectory_accepted": [0, 3, 1]}, "below decoding_steps 3"),
         ({"trajectory_accepted": [0, -1, 1]}, "trajectory_accepted.1"),
-        ({"trajectory_proposed": [0, 0, 2]}, "trajectory_proposed must not exceed"),
-        ({"append_steps": [0]}, "append_steps must be 2 steps"),
-        ({"append_steps": [1, 0]}, "append_steps must be 2 steps that do not decrease"),
-        ({"append_steps": [0, 2]}, "decided before its block was there"),
+        ({"append_steps": [0]}, "append_steps: expected one for each block, got 1"),
+        ({"append_steps": [0, 2]}, "steps in which the token's block is there"),
         ({"generated_ids": []}, "generated_ids"),
         ({"colour": "red"}, "colour"),
+        (None, "Invalid JSON: EOF"),  # of a command that was killed
     ],
 )
 def test_a_broken_line_is_named_by_file_and_line(tmp_path, change, message):
     path = tmp_path / "rollouts.jsonl"
-    header = json.dumps({"rollouts": {"decoder": "wino"}})
-    path.write_text("\n".join([header, json.dumps(GOOD), json.dumps(GOOD | change), ""]))
+    header, good = json.dumps({"rollouts": {"decoder": "wino"}}), json.dumps(GOOD)
+    path.write_text("\n".join([header, good, ""]))
+    assert read_rollouts(path)[1] == [Rollout.model_validate_json(good)]
+    bad = good[:90] if change is None else json.dumps(GOOD | change)
+    path.write_text("\n".join([header, good, bad]))
     with pytest.raises(InputError, match=f"{path}, line 3: .*{message}"):
-        read_rollouts(path)
-
-
-def test_a_file_that_is_cut_short_empty_or_absent(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    header = json.dumps({"rollouts": {"decoder": "wino"}}) + "\n"
-    path.write_text(header + json.dumps(GOOD))
-    with pytest.raises(InputError, match="line 2 is cut short"):
         read_rollouts(path)
     path.write_text(header)
     with pytest.raises(InputError, match="at least one rollout"):
         read_rollouts(path)
     with pytest.raises(InputError, match="cannot be read"):
         read_rollouts(tmp_path / "none.jsonl")
-    path.write_text(header + json.dumps(GOOD) + "\n")
-    assert read_rollouts(path)[1] == [Rollout.model_validate_json(json.dumps(GOOD))]
