@@ -360,7 +360,7 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
         ({"wino_plus": {"tau1": 0.9, "tau2": 0.9}}, "tau1 must be below tau2, got 0.9 and 0.9"),
         ({"wino_plus": {"scope": "row"}}, "objective.scope"),
         ({"wino_plus": {"sharpen_weight": -0.1}}, "objective.sharpen_weight"),
-        ({"wino_plus": {"lambda": 0.1}}, "objective.lambda"),
+        ({"objective": {"name": "wino_plus", "lambda": 0.1}}, "objective.lambda"),
         (
             {"data": {"tasks": {"story": 1.0}}},
             "needs data.file: a file of distill.rollouts",

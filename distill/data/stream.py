@@ -79,11 +79,13 @@ class Stream:
         for index, (problem, prompt, response, error) in enumerate(
             zip(problems, *columns, strict=True), first
         ):
-            tokens = len(prompt) + len(response)
-            if error is None and tokens > self.data.row_length:
-                error = f"it has {tokens} tokens, data.row_length is {self.data.row_length}"
             if error is not None:
                 raise InputError(f"sample {index} of the task {problem.task}: {error}")
+            tokens = len(prompt) + len(response)
+            if tokens > self.data.row_length:
+                raise InputError(
+                    f"sample {index} has {tokens} tokens, data.row_length is {self.data.row_length}"
+                )
             yield self._with_tail(index, prompt, response, RESPONSE_LENGTH[problem.task])
 
     def check_generated(self, count: int) -> None:
