@@ -47,46 +47,55 @@ class Memory:
         fixed = self.weights + self.adapter + self.gradients + self.optimizer + self.loss
         return fixed + (self.activations_checkpointed if checkpointing else self.activations)
 
+    def lines(self, checkpointing: bool) -> list[str]:
+        """Say it as a table, the step's own activations marked."""
+        used = "activations, checkpointed" if checkpointing else "activations"
+        rows = {name.replace("_", ", "): size for name, size in vars(self).items()}
+        rows["sum of a step"] = self.total(checkpointing)
+        return [
+            f"  {name:<26}{size / 2**30:9.3f}{'  <- this run' * (name == used)}"
+            for name, size in rows.items()
+        ]
+
 
 def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int) -> Memory:
     """Estimate the memory of feeding `tokens` at once, of which `reads` rows are read.
 
     model: with its adapter, on the meta device or any other.
     """
-    network = model.adapter or model.backbone
-    parameters = list(network.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    frozen = sum(p.numel() for p in parameters) - trained
+    network, shape = model.adapter or model.backbone, model.backbone.config
+    sizes = {name: p.numel() for name, p in network.named_parameters()}
+    trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+    frozen, adapted = sum(sizes.values()) - trained, config.trains_adapter
     kept = 2 if config.base_dtype == "bfloat16" else 4
-    adapted = config.trains_adapter
-    linear = sum(p.numel() for n, p in network.named_parameters() if is_linear(n))
+    linear = sum(size for name, size in sizes.items() if is_linear(name))
     # What is trained is in fp32 whatever the base is kept in.
     load = weights = frozen * kept if adapted else 4 * trained
     if config.quantize == "4bit":
         weights -= int(linear * (kept - NF4))
     elif kept == 4 and config.mixed_precision != "no":
         weights += 2 * linear  # autocast's copies
-    layer = layer_bytes(model, config) * tokens
-    layers = model.backbone.config.num_hidden_layers
-    inputs = kept * model.backbone.config.hidden_size * tokens  # of a layer
-    # AdamW's two moments in fp32.
-    optimizer = 8 * trained
+    layer, layers = layer_bytes(model, config) * tokens, shape.num_hidden_layers
     # Merged in fp32 one after another, and held in the dtype of the export for one file at a time.
-    largest = 4 * max(p.numel() for p in parameters)
     width = 4 if config.export_dtype == "float32" else 2
-    merged = sum(p.numel() for n, p in network.named_parameters() if n.endswith(BASE))
-    written = width * (merged if width == kept else sum(p.numel() for p in parameters))
+    merged = sum(size for name, size in sizes.items() if name.endswith(BASE))
+    written = width * (merged if width == kept else sum(sizes.values()))
+    moments = 8 * trained  # AdamW's two, in fp32
     return Memory(
         load=load,
         weights=weights,
         adapter=4 * trained if adapted else 0,
         gradients=4 * trained,
-        optimizer=optimizer,
+        optimizer=moments,
         activations=layers * layer,
         # Each layer keeps its input, and one layer at a time is computed again.
-        activations_checkpointed=layers * inputs + layer,
+        activations_checkpointed=layers * kept * shape.hidden_size * tokens + layer,
         loss=OBJECTIVES[config.objective.name].loss_bytes(model, config, reads),
-        export=load + 4 * trained * adapted + optimizer + min(written, SHARD) + largest,
+        export=load
+        + 4 * trained * adapted
+        + moments
+        + min(written, SHARD)
+        + 4 * max(sizes.values()),
     )
 
 
@@ -130,68 +139,22 @@ def is_linear(name: str) -> bool:
     return name.endswith(("_proj.base_layer.weight", "_proj.weight"))
 
 
+_MOST_STEPS = 1000  # that are packed to say how full steps are
+_GENERATED_STEPS = 4  # the same, of generated data
+
+
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do. reads: rows of a process's part that the loss reads."""
+    """What a run would do: parameters and those that are trained, the rows that a process feeds at
+    once, and all of it in words."""
 
-    config: TrainConfig
-    family: str
     parameters: int
     trained: int
-    processes: int
     rows_at_once: int
     reads: int
     plan: Plan
     memory: Memory
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        config, step, memory = self.config, self.plan, self.memory
-        epoch = "the data has no end (generated)"
-        if step.samples_per_epoch is not None and step.steps_per_epoch is not None:
-            epochs = config.steps * step.samples_per_step / step.samples_per_epoch
-            epoch = (
-                f"{step.samples_per_epoch} samples, {ceil(step.steps_per_epoch)} steps an epoch, "
-                f"{epochs:.2f} epochs in {config.steps} steps"
-            )
-        kept = f"4-bit, {config.base_dtype}" if config.quantize == "4bit" else config.base_dtype
-        checkpointing = config.gradient_checkpointing
-        needs = {
-            f"weights ({kept})": memory.weights,
-            "adapter": memory.adapter,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations,
-            "activations, gradient_checkpointing": memory.activations_checkpointed,
-            "loss tile": memory.loss,
-            "sum": memory.total(checkpointing),
-            "to load the weights": memory.load,
-            "to write the result": memory.export,
-        }
-        this = "activations, gradient_checkpointing" if checkpointing else "activations"
-        lines = [
-            f"{config.objective.name} on {self.family}: {self.parameters:,} parameters, "
-            f"{self.trained:,} trained ({100 * self.trained / self.parameters:.2f} %)",
-            f"a step: {step.places_per_step:,} tokens in {config.data.rows} rows of "
-            f"{config.data.row_length}, {100 * step.filled:.0f} % filled by "
-            f"{step.samples_per_step:.1f} samples; {self.processes} processes x "
-            f"{config.gradient_accumulation} parts x {self.rows_at_once} rows, {self.reads} rows "
-            "read at once",
-            f"data: {epoch}",
-            "memory of a process that holds the model whole, estimated, GiB:",
-            *(
-                f"  {name:<36}{size / 2**30:9.3f}{'  <- this run' * (name == this)}"
-                for name, size in needs.items()
-            ),
-            "FSDP2 and ZeRO-3 divide weights, adapter, gradients and optimizer by the processes, "
-            "ZeRO-2 the last two.",
-            *self.notes,
-        ]
-        return "\n".join(lines)
-
-
-_MOST_STEPS = 1000  # that are packed to say how full steps are
-_GENERATED_STEPS = 4  # the same, of generated data
+    text: str
 
 
 def check(config: TrainConfig, processes: int = 1) -> Forecast:
@@ -202,7 +165,7 @@ def check(config: TrainConfig, processes: int = 1) -> Forecast:
     fit, what evaluations decode or hold out, an output of another run, 4-bit weights without
     bitsandbytes.
     """
-    RunFolder(config).check_inputs()
+    RunFolder(config)  # raises for another run
     share = rows_at_once(config, processes)
     if config.quantize == "4bit":
         require("bitsandbytes", "quantize: 4bit")
@@ -211,17 +174,25 @@ def check(config: TrainConfig, processes: int = 1) -> Forecast:
     stream = objective.stream()
     # One real step's share, for how many rows the loss reads.
     batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))
+    reads = len(batch.rows)
     generated = stream.epoch is None
-    found = plan(stream, _GENERATED_STEPS if generated else _MOST_STEPS)
+    step = plan(stream, _GENERATED_STEPS if generated else _MOST_STEPS)
+    epoch = "the data has no end (generated)"
     if generated:
         # A tenth more than these steps say, as their samples are a few.
-        stream.check_generated(int(1.1 * found.samples_per_step * config.steps))
+        stream.check_generated(int(1.1 * step.samples_per_step * config.steps))
+    elif step.samples_per_epoch and step.steps_per_epoch:
+        epoch = (
+            f"{step.samples_per_epoch} samples, {ceil(step.steps_per_epoch)} steps an epoch, "
+            f"{config.steps * step.samples_per_step / step.samples_per_epoch:.2f} epochs in "
+            f"{config.steps} steps"
+        )
     notes = doubts(config)
     if stream.held_out is not None:
         notes.append(f"held-out loss: {stream.held_out.said}")
-    if config.eval_every is not None:
-        if stream.held_out is not None:
+        if config.eval_every is not None:
             HeldoutLoss(objective, stream.held_out)
+    if config.eval_every is not None:
         # Encodes all evaluation problems, so a decoder that does not fit is found here.
         jobs(as_trained(model, config, hashed=False), config)
     if config.optimizer.warmup > config.steps:
@@ -235,15 +206,22 @@ def check(config: TrainConfig, processes: int = 1) -> Forecast:
             f"{model.context_length} positions that the model was made for"
         )
     parameters = list((model.adapter or model.backbone).parameters())
-    return Forecast(
-        config=config,
-        family=model.family,
-        parameters=sum(p.numel() for p in parameters),
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-        processes=processes,
-        rows_at_once=share,
-        reads=len(batch.rows),
-        plan=found,
-        memory=estimate(model, config, batch.input_ids.numel(), len(batch.rows)),
-        notes=tuple(notes),
-    )
+    every = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    memory = estimate(model, config, batch.input_ids.numel(), reads)
+    lines = [
+        f"{config.objective.name} on {model.family}: {every:,} parameters, {trained:,} trained "
+        f"({100 * trained / every:.2f} %)",
+        f"a step: {step.places_per_step:,} tokens in {config.data.rows} rows of "
+        f"{config.data.row_length}, {100 * step.filled:.0f} % filled by "
+        f"{step.samples_per_step:.1f} samples; {processes} processes x "
+        f"{config.gradient_accumulation} parts x {share} rows, {reads} rows read at once",
+        f"data: {epoch}",
+        f"memory of a process that holds the model whole, estimated, GiB (base in "
+        f"{config.base_dtype}, quantize {config.quantize}):",
+        *memory.lines(config.gradient_checkpointing),
+        "FSDP2 and ZeRO-3 divide weights, adapter, gradients and optimizer by the processes, "
+        "ZeRO-2 the last two.",
+    ]
+    text = "\n".join([*lines, *notes])
+    return Forecast(every, trained, share, reads, step, memory, text)

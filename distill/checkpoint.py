@@ -28,7 +28,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.files import make_folder, write_beside, writing_folder
 from d2f.models import resolve
 from distill.config import TrainConfig, parse_config
-from distill.log import cut_log, extension_text
+from distill.log import extension_text
 
 STATE = "state.pt"
 
@@ -50,11 +50,9 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     except (InputError, RuntimeError) as error:  # torch gives RuntimeError for a full disk
         kept = f"step {steps(folder)[-1]} is kept" if steps(folder) else "there is none before it"
         raise CheckpointError(
-            f"{place}: the checkpoint of step {step} could not be written: {error}; {kept}, "
-            "and the same command goes on from there"
+            f"{place}: step {step} could not be written: {error}; {kept}"
         ) from error
-    kept_steps = [s for s in steps(folder) if s <= step][-keep:]
-    for old in set(steps(folder)) - set(kept_steps):
+    for old in set(steps(folder)) - set([s for s in steps(folder) if s <= step][-keep:]):
         shutil.rmtree(_place(folder, old), ignore_errors=True)
 
 
@@ -94,9 +92,8 @@ def _place(folder: Path, step: int) -> Path:
     return folder / f"step-{step:07d}"
 
 
-# Names of the keys whose value is a path, in any section. All but the files may be hub names too.
-_FILES = {"file", "states", "loss_file"}
-_PATHS = _FILES | {"dataset", "init", "init_adapter", "tokenizer"}
+# The keys whose value is a path or a hub name, in any section.
+_PATHS = {"file", "states", "loss_file", "dataset", "init", "init_adapter", "tokenizer"}
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -115,22 +112,21 @@ def digests(config: TrainConfig) -> dict[str, str]:
     since its many gigabytes would be read at every start. What only the hub has is left out."""
     found = {}
     for key, value in flat(config.model_dump(mode="json")).items():
-        name = key.rpartition(".")[2]
-        if value is None or name not in _PATHS:
-            continue
-        if name in _FILES:
-            found[key] = file_digest(Path(value))
-        elif name == "dataset" and Path(value).is_dir():
-            digest = hashlib.sha256()
-            for path in sorted(Path(value).rglob("*")):
+        match key.rpartition(".")[2]:
+            case _ if value is None:
+                continue
+            case "file" | "states" | "loss_file":
+                found[key] = file_digest(Path(value))
+            case "dataset" if Path(value).is_dir():
+                paths = sorted(path for path in Path(value).rglob("*") if path.is_file())
                 # What `datasets` caches there does not count.
-                if path.is_file() and not path.name.startswith((".", "cache-")):
-                    digest.update(f"{path.relative_to(value)}\0{file_digest(path)}\n".encode())
-            found[key] = digest.hexdigest()
-        elif name == "init":
-            found[key] = fingerprint(resolve(value))
-        elif name == "init_adapter":
-            found[key] = file_digest(folder_of(resolve(value)) / ADAPTER_WEIGHTS)
+                data = [path for path in paths if not path.name.startswith((".", "cache-"))]
+                lines = [f"{path.relative_to(value)}\0{file_digest(path)}\n" for path in data]
+                found[key] = hashlib.sha256("".join(lines).encode()).hexdigest()
+            case "init":
+                found[key] = fingerprint(resolve(value))
+            case "init_adapter":
+                found[key] = file_digest(folder_of(resolve(value)) / ADAPTER_WEIGHTS)
     return found
 
 
@@ -156,8 +152,9 @@ class RunFolder:
     """Look at the folder `config.output` before any work; nothing is written until `begin`.
 
     A run that has come to its end goes on where more steps are asked for. Raises InputError if the
-    folder holds another run: going on from its checkpoints would mix the two. A folder without a
-    checkpoint or a result holds none, whatever a run that failed early left there.
+    folder holds another run, or one that was trained on other data: going on from its checkpoints
+    would mix the two. A folder without a checkpoint or a result holds none, whatever a run that
+    failed early left there.
     """
 
     def __init__(self, config: TrainConfig):
@@ -187,46 +184,30 @@ class RunFolder:
     @property
     def is_finished(self) -> bool:
         """Tell whether the run has come to its end and all that it was to write is there."""
-        finished = self.record.get("finished", {})
-        return (
-            finished.get("steps") == self.config.steps
-            and set(self.expected) <= set(finished.get("folders", ()))
-            and all((self.place / name).is_dir() for name in self.expected)
+        return self.record.get("finished") == self.config.steps and all(
+            (self.place / name).is_dir() for name in self.expected
         )
 
-    def check_inputs(self) -> None:
-        """Raise InputError, with both digests, where something that the run reads has changed."""
-        changed = [
-            f"{key} had SHA-256 {there[:16]}..., has {self.inputs[key][:16]}... now"
-            for key, there in self.record.get("inputs", {}).items()
-            if key in self.inputs and self.inputs[key] != there
-        ]
-        if changed:
-            raise InputError(
-                f"{self.place} holds a run that was trained on something else "
-                f"({'; '.join(changed)}): expected what it began with, or another output"
-            )
-
-    def begin(self, done: int) -> tuple[float, str | None]:
-        """Write configuration and record, and drop from the log what a killed run wrote after step
-        `done`. Return the seconds that the run has trained, and what to say of more steps."""
-        config, said = self.config, None
+    def begin(self, done: int) -> str | None:
+        """Write configuration and record of a run that has done so many steps. Return what to say
+        where it was given more."""
         self.record.pop("finished", None)
         self.record["inputs"] = self.inputs
-        if config.steps > self.steps_before:
-            more = {"step": done, "from": self.steps_before, "to": config.steps}
+        said = None
+        if self.config.steps > self.steps_before:
+            more = {"step": done, "from": self.steps_before, "to": self.config.steps}
             # The same extension, begun again after a kill, is told once.
-            others = [e for e in self.record.get("extended", []) if e != more]
+            others = [one for one in self.record.get("extended", []) if one != more]
             self.record["extended"] = [*others, more]
-            said = extension_text(config, more)
+            said = extension_text(self.config, more)
         make_folder(self.place)
         self._write_record()
-        config.save(self.place / CONFIG)
-        return cut_log(self.log, done), said
+        self.config.save(self.place / CONFIG)
+        return said
 
     def finish(self) -> None:
         """Note in the record that the result is written."""
-        self.record["finished"] = {"steps": self.config.steps, "folders": self.expected}
+        self.record["finished"] = self.config.steps
         self._write_record()
 
     def _write_record(self) -> None:
@@ -234,40 +215,44 @@ class RunFolder:
 
     def _refuse_another(self) -> None:
         try:
-            theirs = read_mapping(self.place / CONFIG)
+            values = read_mapping(self.place / CONFIG)
         except InputError as error:
             raise InputError(
                 f"{self.place} holds a run, and {CONFIG} does not say which ({error}): put it back "
                 "as it was, or give another output"
             ) from error
-        differ = self._differences(theirs)
-        their_steps: Any = theirs.get("steps")
+        with contextlib.suppress(InputError):  # a key that came since then has its default
+            values = parse_config(values, str(self.place)).model_dump(mode="json")
+        there, here = flat(values), flat(self.config.model_dump(mode="json"))
         # A checkpoint of its last step says that the run has come to its end.
-        if their_steps in steps(self.checkpoints) and self.config.steps > their_steps:
-            self.steps_before = their_steps
-            differ.pop("steps", None)
+        if there.get("steps") in steps(self.checkpoints) and self.config.steps > there["steps"]:
+            self.steps_before = there["steps"]
+            there["steps"] = self.config.steps
+        known = self.record.get("inputs", {})
+        differ = [
+            f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
+            for key in dict.fromkeys([*here, *there])
+            if key not in _FREE
+            and there.get(key) != here.get(key)
+            and not self._is_same_place(key, there.get(key), here.get(key))
+        ] + [
+            f"{key} had SHA-256 {known[key][:16]}..., has {digest[:16]}... now"
+            for key, digest in (self.inputs if known else {}).items()
+            if key in known and known[key] != digest
+        ]
         if differ:
-            more = "; more steps are for a run that has come to its end" * ("steps" in differ)
+            longer = there["steps"] != here["steps"]
             raise InputError(
-                f"{self.place} holds another run ({'; '.join(differ.values())}): "
-                f"expected the same configuration, or another output{more}"
+                f"{self.place} holds another run ({'; '.join(differ)}): expected the same "
+                "configuration and data, or another output"
+                + "; more steps are for a run that has come to its end"
+                * longer
             )
 
-    def _differences(self, config: dict[str, Any]) -> dict[str, str]:
-        """Describe by key where the configuration of the run here differs from ours. Another path
-        to the same content is no difference."""
-        with contextlib.suppress(InputError):  # a key that came since then has its default
-            config = parse_config(config, str(self.place)).model_dump(mode="json")
-        theirs, ours = flat(config), flat(self.config.model_dump(mode="json"))
-        differ = {}
-        for key in dict.fromkeys([*ours, *theirs]):
-            there, here = theirs.get(key), ours.get(key)
-            if there == here or key in _FREE:
-                continue
-            if key.rpartition(".")[2] in _PATHS and there is not None and here is not None:
-                known = self.record.get("inputs", {}).get(key)
-                same_content = known is not None and self.inputs.get(key) == known
-                if same_content or os.path.realpath(there) == os.path.realpath(here):
-                    continue
-            differ[key] = f"{key}: {there!r} there, {here!r} now"
-        return differ
+    def _is_same_place(self, key: str, there: Any, here: Any) -> bool:
+        """Tell whether two values of a key lead to the same content."""
+        if key.rpartition(".")[2] not in _PATHS or there is None or here is None:
+            return False
+        known = self.record.get("inputs", {}).get(key)
+        same_content = known is not None and known == self.inputs.get(key)
+        return same_content or os.path.realpath(there) == os.path.realpath(here)

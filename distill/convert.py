@@ -1,8 +1,11 @@
-"""Make an autoregressive checkpoint a folder that diffusion training starts from: d2f convert."""
+"""Bring a checkpoint into another form: an autoregressive one into a start of diffusion training, a
+trained one into one folder of merged weights, its family's official format, or the hub.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING
 from d2f import flags as command_line
 from d2f.command import command
 from d2f.errors import CheckpointError, InputError
-from d2f.flags import Verbose, check_model_name
+from d2f.flags import Switch, Verbose, check_model_name
 from d2f.quiet import quiet
 
 if TYPE_CHECKING:
@@ -20,44 +23,107 @@ if TYPE_CHECKING:
 
     from d2f.model import DiffusionModel
     from d2f.parts import Outline
+    from distill.config import TrainConfig
 
 MASK_TOKEN = "<|mask|>"
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Make of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a folder that the
-    training of a diffusion model starts from: a mask token in its tokenizer and in its vocabulary,
-    and the contract of the family. No weight that it has changes. It is not a diffusion model yet:
-    the contract's objective stays `next_token` until `objective: masked_diffusion` has trained it
-    (docs/from-autoregressive.md).
+    """Bring a model into another form.
+
+    With --family: make of an autoregressive checkpoint (transformers' Llama, Qwen2 or Qwen3) a
+    folder that the training of a diffusion model starts from: a mask token in its tokenizer and in
+    its vocabulary, and the contract of the family. No weight that it has changes. It is not a
+    diffusion model yet: the contract's objective stays `next_token` until
+    `objective: masked_diffusion` has trained it (docs/from-autoregressive.md).
 
         --family   starts from           row p predicts      for the objectives
         dream      qwen2, llama          position p + 1      masked_diffusion, then d2f
         llada      llama                 position p          masked_diffusion, then d2f
         wedlm      llama, qwen2, qwen3   position p          wedlm
         sdar       qwen3                 position p          masked_diffusion
+
+    Without: write a trained model, or the result of a finished run by the run's folder, as one
+    model: an adapter is merged into its base. --official writes LLaDA's or Dream's own format;
+    --upload puts what was written on the Hugging Face hub.
     """
 
     model: str
-    """folder, hub name or bundled model"""
-    family: str
-    """dream, llada, wedlm or sdar"""
+    """folder of a model or of a finished run, hub name or bundled model"""
     output: Path
     """new folder for the result"""
+    family: str | None = None
+    """dream, llada, wedlm or sdar: what an autoregressive model is to become"""
     mask_token: str | None = None
     """a new token, or a special one that the tokenizer has (default: the tokenizer's own mask
     token, else <|mask|>)"""
+    official: Switch = False
+    """write the format that the family's own code reads"""
+    upload: str | None = None
+    """hub name as owner/name; huggingface-cli login first"""
     verbose: Verbose = False
 
     def check(self) -> None:
-        """Raise InputError for a model that cannot be."""
+        """Raise InputError for a model that cannot be, or options that do not go together."""
         check_model_name(self.model)
+        if self.family is not None and (self.official or self.upload):
+            raise InputError("--official and --upload are for a trained model: leave out --family")
+        if self.family is None and self.mask_token is not None:
+            raise InputError("--mask-token needs --family")
+        if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
+            raise InputError(f"--output {self.output}: expected a new or empty folder")
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. Raises InputError, SystemExit after --help."""
     return command_line.parse(Options, arguments, usual="python -m distill.convert")
+
+
+def export(name: str, output: Path, official: bool = False) -> list[str]:
+    """Write a trained model, or a finished run's, to `output` as one model, whole or not at all;
+    say in lines what was done. Raises InputError."""
+    import torch
+
+    from d2f.device import parse_dtype
+    from d2f.files import make_folder, writing_folder
+    from d2f.loading import describe, load
+    from d2f.saving import save_model, save_official
+
+    config, card = _run(Path(name)), None
+    if config is None:
+        outline = describe(name)
+        dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
+        model = load(outline, dtype=dtype, device="cpu")
+    else:
+        dtype, card = getattr(torch, config.export_dtype), Path(name) / "model" / "README.md"
+        adapter = Path(name) / "adapter" if config.trains_adapter else None
+        whole = config.init if config.trains_adapter else f"{name}/model"
+        model = load(str(whole), adapter=adapter, device="cpu")
+    model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
+    make_folder(output.parent)
+    with writing_folder(output) as beside:
+        (save_official if official else save_model)(model, beside, dtype=dtype)
+        if card is not None and card.is_file():
+            shutil.copy(card, beside)
+    form = f"{model.family}'s official format" if official else "transformers' format"
+    return [f"{output}: {form}, {str(dtype).removeprefix('torch.')}"]
+
+
+def _run(folder: Path) -> TrainConfig | None:
+    """Read the configuration of a finished run, None where the folder is none. Raises InputError
+    for a run that has not ended."""
+    from distill.checkpoint import CONFIG, RECORD
+
+    if not (folder / RECORD).is_file():
+        return None
+    from distill.config import read_config
+
+    if not (folder / "model").is_dir():
+        raise InputError(
+            f"{folder}: the run has not ended, so it has no result: train it to its end"
+        )
+    return read_config(folder / CONFIG)
 
 
 def convert_checkpoint(
@@ -66,8 +132,8 @@ def convert_checkpoint(
     """Write the converted checkpoint to `output`, whole or not at all; say in lines what was done.
 
     name: folder, hub name or bundled model. mask_token: default the tokenizer's own, else
-    `MASK_TOKEN`. Raises InputError before any weights are read where model, family, mask token or
-    output do not go together.
+    `MASK_TOKEN`. Raises InputError before any weights are read where model, family and mask token
+    do not go together.
     """
     import torch
 
@@ -77,11 +143,6 @@ def convert_checkpoint(
     from d2f.loading import describe, load
     from d2f.saving import save_model
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"{output} is there already: expected a new or empty folder as --output")
-    make_folder(output.parent)
-    if mask_token is not None and not (mask_token.strip() and mask_token.isprintable()):
-        raise InputError(f"--mask-token is {mask_token!r}: expected text that can be seen")
     outline = describe(name)
     _check_source(name, outline, family_name)
     tokenizer = outline.tokenizer
@@ -95,6 +156,7 @@ def convert_checkpoint(
     made = convert(model, family_name)
     # Until masked diffusion has trained it, it reads one side only: `d2f` training warns by this.
     made.contract = dataclasses.replace(made.contract, objective="next_token")
+    make_folder(output.parent)
     with writing_folder(output) as beside:
         save_model(made, beside, dtype=dtype)
         # Read back before the folder takes its name: some tokenizers drop a token when saved.
@@ -195,10 +257,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = parse(arguments)
     with quiet(options.verbose):
-        lines = convert_checkpoint(
-            options.model, options.family, options.output, options.mask_token
-        )
+        if options.family is not None:
+            lines = convert_checkpoint(
+                options.model, options.family, options.output, options.mask_token
+            )
+        else:
+            lines = export(options.model, options.output, options.official)
     print("\n".join(lines))
+    if options.upload is not None:
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(options.upload, exist_ok=True)
+        place = HfApi().upload_folder(repo_id=options.upload, folder_path=options.output)
+        print(f"uploaded: {place}")
 
 
 if __name__ == "__main__":

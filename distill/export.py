@@ -80,6 +80,31 @@ def front_matter(
     return ["---", *data.to_yaml().splitlines(), "---"]
 
 
+CARD_TEXT = """\
+{head}
+
+# {name}
+
+Trained by the objective `{objective}`.
+
+| | |
+|---|---|
+{facts}
+
+<details><summary>Loss and evaluations, every logged step</summary>
+
+{curve}
+
+</details>
+
+config.yaml, every key resolved:
+
+```yaml
+{config}
+```
+"""
+
+
 def card(
     config: TrainConfig,
     stream: Stream,
@@ -91,32 +116,25 @@ def card(
 
     lines: of the run's log. extended: when the run was given more steps.
     """
-    last = lines[-1]
     files = [Path(file) for file in (config.data.file, config.evaluation.loss_file) if file]
-    facts = {
-        "made by": f"d2f-toolkit {d2f.__version__}",
-        "command": "`d2f train --config config.yaml`",
-        "starts from": config.init or "random weights",
-        "data": data_name(config),
-        f"SHA-256 of the first {_HASHED} samples": f"`{samples_hash(stream)}`",
-        **({"held-out loss": stream.held_out.said} if stream.held_out is not None else {}),
-        **{f"SHA-256 of {file.name}": f"`{file_digest(file)}`" for file in files},
-        "steps": f"{last['step']:,}, {last['samples']:,} samples",
-    }
-    rows = [*facts.items(), *(("", extension_text(config, more)) for more in extended)]
-    name, objective = Path(config.output).name, config.objective.name
-    return "\n".join(
-        [
-            *front_matter(name, objective),
-            f"\n# {name}\n\nTrained by the objective `{objective}`.\n",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows),
-            "\n<details><summary>Loss and evaluations, every logged step</summary>\n",
-            *curve(lines),
-            "\n</details>\n\nconfig.yaml, every key resolved:\n",
-            f"```yaml\n{config.yaml.rstrip()}\n```\n",
-        ]
+    facts = [
+        ("made by", f"d2f-toolkit {d2f.__version__}"),
+        ("command", "`d2f train --config config.yaml`"),
+        ("starts from", config.init or "random weights"),
+        ("data", data_name(config)),
+        (f"SHA-256 of the first {_HASHED} samples", f"`{samples_hash(stream)}`"),
+        *([("held-out loss", stream.held_out.said)] if stream.held_out is not None else []),
+        *((f"SHA-256 of {file.name}", f"`{file_digest(file)}`") for file in files),
+        ("steps", f"{lines[-1]['step']:,}, {lines[-1]['samples']:,} samples"),
+        *(("", extension_text(config, more)) for more in extended),
+    ]
+    return CARD_TEXT.format(
+        head="\n".join(front_matter(Path(config.output).name, config.objective.name)),
+        name=Path(config.output).name,
+        objective=config.objective.name,
+        facts="\n".join(f"| {name} | {value} |" for name, value in facts),
+        curve="\n".join(curve(lines)),
+        config=config.yaml.rstrip(),
     )
 
 
@@ -205,9 +223,9 @@ def prepare_model(
             with place:
                 new_lora(model, **lora.model_dump())
     if config.gradient_checkpointing:
+        # The reentrant kind needs an input with a gradient, which a frozen embedding does not give.
         name = "activation_checkpointing_enable"  # an older transformers has it by another name
         enable = getattr(model.backbone, name, None) or model.backbone.gradient_checkpointing_enable
-        # The reentrant kind needs an input with a gradient, which a frozen embedding does not give.
         enable({"use_reentrant": False})
     return model
 
@@ -249,16 +267,17 @@ def export_run(
     they are written, so no second model is made.
     """
     config, output = folder.config, folder.place
-    dtype = _dtype_before_rounding(config)
-    whole = dtype is None and not is_sharded(accelerator)
+    # What was trained is put on the base as it is stored, where that was rounded to be loaded.
+    rounded = config.quantize != "none" or config.base_dtype != "float32"
+    again = rounded or is_sharded(accelerator)
     # All processes take part in gathering shards, so this comes before all but one return.
-    weights = {} if whole else read_weights(accelerator, trained_parameters(objective))
+    weights = read_weights(accelerator, trained_parameters(objective)) if again else {}
     accelerator.end_training()
     if not accelerator.is_main_process:
         return
     lines = read_log(folder.log)
     text = card(config, stream, lines, folder.record.get("extended", []))
-    trained = objective.model if whole else _read_again(config, dtype, weights)
+    trained = _read_again(config, weights) if again else objective.model
     model = as_trained(trained, config)
     if model.adapter is not None:
         write_result(output / "adapter", {CARD: text}, save_adapter, model)
@@ -273,25 +292,15 @@ def export_run(
     folder.finish()
 
 
-def _dtype_before_rounding(config: TrainConfig) -> torch.dtype | None:
-    """Return the dtype of the base's weights on disk, None where they were loaded without loss."""
-    if config.quantize == "none" and config.base_dtype == "float32":
-        return None
-    assert config.init is not None
-    stored = getattr(torch, _DTYPES[stored_dtype(folder_of(resolve(config.init)))])
-    return None if config.quantize == "none" and stored == torch.bfloat16 else stored
-
-
-def _read_again(
-    config: TrainConfig, dtype: torch.dtype | None, weights: dict[str, torch.Tensor]
-) -> DiffusionModel:
+def _read_again(config: TrainConfig, weights: dict[str, torch.Tensor]) -> DiffusionModel:
     """Put what was trained on the base as it is stored, or on none, if all was trained."""
     if config.trains_adapter:
-        model = prepare_model(config, base_dtype=dtype or getattr(torch, config.base_dtype))
+        assert config.init is not None
+        stored = stored_dtype(folder_of(resolve(config.init)))
+        model = prepare_model(config, base_dtype=getattr(torch, _DTYPES[stored]))
     else:
         model = prepare_model(config, "meta")
     loaded = OBJECTIVES[config.objective.name](model, config)
-    assert weights.keys() == trained_parameters(loaded).keys()
     loaded.load_state_dict(weights, strict=False, assign=True)
     model.backbone.tie_weights()  # undone by assigning
     return model

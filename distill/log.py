@@ -26,11 +26,9 @@ class Progress:
     def __init__(
         self, done: int, steps: int, *, shown: bool, clock: Callable[[], float] = time.monotonic
     ):
-        self.start, self.steps, self.clock = done, steps, clock
-        self.began = clock()
+        self.start, self.steps, self.clock, self.began = done, steps, clock, clock()
         self.bar = tqdm(total=steps, initial=done, disable=not shown or not sys.stderr.isatty())
-        self._prints = shown and self.bar.disable
-        self._next = -float("inf")
+        self._prints, self._next = shown and self.bar.disable, -float("inf")
 
     def report(self, step: int, loss: float, over: int, rate: float, *, last: bool) -> None:
         """Show what `step` (counted from 1) gave. loss: the mean of the last `over` steps."""
@@ -40,19 +38,16 @@ class Progress:
             return
         self._next = now + APART
         speed = (step - self.start) / max(now - self.began, 1e-9)
-        mean = f" (mean of {over} steps)" if over > 1 else ""
         print(
-            f"step {step:,} of {self.steps:,}: loss {loss:.4f}{mean}, lr {rate:.2e}, "
-            f"{speed:.3g} steps/s, {tqdm.format_interval((self.steps - step) / speed)} left",
+            f"step {step:,} of {self.steps:,}: loss {loss:.4f} (mean of {over} steps), "
+            f"lr {rate:.2e}, {speed:.3g} steps/s, "
+            f"{tqdm.format_interval((self.steps - step) / speed)} left",
             flush=True,
         )
 
     def say(self, text: str) -> None:
         with self.bar.external_write_mode():
             print(text, flush=True)
-
-    def close(self) -> None:
-        self.bar.close()
 
 
 def result_text(config: TrainConfig, folders: list[str]) -> str:
@@ -77,17 +72,21 @@ def extension_text(config: TrainConfig, more: dict[str, int]) -> str:
 
 
 class Log:
-    """Append values to a run's log, a line of JSON each. seconds: training time of earlier calls.
-    Raises OutputError where it cannot be written."""
+    """Append values to a run's log, a line of JSON each, with the seconds that the run has trained.
 
-    def __init__(self, path: Path, seconds: float = 0.0):
-        self.path, self.began = path, time.monotonic() - seconds
-        self._file = GrowingFile(path)
+    What a killed run wrote after step `done` comes again: it is dropped. Raises OutputError where
+    the log cannot be written.
+    """
+
+    def __init__(self, path: Path, done: int = 0):
+        lines = [values for values in read_log(path) if values["step"] <= done]
+        write_beside(path, "".join(json.dumps(values) + "\n" for values in lines))
+        self.began = time.monotonic() - (lines[-1].get("seconds", 0.0) if lines else 0.0)
+        self.path, self._file = path, GrowingFile(path)
 
     def write(self, values: dict[str, Any]) -> None:
         line = values | {"seconds": round(time.monotonic() - self.began, 1)}
-        kept = "the same command goes on from the newest checkpoint"
-        with says_what_is_kept(self.path, kept):
+        with says_what_is_kept(self.path, "the same command goes on from the newest checkpoint"):
             self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
@@ -102,14 +101,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines
-
-
-def cut_log(path: Path, step: int) -> float:
-    """Drop what a log says of later steps, which come again; return the seconds of training that
-    the rest says."""
-    lines = [values for values in read_log(path) if values["step"] <= step]
-    write_beside(path, "".join(json.dumps(values) + "\n" for values in lines))
-    return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
 
 
 def draw_curve(lines: Sequence[Mapping[str, Any]], path: Path) -> None:

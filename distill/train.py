@@ -90,7 +90,7 @@ def main() -> None:
         if options.check:
             from distill.check import check
 
-            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))))
+            print(check(config, int(os.environ.get("WORLD_SIZE", "1"))).text)
             return
         # Two runs in one folder would overwrite each other's checkpoints; one process holds the
         # lock for all.

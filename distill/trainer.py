@@ -64,7 +64,6 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         if is_first:
             print(f"nothing is left to do: {result_text(config, folder.expected)}")
         return folder.place
-    folder.check_inputs()
     if is_first:
         for line in doubts(config):
             print(line, file=sys.stderr)
@@ -126,18 +125,16 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         write_state(accelerator, trained, optimizer, saved)
         del saved
     if is_main:
-        seconds, extension = folder.begin(done)
-        data = stream.report()
+        data, held_out = stream.report(), stream.held_out
         for said in (
             data and f"data: {data}",
-            stream.held_out and f"held-out loss: {stream.held_out.said}",
-            extension,
+            held_out and f"held-out loss: {held_out.said}",
+            folder.begin(done),
         ):
             if said:
                 print(said)
     if config.tracker != "none":
-        keys = flat(config.model_dump(mode="json"))
-        keys = {key: "None" if value is None else value for key, value in keys.items()}
+        keys = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
         # What wandb writes lies with the run, not in the working folder.
         where = {"wandb": {"dir": str(folder.place)}}
         accelerator.init_trackers("d2f", config=keys, init_kwargs=where)
@@ -146,10 +143,11 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     start, last = done, config.steps
     if stop_after is not None:
         last = min(last, done + stop_after)
-    log = Log(folder.log, seconds) if is_main else None
+    log = Log(folder.log, done) if is_main else None
     progress = Progress(done, config.steps, shown=is_main)
-    watch, stop = FiniteWatch(accelerator), StopRequest(accelerator.num_processes, says=is_main)
+    stop = StopRequest(accelerator.num_processes, says=is_main)
     stopped, recent = 0, []  # the signal to stop; losses since the last line on the screen
+    finite: dict[str, Tensor] = {}  # whether each step since the last check was
     with stop.listening():
         while done < last and not stopped:
             packed, following = fill_rows(stream, sample)
@@ -180,8 +178,12 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             optimizer.zero_grad(set_to_none=True)
             progress.bar.update()
             done, sample = done + 1, following
-            watch.see(done, f"{packed[0][0].sample.index} to {sample - 1}", loss, norm)
             recent.append(loss)
+            # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
+            seen = torch.stack([loss, norm] if accelerator.scaler is None else [loss])
+            samples = f"{packed[0][0].sample.index} to {sample - 1}"
+            what = f"the loss or its gradient at step {done} (samples {samples})"
+            finite[what] = seen.isfinite().all()
             # Asked by all processes after each step, also where none of them has had a signal.
             stopped = stop.asked()
             is_last = done == last or bool(stopped)
@@ -190,8 +192,14 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             ends = done == config.steps
             evaluates = eval_every > 0 and (ends or done % eval_every == 0)
             logs = evaluates or ends or done % config.log_every == 0
-            if logs or done == start + 1:
-                watch.check()  # waits for the device, so only in steps that are shown or saved
+            saves = is_last or done % config.save_every == 0
+            shows = logs or done == start + 1
+            if shows or saves:  # reading them waits for the device
+                require_finite(accelerator, finite)
+                finite.clear()
+            if saves or evaluates:
+                require_finite(accelerator, finite_state(done, trained, optimizer, device))
+            if shows:
                 # Each process has the sum over its own rows, normalised by all.
                 losses = accelerator.reduce(torch.stack(recent), "sum")
                 progress.report(done, losses.mean().item(), len(recent), rate, last=is_last)
@@ -199,26 +207,22 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
             if logs:
                 values = {"loss": losses[-1].item(), "lr": rate, "grad_norm": float(norm)}
                 values |= {"samples": sample}
-                if evaluates:
-                    watch.check_state(done, trained, optimizer)
-                    # The others wait for the main process at their next common operation.
-                    if is_main and evaluator is not None:
-                        found = evaluator.run(done)
-                        values |= found
-                        progress.say(f"evaluation after step {done:,}: {evaluation_text(found)}")
+                # The others wait for the main process at their next common operation.
+                if evaluates and evaluator is not None and is_main:
+                    found = evaluator.run(done)
+                    values |= found
+                    progress.say(f"evaluation after step {done:,}: {evaluation_text(found)}")
                 accelerator.log(values, step=done)
                 if log is not None:
                     log.write({"step": done, **values})
 
             # Checkpoint; the last step of a call is always one, also where a signal made it so.
-            if is_last or done % config.save_every == 0:
-                watch.check()
-                watch.check_state(done, trained, optimizer)
+            if saves:
                 state = read_state(accelerator, trained, optimizer, done)
                 if is_main:
                     state |= {"step": done, "sample": sample}
                     checkpoint.save(folder.checkpoints, done, state, config.keep)
-    progress.close()
+    progress.bar.close()
     if log is not None:
         log.close()
 
@@ -299,30 +303,25 @@ _REPEAT = 10
 def choose_attention(
     accelerator: Accelerator, config: TrainConfig, model: DiffusionModel, spans: Tensor
 ) -> Way:
-    """Return the way to compute attention: the configured one, or for "auto" the one kept in the
-    run's folder, else the fastest, which is written there; sdpa on a CPU.
+    """Return the way to compute attention: the configured one, or for "auto" sdpa on a CPU, on a
+    GPU the one kept in the run's folder, else the fastest, which the main process writes there.
 
-    spans: int32 ``[R, L, K, 2]`` of a step. The main process chooses for all.
+    spans: int32 ``[R, L, K, 2]`` of a step.
     """
     if config.attention != "auto":
         return config.attention
     if not spans.is_cuda:
         return "sdpa"
-    chosen: list[Any] = [None]
-    path = Path(config.output) / ATTENTION
+    path, chosen = Path(config.output) / ATTENTION, [""]
     if accelerator.is_main_process:
         if not path.is_file():
             kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
             dtype = kinds.get(accelerator.mixed_precision, torch.float32)
             found = measure_attention(model, spans, dtype)
-            fastest = min(found, key=found.__getitem__)
-            write_beside(path, json.dumps({"chosen": fastest, "milliseconds": found}) + "\n")
-            said = ", ".join(f"{way} {ms:.3f} ms" for way, ms in found.items())
-            print(
-                f"attention: {fastest} ({said} a layer, forward and backward, at "
-                f"{list(spans.shape[:2])})"
-            )
-        chosen[0] = json.loads(path.read_text(encoding="utf-8"))["chosen"]
+            best = min(found, key=found.__getitem__)
+            write_beside(path, json.dumps({"chosen": best, "milliseconds": found}) + "\n")
+            print(f"attention: {best} (milliseconds a layer, forward and backward: {found})")
+        chosen = [json.loads(path.read_text(encoding="utf-8"))["chosen"]]
     way: Way = broadcast_object_list(chosen)[0]
     return way
 
@@ -331,14 +330,16 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     """Time a layer's attention, forward and backward, with its share of making the mask, by each
     way that works here; in milliseconds."""
     config = model.backbone.config
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads, layers = (
+        config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers,
+    )  # fmt: skip
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     batch, length = spans.shape[:2]
-    shapes = ((batch, heads, length, dim), *((batch, kv_heads, length, dim),) * 2)
     options: dict[str, Any] = {"dtype": dtype, "device": spans.device, "requires_grad": True}
-    q, k, v = (torch.randn(shape, **options) for shape in shapes)
+    q, k, v = (
+        torch.randn(batch, count, length, dim, **options) for count in (heads, kv_heads, kv_heads)
+    )
     upstream = torch.randn(batch, length, heads, dim, dtype=dtype, device=spans.device)
-    layers = config.num_hidden_layers
 
     def step(way: Way) -> None:
         plan = SpanPlan(spans, way=way)  # made once a forward and shared by the layers
@@ -349,7 +350,7 @@ def measure_attention(model: DiffusionModel, spans: Tensor, dtype: torch.dtype) 
     for way in WAYS:
         try:
             timer = Timer("step(way)", globals={"step": step, "way": way})
-            found[way] = 1e3 * timer.timeit(_REPEAT).median / layers
+            found[way] = round(1e3 * timer.timeit(_REPEAT).median / layers, 3)
         except (RuntimeError, NotImplementedError) as error:  # memory, or no such kernel
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"attention by {way} does not work here: {reason}", stacklevel=2)
@@ -361,57 +362,29 @@ class NonFiniteLossError(FloatingPointError):
     was saved."""
 
 
-class FiniteWatch:
-    """Remember whether each step's loss and gradient were finite.
-
-    `see` never waits for the device; the checks do, and come before anything is logged or saved.
-    They add up over processes, so that all raise together and none waits for one that has ended.
-    """
-
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator = accelerator
-        self.steps: dict[tuple[int, str], Tensor] = {}  # since the last check, with their samples
-
-    def see(self, step: int, samples: str, loss: Tensor, norm: Tensor) -> None:
-        """Note a step's loss and gradient norm, made from these samples."""
-        # fp16's scaler meets infinite gradients and skips those steps: they are no failure.
-        seen = (loss, norm) if self.accelerator.scaler is None else (loss,)
-        self.steps[step, samples] = torch.stack([v.detach().float().isfinite() for v in seen]).all()
-
-    def check(self) -> None:
-        """Raise NonFiniteLossError if any process saw a step that was not finite."""
-        first = self._first(self.steps)
-        if first is not None:
+def require_finite(accelerator: Accelerator, finite: Mapping[str, Tensor]) -> None:
+    """Raise NonFiniteLossError that names the first of these that is not finite in some process.
+    All processes call this with the same names, and raise together."""
+    if not finite:
+        return
+    bad = accelerator.reduce((~torch.stack(list(finite.values()))).int(), "sum").tolist()
+    for what, count in zip(finite, bad, strict=True):
+        if count:
             raise NonFiniteLossError(
-                f"the loss or its gradient is not finite at step {first[0]} (samples {first[1]}); "
-                "nothing of it was saved"
-            )
-        self.steps.clear()
-
-    def check_state(
-        self, step: int, parameters: Mapping[str, nn.Parameter], optimizer: Any
-    ) -> None:
-        """Raise NonFiniteLossError where the weights after `step` or their moments are not finite
-        in any process."""
-        fine = {
-            (name, key): own_part(value).isfinite().all().to(self.accelerator.device)
-            for name, parameter in parameters.items()
-            for key, value in {"weight": parameter, **optimizer.state.get(parameter, {})}.items()
-            if isinstance(value, Tensor)
-        }
-        first = self._first(fine)
-        if first is not None:
-            raise NonFiniteLossError(
-                f"{first[0]} ({first[1]}) is not finite after step {step}, whose loss and gradient "
-                "are; a lower optimizer.lr may help; nothing of it was saved"
+                f"{what} is not finite: a lower optimizer.lr may help; nothing of it was saved"
             )
 
-    def _first(self, fine: Mapping[tuple[Any, str], Tensor]) -> tuple[Any, str] | None:
-        """Return the first name that is not fine in some process; all have the same names."""
-        if not fine:
-            return None
-        bad = self.accelerator.reduce((~torch.stack(list(fine.values()))).int(), "sum")
-        return next((name for name, count in zip(fine, bad.tolist(), strict=True) if count), None)
+
+def finite_state(
+    step: int, parameters: Mapping[str, nn.Parameter], optimizer: Any, device: torch.device
+) -> dict[str, Tensor]:
+    """Tell by name whether the weights after `step` and AdamW's moments are finite here."""
+    return {
+        f"after step {step} {name} ({key})": own_part(value).isfinite().all().to(device)
+        for name, parameter in parameters.items()
+        for key, value in {"weight": parameter, **optimizer.state.get(parameter, {})}.items()
+        if isinstance(value, Tensor)
+    }
 
 
 class StopRequest:
@@ -441,9 +414,9 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Let the signals ask to stop instead of ending the process."""
-        asking = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup has set
-            asking.append(signal.SIGHUP)
+        asking = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # which nohup has set
+            asking.pop()
         if threading.current_thread() is not threading.main_thread():
             asking = []  # Python lets only the main thread set handlers
         before = {number: signal.signal(number, self._receive) for number in asking}
@@ -462,11 +435,12 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self._received:
-            self._received, self._first = number, now
+            self._first = now
             if self._says and number == signal.SIGINT:  # print may be under way: it cannot be used
-                said = b"\nstopping after this step, which is saved; Ctrl-C again: at once\n"
                 with suppress(OSError):  # nobody may read it any more
-                    os.write(2, said)
+                    os.write(
+                        2, b"\nstopping after this step, which is saved; Ctrl-C again: at once\n"
+                    )
         elif number == signal.SIGINT and now - self._first > self.PASSED_ON:
             raise KeyboardInterrupt
         self._received = max(self._received, number)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import shlex
 import shutil
-import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 import yaml
 from data_rows import pairs, run_settings, stream, write
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
 from test_train import curve, same, settings, weights
 from tiny import fresh_model, random_model
 
@@ -28,7 +26,7 @@ from d2f.saving import save_model
 from distill import checkpoint
 from distill.checkpoint import RunFolder, digests, flat
 from distill.export import card, data_name, samples_hash
-from distill.log import Log, Progress, cut_log, result_text
+from distill.log import Log, Progress, read_log, result_text
 from distill.train import train
 from distill.trainer import learning_rate
 
@@ -66,10 +64,9 @@ def test_a_terminal_has_a_bar_and_no_lines(capsys, monkeypatch):
     progress = Progress(3, 5, shown=True)
     progress.bar.update()
     progress.report(4, 0.5, 2, 1e-3, last=False)
-    progress.bar.refresh()
+    progress.bar.close()
     said = capsys.readouterr()
     assert said.out == "" and "4/5" in said.err and "loss=0.5000 (mean of 2)" in said.err
-    progress.close()
 
 
 def test_a_run_says_its_loss_and_ends_with_a_line_that_decodes(tmp_path, capsys):
@@ -95,16 +92,13 @@ def test_a_run_says_its_loss_and_ends_with_a_line_that_decodes(tmp_path, capsys)
 
 def test_a_log_goes_on_after_a_resume_and_is_cut_after_a_step(tmp_path):
     path = tmp_path / "log.jsonl"
-    assert cut_log(path, 3) == 0.0
-    log = Log(path, seconds=100.0)
-    for step in (1, 2, 3, 4):
-        log.write({"step": step, "loss": float("nan")})
+    path.write_text('{"step": 1, "loss": NaN}\n{"step": 3, "seconds": 100.0}\n{"step": 4}\n{"st')
+    log = Log(path, 3)
+    log.write({"step": 4})
     log.close()
-    with path.open("ab") as file:  # torn by a kill
-        file.write(b'{"step": ')
-    assert 100.0 <= cut_log(path, 3) < 110.0
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    lines = read_log(path)
+    assert [line["step"] for line in lines] == [1, 3, 4]
+    assert 100.0 <= lines[-1]["seconds"] < 110.0
 
 
 def test_a_card_says_what_made_a_result(tmp_path):
@@ -123,7 +117,6 @@ def test_a_card_says_what_made_a_result(tmp_path):
         "Trained by the objective `masked_diffusion`.",
         f"| made by | d2f-toolkit {d2f.__version__} |",
         "| starts from | random weights |",
-        "| data | d.jsonl |",
         f"| SHA-256 of the first 256 samples | `{samples_hash(data)}` |",
         f"| SHA-256 of d.jsonl | `{hashlib.sha256(path.read_bytes()).hexdigest()}` |",
         "| steps | 2,000, 4,567 samples |",
@@ -132,17 +125,12 @@ def test_a_card_says_what_made_a_result(tmp_path):
         "| step | loss | kl |",
         "| 1 | 2.0000 |  |",
         "| 3 | 1.0000 | 0.250 |",
-        "| 2,000 | 0.5000 |  |",
     ):
         assert f"\n{line}\n" in text, line
     config.save(tmp_path / "config.yaml")
     assert text.endswith(f"```yaml\n{(tmp_path / 'config.yaml').read_text()}```\n")
-    for data, name in (
-        (TASKS, "generated countdown, story problems, split train, seed 4"),
-        ({"file": "some/where.jsonl"}, "where.jsonl"),
-        ({"dataset": "nobody/nothing"}, "nothing"),
-    ):
-        assert data_name(run_settings(tmp_path, data, seed=4)) == name
+    named = run_settings(tmp_path, TASKS, seed=4)
+    assert data_name(named) == "generated countdown, story problems, split train, seed 4"
 
 
 def test_the_hash_of_samples_tells_prompt_from_response_and_leaves_out_what_is_left_out(tmp_path):
@@ -222,28 +210,23 @@ def test_a_folder_of_an_earlier_version_is_the_same_run(tmp_path):
         RunFolder(config)
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2", None])
-def test_a_configuration_or_record_that_is_gone_or_damaged_is_said(tmp_path, content):
+def test_a_configuration_or_record_that_is_damaged_is_said(tmp_path):
     config = run_settings(tmp_path, TASKS)
     begun(config)
-    record, path = tmp_path / "run.json", tmp_path / "config.yaml"
-    record.write_text("[]")
+    (tmp_path / "run.json").write_text("[]")
     with pytest.raises(InputError, match=r"run\.json must be a JSON object"):
         RunFolder(config)
-    record.unlink()
-    path.write_text(content) if content is not None else path.unlink()
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "config.yaml").write_text("[1, 2")
     with pytest.raises(InputError, match=r"config\.yaml does not say which .*: put it back"):
         RunFolder(config)
 
 
 def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr("distill.export.prepare_model", None)
+    monkeypatch.setattr("distill.trainer.prepare_model", None)
     with pytest.raises(InputError, match=r"expected a folder that can be written: .*/file$"):
         train(settings(tmp_path / "file" / "run"))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(InputError, match=r"expected a folder that can be written"):
-        train(settings(tmp_path / "run"))
 
 
 def test_a_run_that_failed_at_its_start_does_not_refuse_the_corrected_one(tmp_path):
@@ -259,49 +242,43 @@ def test_a_run_that_failed_at_its_start_does_not_refuse_the_corrected_one(tmp_pa
 # What a run reads
 
 
-def base(folder: Path, seed: int = 0) -> Path:
-    model = random_model("llada", seed)
-    save_model(model, folder, dtype=torch.float32, objective="masked_diffusion")
-    return folder
-
-
 ROWS = '{"prompt": "2+3?", "response": "5"}\n' * 20
-CHANGES = {
-    "data.file": lambda place: (place / "d.jsonl").write_text(ROWS + ROWS),
-    "objective.noise.states": lambda place: PipelineStates({8: [(1.0,)]}).save(place / "s.json"),
-    "init": lambda place: base(place / "base", seed=1),
-    "init_adapter": lambda place: train(
-        settings(place / "before", "d2f", init=str(place / "base"), steps=2)
-    ),
-}
 
 
 def test_a_resume_refuses_an_input_that_changed(tmp_path):
     """With what it was and what it is; a run of an earlier version, which did not note what it
     read, goes on."""
-    (tmp_path / "d.jsonl").write_text(ROWS)
-    PipelineStates({8: [(0.5, 1.0)]}).save(tmp_path / "s.json")
-    init = str(base(tmp_path / "base"))
-    train(settings(tmp_path / "before", "d2f", init=init, steps=1))
+
+    def put(number: int) -> dict[str, Path]:
+        place = {"data.file": tmp_path / "d.jsonl", "objective.noise.states": tmp_path / "s.json"}
+        place["data.file"].write_text(ROWS * number)
+        PipelineStates({8: [(0.5, 1.0)] * number}).save(place["objective.noise.states"])
+        model = random_model("llada", number)
+        save_model(model, tmp_path / "base", dtype=torch.float32, objective="masked_diffusion")
+        return place | {"init": tmp_path / "base", "init_adapter": tmp_path / "before" / "adapter"}
+
+    place = {key: str(path) for key, path in put(1).items()}
+    train(settings(tmp_path / "before", "d2f", init=place["init"], steps=1))
     inputs = {
-        "init": init, "init_adapter": str(tmp_path / "before" / "adapter"), "block_size": 8,
-        "data": {"file": str(tmp_path / "d.jsonl"), "rows": 2},
-        "noise": {"schedule": "pipeline", "states": str(tmp_path / "s.json")},
+        "init": place["init"], "init_adapter": place["init_adapter"], "block_size": 8,
+        "data": {"file": place["data.file"], "rows": 2},
+        "noise": {"schedule": "pipeline", "states": place["objective.noise.states"]},
     }  # fmt: skip
     config = settings(tmp_path / "run", "d2f", steps=3, **inputs)
     train(config, stop_after=1)
-    there = json.loads((tmp_path / "run" / "run.json").read_text())["inputs"]
-    assert there.keys() == CHANGES.keys()
-    for key in ("data.file", "objective.noise.states", "init_adapter", "init"):
-        CHANGES[key](tmp_path)
-        with pytest.raises(InputError, match=rf"{key} had SHA-256 {there[key][:16]}\.\.\., has (?!"
-                           rf"{there[key][:16]})[0-9a-f]{{16}}\.\.\. now"):  # fmt: skip
-            train(config)
-        if key == "init_adapter":
-            (tmp_path / "run" / "run.json").unlink()
-            train(config, stop_after=1)
-            there |= json.loads((tmp_path / "run" / "run.json").read_text())["inputs"]
-    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1, 2]
+    record = tmp_path / "run" / "run.json"
+    there = json.loads(record.read_text())["inputs"]
+    assert there.keys() == place.keys()
+    put(2)
+    weights = tmp_path / "before" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    with pytest.raises(InputError, match="holds another run") as caught:
+        train(config)
+    for key, digest in there.items():
+        assert f"{key} had SHA-256 {digest[:16]}..., has " in str(caught.value)
+    record.unlink()
+    RunFolder(config)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
 
 
 def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
@@ -323,20 +300,17 @@ def test_the_same_data_by_another_path_is_the_same_run(tmp_path, monkeypatch):
         "link.jsonl",
         "moved.jsonl",
     ):
-        RunFolder(run(path)).check_inputs()
+        RunFolder(run(path))
     Path("other.jsonl").write_text('{"prompt": "2+3?", "response": "6"}\n')
     with pytest.raises(InputError, match=r"data\.file: 'data/d\.jsonl' there, 'other\.jsonl' now"):
         RunFolder(run("other.jsonl"))
-    for key, section in (("data.dataset", "data"), ("tokenizer", None)):
-
-        def named(name: str, key=key, section=section):
-            data = {"dataset": name if section else "one"}
-            return run_settings(tmp_path / key, data, tokenizer="one" if section else name)
-
-        begun(named("one"))
-        RunFolder(named("./one"))
-        with pytest.raises(InputError, match=rf"\({key}: 'one' there, 'two' now\)"):
-            RunFolder(named("two"))
+    one, same, two = (
+        run_settings(tmp_path / "hub", {"dataset": name}) for name in ("one", "./one", "two")
+    )
+    begun(one)
+    RunFolder(same)
+    with pytest.raises(InputError, match=r"\(data.dataset: 'one' there, 'two' now\)"):
+        RunFolder(two)
 
 
 def test_digests_are_of_names_and_contents_but_not_of_caches(tmp_path):
@@ -416,10 +390,6 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, capsys, schedule):
 # What a kill, a full disk or a damaged file leaves
 
 
-def full(*_: object, **__: object) -> int:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
     """A run that was stopped after four of six steps, and beside it one that was not."""
@@ -429,84 +399,41 @@ def stopped(tmp_path_factory) -> Path:
     return folder
 
 
-def damage(path: Path, kind: str) -> None:
-    data = bytearray(path.read_bytes())
-    if kind == "cut":
-        del data[len(data) // 2 :]
-    elif kind == "flipped":
-        data[len(data) // 2] ^= 1
-    path.write_bytes(b"no state" if kind == "text" else data)
-    if kind == "gone":
-        path.unlink()
-    elif kind == "code":
-        torch.save({"step": print}, path)
-
-
-@pytest.mark.parametrize("kind", ["cut", "flipped", "gone", "text", "code"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, stopped, kind):
-    """The run goes on from the one before it, to the weights of a whole run; if there is none, that
-    is one line. Nothing in a file is run."""
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path, stopped):
     run = shutil.copytree(stopped / "run", tmp_path / "run")
-    four = run / "checkpoints" / "step-0000004" / "state.pt"
-    damage(four, kind)
+    file = run / "checkpoints" / "step-0000004" / "state.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
     with pytest.warns(UserWarning, match=r"damaged checkpoint passed over: .*step-0000004"):
-        assert checkpoint.newest(run / "checkpoints")["step"] == 2
-    damage(run / "checkpoints" / "step-0000002" / "state.pt", kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(CheckpointError, match="no whole checkpoint to go on from") as caught:
-            checkpoint.newest(run / "checkpoints")
-    assert "\n" not in str(caught.value)
-    if kind == "flipped":
-        shutil.copytree(stopped / "run" / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
-        damage(four, kind)
-        with pytest.warns(UserWarning, match="passed over"):
-            train(settings(run))
-        assert same(run, stopped / "whole")
+        train(settings(run))
+    assert same(run, stopped / "whole")
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), RuntimeError("writer")])
-def test_a_checkpoint_without_room_keeps_those_before(tmp_path, stopped, monkeypatch, error):
+@pytest.mark.parametrize("name", ["torch.save", "distill.export.save_model"])
+def test_a_full_disk_keeps_what_was_there_and_the_same_command_goes_on(
+    tmp_path, stopped, monkeypatch, name
+):
     run = shutil.copytree(stopped / "run", tmp_path / "run")
 
-    def save(*_: object) -> None:
-        raise error
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("torch.save", save)
-        with pytest.raises(
-            CheckpointError, match=r"step 6 could not be written: .*; step 4 is kept"
-        ):
+        patch.setattr(name, no_room)
+        with pytest.raises(InputError, match=r"could not be written: .*No space left.* kept"):
             train(settings(run))
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
-        "step-0000002", "step-0000004",
-    ]  # fmt: skip
+    assert not list(run.rglob("*.writing"))
     train(settings(run))
     assert same(run, stopped / "whole")
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error: full")]
-)
-def test_an_export_without_room_keeps_what_was_there(tmp_path, stopped, monkeypatch, error):
-    run = shutil.copytree(stopped / "whole", tmp_path / "run")
-    before = weights(run)
-
-    def no_room(*_: object, **__: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr("distill.export.save_model", no_room)
-        with pytest.raises(InputError, match=r"/model could not be written: .*results are kept"):
-            train(settings(run, steps=7))
-    assert all(torch.equal(weights(run)[name], value) for name, value in before.items())
-    assert not list(run.glob("*.writing"))
-    train(settings(run, steps=7))
-    assert not torch.equal(weights(run)["lm_head.weight"], before["lm_head.weight"])
-
-
 def test_a_log_without_room_says_what_goes_on(tmp_path, monkeypatch):
     log = Log(tmp_path / "log.jsonl")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr("os.write", full)
     with pytest.raises(InputError, match=r"No space left on device.*; the same command goes on"):
         log.write({"step": 1})
