@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
+
 from d2f.config import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside, writing_folder
@@ -257,7 +259,23 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
     ]
     lines = [
         *front_matter(
-            name, objective, [contract["family"]], reports, license="apache-2.0", language="en"
+            objective,
+            [contract["family"]],
+            model_name=name,
+            eval_results=[
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=row["task"],
+                    dataset_name=f"{row['task']}, held out",
+                    metric_type="accuracy",
+                    metric_name=f"accuracy, {report['label']}",
+                    metric_value=row["accuracy"],
+                )
+                for report in reports
+                for row in report["rows"]
+            ],
+            license="apache-2.0",
+            language="en",
         ),
         "",
         f"# {name}",

@@ -229,19 +229,18 @@ class RunFolder:
             self.steps_before = there["steps"]
             there["steps"] = self.config.steps
         known = self.record.get("inputs", {})
-        differ = [
-            f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
-            for key in dict.fromkeys([*here, *there])
-            if key not in _FREE
-            and there.get(key) != here.get(key)
-            and not self._is_same_place(key, there.get(key), here.get(key))
-        ] + [
-            f"{key} had SHA-256 {known[key][:16]}..., has {digest[:16]}... now"
-            for key, digest in (self.inputs if known else {}).items()
-            if key in known and known[key] != digest
-        ]
+        now = self.inputs if known else {}
+        differ = []
+        for key in dict.fromkeys([*here, *there]):
+            old, new = there.get(key), here.get(key)
+            if key in known and key in now:  # whatever path leads to it
+                if known[key] != now[key]:
+                    digests = f"SHA-256 {known[key][:16]}..., then {now[key][:16]}..."
+                    differ.append(f"{key}: {old!r} there, {new!r} now, {digests}")
+            elif key not in _FREE and old != new and not _is_same_place(key, old, new):
+                differ.append(f"{key}: {old!r} there, {new!r} now")
         if differ:
-            longer = there["steps"] != here["steps"]
+            longer = there.get("steps") != here["steps"]
             raise InputError(
                 f"{self.place} holds another run ({'; '.join(differ)}): expected the same "
                 "configuration and data, or another output"
@@ -249,10 +248,7 @@ class RunFolder:
                 * longer
             )
 
-    def _is_same_place(self, key: str, there: Any, here: Any) -> bool:
-        """Tell whether two values of a key lead to the same content."""
-        if key.rpartition(".")[2] not in _PATHS or there is None or here is None:
-            return False
-        known = self.record.get("inputs", {}).get(key)
-        same_content = known is not None and known == self.inputs.get(key)
-        return same_content or os.path.realpath(there) == os.path.realpath(here)
+
+def _is_same_place(key: str, old: Any, new: Any) -> bool:
+    is_path = key.rpartition(".")[2] in _PATHS and None not in (old, new)
+    return is_path and os.path.realpath(old) == os.path.realpath(new)

@@ -488,6 +488,14 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     values = with_section(read_mapping(find_config(path, *TRAINING)), str(path))
     today = [f"--{renamed(word[2:])}" if word.startswith("--") else word for word in overrides]
     override(values, today, _Flags)
+    of_objective = [
+        word
+        for flag, value in zip(today[::2], today[1::2], strict=True)
+        for word in (flag, value)
+        if flag.startswith("--objective.")
+    ]
+    if of_objective:  # again, with the keys of this objective known: a fault is then the flag's
+        override(values, of_objective, _kind(_section(values["objective"]["name"], str(path))))
     return parse_config(values, str(path))
 
 
@@ -543,9 +551,9 @@ def with_section(values: dict[str, Any], source: str) -> dict[str, Any]:
 
 def renamed(key: str) -> str:
     """Return a key (dots lead into sections) of an earlier version as it is named today."""
-    first, dot, rest = key.replace("-", "_").partition(".")
-    if key == "objective":
-        return "objective.name"
-    if first not in _EARLIER:
-        return key
-    return f"objective.{rest}" if first in _WITHIN else f"objective.{first}{dot}{rest}"
+    first, _, rest = key.replace("-", "_").partition(".")
+    if first in _WITHIN:
+        return f"objective.{rest}"
+    if first in _EARLIER:
+        return f"objective.{key}"
+    return "objective.name" if key == "objective" else key

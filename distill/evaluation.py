@@ -51,8 +51,7 @@ class Evaluator:
                 "eval_every evaluates on one process, whose weights must be whole: expected one "
                 f"process, DDP or ZeRO-2, got {accelerator.distributed_type.value}"
             )
-        self.config = objective.config
-        self.loss, self.accelerator = loss, accelerator
+        self.config, self.loss, self.accelerator = objective.config, loss, accelerator
         self.model = as_trained(objective.model, self.config)
         self.best = Path(self.config.output) / "best"
         self.jobs = jobs(self.model, self.config)
@@ -73,11 +72,12 @@ class Evaluator:
 
     def _decode(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        right = tokens = forwards = count = 0
+        right: list[bool] = []
+        tokens = forwards = 0
         for task, problems, decoder in self.jobs:
             batch_size = self.config.evaluation.batch_size
             judged = decode_and_judge(self.model, decoder, task, problems, batch_size=batch_size)
-            right, count = right + sum(judged.right), count + len(problems)
+            right += judged.right
             tokens += sum(len(result.tokens) for result in judged.results)
             forwards += sum(result.forwards for result in judged.results)
             verdict = "right" if judged.right[0] else "wrong"
@@ -87,37 +87,32 @@ class Evaluator:
             values[f"{name}/example"] = (
                 f"{problems[0].question}\n{judged.results[0].text}\n({verdict})"
             )
-        values["evaluation/accuracy"] = right / count
+        values["evaluation/accuracy"] = sum(right) / len(right)
         values["evaluation/tokens_per_forward"] = tokens / forwards
         return values
 
     def _keep(self, step: int, values: dict[str, Any]) -> None:
         by = self.config.best_by
-        score = score_of(by, values)
+
+        def score(values: dict[str, Any]) -> list[float]:
+            if by == "accuracy":
+                return [values["evaluation/accuracy"], values["evaluation/tokens_per_forward"]]
+            return [-values[f"evaluation/{by}"]]
+
         # A kill while the folder was replaced may have left the old one under another name.
         put_back(self.best)
-        if not all(map(math.isfinite, score)):
+        if not all(map(math.isfinite, score(values))):
             return
         # A report that is missing or damaged says of nothing that it was better.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads((self.best / REPORT).read_text(encoding="utf-8"))
-            if score <= score_of(by, kept):
+            if score(values) <= score(kept):
                 return
-        report = json.dumps({"step": step, "best_by": by, **values}, indent=1) + "\n"
+        text = {REPORT: json.dumps({"step": step, "best_by": by, **values}, indent=1) + "\n"}
         if self.model.adapter is not None:
-            write_result(self.best, {REPORT: report}, save_adapter, self.model)
+            write_result(self.best, text, save_adapter, self.model)
         else:
-            write_result(
-                self.best, {REPORT: report}, save_model, self.model, **files_of(self.config)
-            )
-
-
-def score_of(by: str, values: dict[str, Any]) -> list[float]:
-    """Return what a better evaluation has more of, compared as a list: accuracy, then tokens a
-    forward; or minus a loss."""
-    if by == "accuracy":
-        return [values["evaluation/accuracy"], values["evaluation/tokens_per_forward"]]
-    return [-values[f"evaluation/{by}"]]
+            write_result(self.best, text, save_model, self.model, **files_of(self.config))
 
 
 def evaluation_text(values: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import ModelCardData
 
 import d2f
 from d2f.adapters import attach, new_lora
@@ -44,37 +44,16 @@ _EVALUATED = tuple(
 )
 
 
-def front_matter(
-    name: str,
-    objective: str,
-    tags: Sequence[str] = (),
-    reports: Sequence[Mapping[str, Any]] = (),
-    **more: Any,
-) -> list[str]:
+def front_matter(objective: str, tags: Sequence[str] = (), **more: Any) -> list[str]:
     """Return the lines at the head of a card that the Hugging Face hub lists a model under.
 
-    objective: what it was trained by. reports: of `decode.evaluate`, each with a `label`. more:
-    license and language, by the hub's names for them.
+    objective: what it was trained by. more: license, results and so on, by the hub's names.
     """
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=row["task"],
-            dataset_name=f"{row['task']}, held out",
-            metric_type="accuracy",
-            metric_name=f"accuracy, {report['label']}",
-            metric_value=row["accuracy"],
-        )
-        for report in reports
-        for row in report["rows"]
-    ]
     kind = [] if objective == "next_token" else ["diffusion-language-model"]
     data = ModelCardData(
         library_name="d2f-toolkit",
         pipeline_tag="text-generation",
         tags=["d2f", *kind, objective, *tags],
-        model_name=name if results else None,
-        eval_results=results or None,
         **more,
     )
     return ["---", *data.to_yaml().splitlines(), "---"]
@@ -129,7 +108,7 @@ def card(
         *(("", extension_text(config, more)) for more in extended),
     ]
     return CARD_TEXT.format(
-        head="\n".join(front_matter(Path(config.output).name, config.objective.name)),
+        head="\n".join(front_matter(config.objective.name)),
         name=Path(config.output).name,
         objective=config.objective.name,
         facts="\n".join(f"| {name} | {value} |" for name, value in facts),
@@ -268,8 +247,7 @@ def export_run(
     """
     config, output = folder.config, folder.place
     # What was trained is put on the base as it is stored, where that was rounded to be loaded.
-    rounded = config.quantize != "none" or config.base_dtype != "float32"
-    again = rounded or is_sharded(accelerator)
+    again = is_sharded(accelerator) or _is_rounded(config)
     # All processes take part in gathering shards, so this comes before all but one return.
     weights = read_weights(accelerator, trained_parameters(objective)) if again else {}
     accelerator.end_training()
@@ -292,12 +270,23 @@ def export_run(
     folder.finish()
 
 
+def _is_rounded(config: TrainConfig) -> bool:
+    if config.quantize == "none" and config.base_dtype == "float32":
+        return False
+    return config.quantize != "none" or _stored(config) != torch.bfloat16
+
+
+def _stored(config: TrainConfig) -> torch.dtype:
+    """Return the dtype of the base's weights on disk."""
+    assert config.init is not None
+    dtype: torch.dtype = getattr(torch, _DTYPES[stored_dtype(folder_of(resolve(config.init)))])
+    return dtype
+
+
 def _read_again(config: TrainConfig, weights: dict[str, torch.Tensor]) -> DiffusionModel:
     """Put what was trained on the base as it is stored, or on none, if all was trained."""
     if config.trains_adapter:
-        assert config.init is not None
-        stored = stored_dtype(folder_of(resolve(config.init)))
-        model = prepare_model(config, base_dtype=getattr(torch, _DTYPES[stored]))
+        model = prepare_model(config, base_dtype=_stored(config))
     else:
         model = prepare_model(config, "meta")
     loaded = OBJECTIVES[config.objective.name](model, config)

@@ -80,6 +80,13 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
         project_dir=folder.place,
     )
     device, is_main = accelerator.device, accelerator.is_main_process
+    launched = "ACCELERATE_USE_CPU" in os.environ  # by accelerate launch, without torchrun
+    if launched and device.type == "cpu" and accelerator.num_processes == 1:
+        print(
+            "notice: one process trains; on a CPU accelerate launch starts several by "
+            "--multi_gpu --num_processes N",
+            file=sys.stderr,
+        )
     if config.attention == "flex" and device.type != "cuda":
         raise InputError(f"attention flex trains on a GPU only, this is {device}: take sdpa")
     if config.compile:

@@ -299,7 +299,7 @@ TASKS = {"tasks": {"countdown": 1.0}}
 
 def test_an_objective_of_ones_own_trains_and_exports(tmp_path):
     config = run_settings(tmp_path, TASKS, {"name": HALF, "weight": 0.5}, log_every=1)
-    assert str(check(config)).startswith(f"{HALF} on llada: ")
+    assert check(config).text.startswith(f"{HALF} on llada: ")
     train(config)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]

@@ -24,7 +24,7 @@ from d2f.errors import CheckpointError, InputError
 from d2f.noise import PipelineStates
 from d2f.saving import save_model
 from distill import checkpoint
-from distill.checkpoint import RunFolder, digests, flat
+from distill.checkpoint import RunFolder, digests
 from distill.export import card, data_name, samples_hash
 from distill.log import Log, Progress, read_log, result_text
 from distill.train import train
@@ -133,16 +133,11 @@ def test_a_card_says_what_made_a_result(tmp_path):
     assert data_name(named) == "generated countdown, story problems, split train, seed 4"
 
 
-def test_the_hash_of_samples_tells_prompt_from_response_and_leaves_out_what_is_left_out(tmp_path):
-    rows = [{"prompt": "a", "response": "b"}, {"prompt": "q " * 99, "response": "c"}]
-    long, short = (
-        stream(file=str(write(tmp_path / name, kept)), on_long="drop", chat_template="none")
-        for name, kept in (("two.jsonl", rows), ("one.jsonl", rows[:1]))
-    )
-    sample = short.sample(0)
-    line = json.dumps([sample.prompt, sample.response]).encode()
-    assert samples_hash(short) == hashlib.sha256(line * 256).hexdigest()
-    assert samples_hash(long) == hashlib.sha256(line * 128).hexdigest()
+def test_the_hash_of_samples_tells_prompt_from_response(tmp_path):
+    row = {"prompt": "a", "response": "b"}
+    made = stream(file=str(write(tmp_path / "one.jsonl", [row])), chat_template="none")
+    line = json.dumps([made.sample(0).prompt, made.sample(0).response]).encode()
+    assert samples_hash(made) == hashlib.sha256(line * 256).hexdigest()
 
 
 # What a folder is taken for
@@ -158,11 +153,10 @@ def begun(config, **changes) -> RunFolder:
 def test_a_run_is_finished_where_its_record_and_its_folders_say_so(tmp_path):
     config = run_settings(tmp_path / "run", TASKS)
     folder = begun(config)
-    assert not folder.is_finished and folder.expected == ["model"]
     folder.finish()
-    assert not folder.is_finished, "the folder is not there"
+    assert not RunFolder(config).is_finished, "the folder is not there"
     (tmp_path / "run" / "model").mkdir()
-    assert folder.is_finished and RunFolder(config).is_finished
+    assert RunFolder(config).is_finished
     official = RunFolder(config.model_copy(update={"export_official": True}))
     assert official.expected == ["model", "official"] and not official.is_finished
     RunFolder(config).begin(2)
@@ -229,16 +223,6 @@ def test_an_output_that_cannot_be_made_is_known_before_any_work(tmp_path, monkey
         train(settings(tmp_path / "file" / "run"))
 
 
-def test_a_run_that_failed_at_its_start_does_not_refuse_the_corrected_one(tmp_path):
-    """A sample that is too long for its row: the configuration lies there, nothing else does."""
-    short = {"tasks": {"sudoku": 1.0}, "row_length": 30, "rows": 2}
-    with pytest.raises(InputError, match="sample 0 has"):
-        train(settings(tmp_path, data=short))
-    assert (tmp_path / "config.yaml").is_file()
-    train(settings(tmp_path))
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
 # What a run reads
 
 
@@ -275,7 +259,10 @@ def test_a_resume_refuses_an_input_that_changed(tmp_path):
     with pytest.raises(InputError, match="holds another run") as caught:
         train(config)
     for key, digest in there.items():
-        assert f"{key} had SHA-256 {digest[:16]}..., has " in str(caught.value)
+        assert (
+            f"{key}: '{place[key]}' there, '{place[key]}' now, SHA-256 {digest[:16]}..., then"
+            in (str(caught.value))
+        )
     record.unlink()
     RunFolder(config)
     assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [1]
@@ -326,16 +313,12 @@ def test_digests_are_of_names_and_contents_but_not_of_caches(tmp_path):
 
     (folder / "a.arrow").write_text("1")
     first = digest()
-    for name in ("cache-1.arrow", ".lock"):
-        (folder / name).write_text("x")
+    (folder / "cache-1.arrow").write_text("x")
     assert digest() == first
     (folder / "a.arrow").write_text("2")
     second = digest()
     (folder / "a.arrow").rename(folder / "b.arrow")
     assert len({first, second, digest()}) == 3
-    assert flat({"a": 1, "b": {"c": {"d": 0.5}, "e": [1, 2]}, "f": None}) == {
-        "a": 1, "b.c.d": 0.5, "b.e": "[1, 2]", "f": None,
-    }  # fmt: skip
 
 
 # How a run is started again
@@ -426,17 +409,6 @@ def test_a_full_disk_keeps_what_was_there_and_the_same_command_goes_on(
     assert not list(run.rglob("*.writing"))
     train(settings(run))
     assert same(run, stopped / "whole")
-
-
-def test_a_log_without_room_says_what_goes_on(tmp_path, monkeypatch):
-    log = Log(tmp_path / "log.jsonl")
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.write", full)
-    with pytest.raises(InputError, match=r"No space left on device.*; the same command goes on"):
-        log.write({"step": 1})
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e5])

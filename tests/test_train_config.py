@@ -125,6 +125,21 @@ def test_overrides_by_todays_names_and_by_earlier_ones(tmp_path, path, flag, val
     assert sum(kept) == (3 if value == "d2f" else 2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.rank", "8"], "^--objective.lora.rank: .* did you mean objective.lora.r"),
+        (["--objective.blocksize", "8"], "^--objective.blocksize: .* did you mean .*block_size"),
+        (["--objective.noise.low", "x"], "^--objective.noise.low: expected a number, got x"),
+        (["--optimizer.learning_rate", "1"], "^--optimizer.learning_rate: .* mean optimizer.lr"),
+        (["--objective", "d3f"], "did you mean d2f"),
+    ],
+)
+def test_a_fault_of_a_flag_is_not_blamed_on_the_file(flags, message):
+    with pytest.raises(InputError, match=message):
+        read_config("tiny-d2f", flags)
+
+
 def test_the_tokenizer_of_a_model_from_scratch_is_used_or_an_error(tmp_path):
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     config = settings(tmp_path / "run", tokenizer=str(tmp_path / "tokenizer"))

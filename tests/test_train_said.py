@@ -1,5 +1,4 @@
-"""What a training command says and what it leaves out: doubts about the teacher, noise of
-libraries."""
+"""The training command: its configuration without --config, what it says, noise of libraries."""
 
 from __future__ import annotations
 
@@ -11,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from test_train import settings
 from tiny import fresh_model, random_model
 
 from d2f.contract import FILE_NAME, Contract
+from d2f.errors import InputError
 from d2f.saving import save_model
+from distill import train as command
 from distill.check import check
-from distill.config import TrainConfig
+from distill.config import TrainConfig, read_config
 from distill.objectives import OBJECTIVES
 from distill.train import train
 from distill.trainer import doubts
@@ -52,7 +52,7 @@ def test_a_teacher_that_was_never_bidirectional_is_said(tmp_path, family, object
         assert teacher_warning(config) is None and "warning" not in warned
     else:
         message = teacher_warning(config)
-        assert message is not None and message in warned and message in str(check(config))
+        assert message is not None and message in warned and message in check(config).text
         assert re.search(said, message)
     assert (tmp_path / "run" / "model").is_dir()
 
@@ -83,19 +83,34 @@ def test_bf16_on_a_cpu_without_it_is_said(tmp_path, monkeypatch, precision, has_
     assert any("--mixed_precision no" in line for line in lines) == warned
 
 
-def test_the_command_is_quiet(tmp_path):
+def test_without_a_configuration_it_is_that_of_the_bundled_student(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / command.DEFAULT_CONFIG).write_text("objective: next_token\n")  # of the user's
+    monkeypatch.delenv("RANK", raising=False)
+    config, options = command.parse(["--steps", "3"])
+    assert config == read_config("tiny-d2f.yaml", ["--steps", "3"])
+    assert (options.check, options.verbose) == (False, False)
+    assert "notice: no --config: tiny-d2f, which distils" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")  # one process says it
+    command.parse([])
+    monkeypatch.setenv("RANK", "0")
+    command.parse(["--config", "tiny-ar"])
+    assert capsys.readouterr().err == ""
+    with pytest.raises(InputError, match=r"stepz: .* did you mean steps"):
+        command.parse(["--stepz", "3"])
+
+
+def test_the_first_command_of_the_readme_is_quiet(tmp_path):
     """In a folder of its own, with all defaults: nothing of libraries, no folder of a tracker."""
-    save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32,
-               objective="masked_diffusion")  # fmt: skip
-    config = settings(
-        tmp_path / "run", "d2f", init="base", steps=1, gradient_checkpointing=True
-    ).model_dump(mode="json")
-    config["tracker"] = TrainConfig.model_fields["tracker"].default
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    small = ["--steps", "1", "--data.rows", "2"]
     done = subprocess.run(
-        [sys.executable, ROOT / "distill" / "train.py", "--config", "c.yaml"],
+        [sys.executable, ROOT / "distill" / "train.py", *small],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert {path.name for path in tmp_path.iterdir()} == {"base", "c.yaml", "run"}
+    said = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    # Where the CPU has no bf16, the bundled configuration is warned of.
+    assert (done.returncode, said[0], set(said[1:]) - {"warning"}) == (0, "notice", set())
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+    card = (tmp_path / "runs" / "tiny-d2f" / "adapter" / "README.md").read_text()
+    assert "| starts from | tiny-teacher |" in card

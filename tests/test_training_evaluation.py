@@ -110,8 +110,7 @@ def test_problems_are_decoded_and_said_by_task(tmp_path, teacher, capsys):
     train(settings(tmp_path, teacher, steps=2, evaluation=EVALUATION | {"loss_rows": 3}))
     line = log(tmp_path)[2]
     accuracy, rate = line["evaluation/accuracy"], line["evaluation/tokens_per_forward"]
-    assert 0 <= accuracy <= 1 and rate >= 0
-    assert line["evaluation/countdown/accuracy"] == accuracy
+    assert line["evaluation/countdown/accuracy"] == accuracy and 0 <= accuracy <= 1
     assert "(wrong)" in line["evaluation/countdown/example"]
     kl, error = line["evaluation/kl"], line["evaluation/kl_stderr"]
     assert (
@@ -124,38 +123,26 @@ def test_problems_are_decoded_and_said_by_task(tmp_path, teacher, capsys):
 def test_a_held_out_loss_is_logged_said_and_on_the_card(tmp_path, teacher, capsys):
     train(with_loss(tmp_path / "run", teacher))
     said, lines = capsys.readouterr().out, log(tmp_path / "run")
-    names = [
-        f"evaluation/{loss}{error}{ratio}"
-        for loss in ("cross_entropy", "kl")
-        for error in ("", "_stderr")
-        for ratio in ("", "/0.3", "/0.8")
-    ]
     for step in (2, 4, 6):
-        assert sorted(name for name in lines[step] if "/" in name) == sorted(names)
-        loss, error = (lines[step][f"evaluation/kl{end}"] for end in ("", "_stderr"))
         assert f"evaluation after step {step}: cross-entropy " in said
+        loss, error = (lines[step][f"evaluation/kl{end}"] for end in ("", "_stderr"))
         assert f", KL {loss:.4f} ± {error:.4f}\n" in said
+    assert {"evaluation/cross_entropy_stderr/0.8", "evaluation/kl/0.3"} < lines[6].keys()
     held = f"4 of 12 rows of {tmp_path / 'rows.jsonl'}"
     assert f"held-out loss: {held}\n" in said
     card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert f"| held-out loss | {held} |" in card
-    assert "| step | loss | kl | cross entropy |" in card
+    assert f"| held-out loss | {held} |" in card and "| step | loss | kl | cross entropy |" in card
     losses = {step: lines[step]["evaluation/kl"] for step in (2, 4, 6)}
     kept = report(tmp_path / "run" / "best")
     assert (kept["best_by"], kept["step"]) == ("kl", min(losses, key=losses.__getitem__))
 
 
-def test_what_is_held_out_belongs_to_the_run(tmp_path, teacher):
-    """A file of its own changes nothing in training; a resume does not take other rows for it."""
+def test_a_file_of_held_out_rows_changes_nothing_in_training(tmp_path, teacher):
     other = write(tmp_path / "other.jsonl", pairs(20)[12:])
-    own = {"evaluation": {"loss_file": str(other)}}
-    train(with_loss(tmp_path / "with", teacher, **own))
+    train(with_loss(tmp_path / "with", teacher, evaluation={"loss_file": str(other)}))
     train(with_loss(tmp_path / "without", teacher, evaluation={}, eval_every=None))
     evaluated, plain = log(tmp_path / "with"), log(tmp_path / "without")
     assert all(evaluated[step]["loss"] == plain[step]["loss"] for step in plain)
-    write(other, pairs(21)[12:])
-    with pytest.raises(InputError, match=r"evaluation\.loss_file had SHA-256"):
-        train(with_loss(tmp_path / "with", teacher, steps=8, **own))
 
 
 @pytest.mark.parametrize(
@@ -223,10 +210,7 @@ def test_a_bad_evaluation_is_an_error_before_any_step(tmp_path, teacher, changes
     assert not (tmp_path / "log.jsonl").exists()
 
 
-def test_what_cannot_be_evaluated_is_refused(tmp_path, teacher, student, monkeypatch):
-    data = {"file": "some.jsonl", "row_length": 80, "rows": 2}
-    with pytest.raises(InputError, match=r"eval_every needs evaluation\.tasks"):
-        settings(tmp_path, teacher, data=data, evaluation={})
+def test_split_weights_are_not_evaluated(tmp_path, teacher, student, monkeypatch):
     monkeypatch.setattr(evaluation, "has_whole_weights", lambda accelerator: False)
     with pytest.raises(InputError, match="whose weights must be whole"):
         evaluator_of(student, settings(tmp_path, teacher))
