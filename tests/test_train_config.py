@@ -130,7 +130,7 @@ def test_overrides_by_todays_names_and_by_earlier_ones(tmp_path, path, flag, val
     [
         (["--lora.rank", "8"], "^--objective.lora.rank: .* did you mean objective.lora.r"),
         (["--objective.blocksize", "8"], "^--objective.blocksize: .* did you mean .*block_size"),
-        (["--objective.noise.low", "x"], "^--objective.noise.low: expected a number, got x"),
+        (["--objective.noise.low", "x"], "^--objective.noise.low: expected a number, got 'x'"),
         (["--optimizer.learning_rate", "1"], "^--optimizer.learning_rate: .* mean optimizer.lr"),
         (["--objective", "d3f"], "did you mean d2f"),
     ],
