@@ -49,9 +49,8 @@ from d2f.attention import NAME, SpanPlan
 from d2f.compile import CompiledRows
 from d2f.errors import CompileError, InputError
 from d2f.model import DiffusionModel, Fp32Rotary
-from decode.engine.batch import FlatRows
+from decode.engine.batch import FlatRows, Wanted, prediction_table
 from decode.engine.cuda_graphs import GraphForwards
-from decode.engine.sampling import Wanted, prediction_table
 from triton_kernels.dispatch import VARIABLE
 
 Forward = Callable[[], object]

@@ -124,8 +124,8 @@ def measure(model: DiffusionModel, task: str, problems: int, batch_size: int) ->
     times: dict[str, list[float]] = {part: [] for part in ("forward", "cpu", *PARTS)}
     rows, sizes = [], []
 
-    def noted(fed: list[tuple[Request, Step]]) -> FlatRows:
-        flat = join(fed)
+    def noted(steps: list[Step], bases: list[int]) -> FlatRows:
+        flat = join(steps, bases)
         sizes.append((len(flat.tokens), len(flat.read)))
         return flat
 

@@ -19,7 +19,6 @@ from benchmarks.make_models import results_table
 from benchmarks.sizes import decoding_table, weights_table
 from d2f.files import write_beside
 from d2f.quantize import QUANTISATIONS, Quantisation
-from decode.decoders import DECODERS
 from decode.report import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -151,14 +150,6 @@ def comparison() -> str:
     )
 
 
-def decoders() -> str:
-    """Make a row for each decoder, from its card."""
-    head = ("decoder", "a forward decides", "rows", "cache", "models", "source")
-    cards = [(name, kind.card) for name, kind in DECODERS.items() if kind.card is not None]
-    rows = [(f"`{name}`", c.decides, c.rows, c.cache, c.models, c.source) for name, c in cards]
-    return "\n".join(markdown_table(head, rows))
-
-
 def quantisations() -> str:
     """Make a row for each value of --quantize."""
     head = ("`--quantize`", "weights", "activations", "by", "CPU", "CUDA GPU")
@@ -192,7 +183,6 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "frontier": ("README.md", frontier),
     "comparison": ("README.md", comparison),
     "results": ("README.md", results_table),
-    "decoders": ("docs/decoders.md", decoders),
     "quantisations": ("docs/low-precision.md", quantisations),
     "weights and cache": ("docs/gpu.md", weights_table),
     "decoding": ("docs/gpu.md", decoding_table),

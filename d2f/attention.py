@@ -18,7 +18,7 @@ from triton_kernels.flex import FlexSpans
 from triton_kernels.span_attention import can_run, masked_attention, span_attention, span_mask
 
 NAME = "span"
-Way = Literal["sdpa", "flex"]
+Way = Literal["sdpa", "flex", "kernel"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class SpanPlan:
     segments: rows and slots of each request in a flat batch. Plain attention then builds a mask of
     rows x own slots for each; without segments one of T x S.
     way: how it is computed. ``sdpa`` is scaled_dot_product_attention with a mask; ``flex`` is
-    flex_attention, which takes no segments; None takes the kernel where `use_kernel` says so and no
-    gradient is needed, else ``sdpa``.
+    flex_attention, which takes no segments; ``kernel`` is ours; None takes it on a GPU where
+    `use_kernel` says so and no gradient is needed, else ``sdpa``.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class SpanPlan:
             if self._flex is None:
                 self._flex = FlexSpans(self.spans.expand(len(query), -1, -1, -1), key.shape[2])
             return self._flex(query, key, value, scale).transpose(1, 2)
-        if self.way is None and can_run(query, key, value) and use_kernel("span_attention", query):
+        chosen = self.way is None and query.is_cuda and can_run(query, key, value)
+        if self.way == "kernel" or (chosen and use_kernel("span_attention", query)):
             return self._by_kernel(query, key, value, scale)
         if self.segments is None:
             out = masked_attention(query, key, value, self.mask(key.shape[2]), scale=scale)

@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Len
 from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from d2f.checkpoint import read_object
+from d2f.config import explain
 from d2f.errors import InputError
 from d2f.files import write_beside
 
 Ratios = NDArray[np.float64]
 State = tuple[float, ...]
+_Ratio = Annotated[float, Field(ge=0, le=1)]
 GOLDEN = (5**0.5 - 1) / 2  # steps of it fill [0, 1) evenly
 
 # A sample's draws; each has a stream of its own, so that none shifts another.
@@ -45,7 +50,6 @@ def monotone_ratios(
     draws it (D2F, section 3; the paper's bounds are 0.3 and 0.7, the code's 0.2 and 0.7). With
     blocks of 2 and a last one of 1, in [0.3, 0.7]: .31 .31 .42 .42 .66.
     """
-    check_bounds(low, high)
     blocks = -(-length // block_size)
     ratios = np.empty(blocks)
     ratios[:1] = low + (high - low) * rng.random()
@@ -60,7 +64,6 @@ def random_ratios(
     length: int, block_size: int, low: float, high: float, rng: np.random.Generator
 ) -> Ratios:
     """Draw each block's ratio uniformly in [low, high], in no order: D2F's ablation (section 4)."""
-    check_bounds(low, high)
     ratios = rng.uniform(low, high, -(-length // block_size))
     return np.repeat(ratios, block_size)[:length]
 
@@ -88,7 +91,6 @@ def pipeline_ratios(
     """Draw a state of pipelined decoding, which the published training never visits: revealed
     blocks (0), then monotone ratios in [low, high] over at most most_active blocks, then freshly
     appended blocks (1). With blocks of 2, say 0 0 .4 .4 .6 .6 1 1."""
-    check_bounds(low, high)
     blocks = -(-length // block_size)
     # Blocks [0, first) are done, [first, first + active) are decoded, the others just appended.
     first = int(rng.integers(blocks))
@@ -111,7 +113,6 @@ def clean_prefix_ratios(
         position    0 1 | 2 3 | 4 5
         ratio       0 0 | .5 .5 | 1 1      the current block ends at 4
     """
-    check_bounds(low, 1.0)
     start = block_size * int(rng.integers(-(-length // block_size)))
     end = min(start + block_size, length)
     return decoding_ratios(length, start, end, float(rng.uniform(low, 1.0))), end
@@ -167,36 +168,19 @@ def observed_first(masked: NDArray[np.bool_], block_size: int) -> NDArray[np.int
     return np.lexsort((masked, np.arange(len(masked)) // block_size))
 
 
-def check_bounds(low: float, high: float) -> None:
-    """Raise ValueError unless 0 <= low <= high <= 1."""
-    if not 0.0 <= low <= high <= 1.0:
-        raise ValueError(f"noise bounds must satisfy 0 <= low <= high <= 1, got [{low}, {high}]")
-
-
 class PipelineStates:
     """Hold states of D2F's pipeline as decoding met them, by block size.
 
     `python -m decode.record_states` records them. Training that draws from them (`noise.states`)
     visits what the decoder feeds as often as decoding does, freshly appended blocks included. A
     state has the mask ratios of the response's blocks, from the first to the last open one, at one
-    forward; finished blocks are 0. Raises InputError for a ratio outside [0, 1] or a state without
-    a mask.
+    forward; finished blocks are 0, but never all.
     """
 
     def __init__(self, by_size: Mapping[int, Sequence[Sequence[float]]]):
         self.by_size: dict[int, list[State]] = {}
         self._first: dict[int, np.ndarray] = {}
-        if not by_size:
-            raise InputError("expected states of at least one block size, got none")
         for size, states in by_size.items():
-            if size < 1 or not states:
-                raise InputError(f"block size {size}: expected at least 1 and at least one state")
-            for state in states:
-                if not (any(state) and all(0 <= ratio <= 1 for ratio in state)):
-                    raise InputError(
-                        f"block size {size}: a state must be ratios in [0, 1], not all 0, "
-                        f"got {list(state)}"
-                    )
             # Sorted by the first block with a mask, so that the states that fit a response's length
             # come first and `draw` finds their number by bisection.
             first = [next(i for i, ratio in enumerate(state) if ratio) for state in states]
@@ -228,19 +212,19 @@ class PipelineStates:
         write_beside(path, json.dumps(values) + "\n")
 
 
+_States = TypeAdapter(dict[PositiveInt, Annotated[list[list[_Ratio]], Len(1)]])
+
+
 def read_states(path: str | Path) -> PipelineStates:
     """Read the states in a file that `save` wrote. Raises InputError."""
     values = read_object(path)
     try:
-        by_size = {
-            int(size): [[float(ratio) for ratio in state] for state in states]
-            for size, states in values["states"].items()
-        }
-        return PipelineStates(by_size)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"{path}: expected the states that python -m decode.record_states records, "
-            f"got {error!r:.200}"
-        ) from error
+        by_size = _States.validate_python(values.get("states"))
+        if by_size and all(any(state) for states in by_size.values() for state in states):
+            return PipelineStates(by_size)
+        fault = "a state without a mask, or none"
+    except ValidationError as error:
+        fault = explain(error, values.get("states"), "states")
+    raise InputError(
+        f"{path}: expected the states that python -m decode.record_states records: {fault}"
+    )

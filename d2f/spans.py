@@ -41,9 +41,6 @@ def block_ends(length: int, prompt_length: int, block_size: int) -> Ints:
         position    0 1 | 2 3 4 5 | 6 7 8
         end         2 2 | 6 6 6 6 | 9 9 9
     """
-    at_least(1, block_size=block_size)
-    if not 0 <= prompt_length <= length:
-        raise ValueError(f"prompt_length must lie in [0, {length}], got {prompt_length}")
     position = np.arange(length)
     after = position - prompt_length  # below 0 in the prompt
     ends = np.minimum(prompt_length + (after // block_size + 1) * block_size, length)
@@ -105,25 +102,16 @@ def widened(spans: Ints, width: int) -> Ints:
     return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
 
 
-def at_least(least: int, **values: int) -> None:
-    """Raise ValueError for the first value below `least`, by its name."""
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
 # As tensors ``[queries, K, 2]``, for whole sequences.
 
 
 def bidirectional(length: int) -> Tensor:
     """Let every query see ``[0, length)`` (LLaDA, Dream, the D2F teacher)."""
-    at_least(0, length=length)
     return _tensor(prefix(np.full(length, length)))
 
 
 def causal(length: int) -> Tensor:
     """Let query q see ``[0, q + 1)`` (autoregressive models)."""
-    at_least(0, length=length)
     return _tensor(prefix(np.arange(length) + 1))
 
 
@@ -150,8 +138,6 @@ def wedlm_training(length: int, block_size: int, *, bidirectional: bool = False)
         2        [0, 3)              6        [0, 2) [6, 7)
         3        [0, 4)              7        [0, 2) [6, 8)
     """
-    at_least(0, length=length)
-    at_least(1, block_size=block_size)
     q = np.arange(length)
     starts = q // block_size * block_size  # of each position's block
     clean = stack((0, q + 1), (0, np.zeros_like(q)))
@@ -165,16 +151,6 @@ def shift(spans: Tensor, offset: int) -> Tensor:
     return spans + offset
 
 
-def widen(spans: Tensor, k: int) -> Tensor:
-    """Add empty ranges up to K = k a query."""
-    have = spans.shape[-2]
-    if have > k:
-        raise ValueError(f"spans have {have} ranges a query, which does not fit in {k}")
-    from torch.nn.functional import pad
-
-    return pad(spans, (0, 0, 0, k - have))
-
-
 def pack(parts: Sequence[Tensor], length: int) -> Tensor:
     """Lay the spans of several sequences one after the other in a row of `length` positions.
 
@@ -186,11 +162,12 @@ def pack(parts: Sequence[Tensor], length: int) -> Tensor:
         span        [0, 2)  [0, 2)  [2, 3)  [2, 4)  [2, 5)  [0, 0)
     """
     import torch
+    from torch.nn.functional import pad
 
     k = max((part.shape[-2] for part in parts), default=1)
     rows, offset = [], 0
     for part in parts:
-        rows.append(shift(widen(part, k), offset))
+        rows.append(shift(pad(part, (0, 0, 0, k - part.shape[-2])), offset))
         offset += part.shape[0]
     if offset > length:
         raise ValueError(f"sequences of {offset} positions do not fit in a row of {length}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice, repeat
-from typing import Literal, get_args
+from itertools import repeat
+from typing import Any, Literal, get_args
 
 from d2f.errors import InputError, repr_of
 from d2f.model import DiffusionModel
@@ -53,8 +53,7 @@ def generate(
         where a request fails in decoding; ``return`` lets each fail alone: its result has the error
         and no tokens, the others are what they would be.
     """
-    options = {"n": n, "raw": raw, "batch_size": batch_size, "max_rows": max_rows}
-    events = Events(model, prompts, decoder, **options, on_error=on_error, views=False)  # type: ignore
+    events = Events(model, prompts, decoder, n, raw, batch_size, max_rows, on_error, views=False)
     results = {event.request: event.result for event in events if event.result is not None}
     return [results[i] for i in sorted(results)]
 
@@ -73,8 +72,7 @@ def stream(
 ) -> Events:
     """Decode as `generate` does, as events: one for each request after each forward, the last with
     its result. views: events show their blocks, which costs time in each forward."""
-    options = {"n": n, "raw": raw, "batch_size": batch_size, "max_rows": max_rows}
-    return Events(model, prompts, decoder, **options, on_error=on_error, views=views)  # type: ignore
+    return Events(model, prompts, decoder, n, raw, batch_size, max_rows, on_error, views=views)
 
 
 class Events(Iterator[Event]):
@@ -86,12 +84,12 @@ class Events(Iterator[Event]):
         model: DiffusionModel,
         prompts: Prompt | Sequence[Prompt] | Iterator[Prompt],
         decoder: Decoders,
-        *,
         n: int,
         raw: bool,
         batch_size: int,
         max_rows: int | None,
         on_error: OnError,
+        *,
         views: bool,
     ):
         if not isinstance(model, DiffusionModel):
@@ -104,25 +102,21 @@ class Events(Iterator[Event]):
         self._raise = on_error == "raise"
         self._notice: str | None = None
         self._shared = isinstance(decoder, str | Decoder) or not isinstance(decoder, Iterable)
-        given: Iterable[Decoder | str] = decoder  # type: ignore[assignment]
-        if self._shared:
-            given = repeat(decoder)  # type: ignore[arg-type]
-        made: Iterator[Request | Event]
+        given: Any = repeat(decoder) if self._shared else decoder
+        if not isinstance(prompts, Iterator):
+            prompts = as_many(prompts)
+            if not self._shared and len(given := list(given)) != len(prompts):
+                raise InputError(f"expected one decoder or {len(prompts)}, got {len(given)}")
+        pairs = enumerate(zip(prompts, given, strict=False))
+        made = (one for i, pair in pairs for one in self._requests(i, *pair))
         if isinstance(prompts, Iterator):
-            pairs = enumerate(zip(prompts, given, strict=False))
-            made = (one for i, pair in pairs for one in self._requests(i, *pair))
             slots = default_slots(model, batch_size)
         else:
-            many = as_many(prompts)
-            own = list(islice(given, len(many)) if self._shared else given)
-            if len(own) != len(many):
-                raise InputError(f"expected one decoder or {len(many)}, got {len(own)}")
-            # The checks are made at the call, not at the first event.
-            found = [one for i in range(len(many)) for one in self._requests(i, many[i], own[i])]
+            found = list(made)  # the checks are made at the call, not at the first event
             # Room for the largest requests at once: only the batch size makes a request wait.
             sizes = [one.session.slots for one in found if isinstance(one, Request)]
             slots = sum(sorted(sizes, reverse=True)[:batch_size])
-            made = iter(found)
+            made = (one for one in found)
             if self._notice is not None:
                 warnings.warn(self._notice, stacklevel=3)
         self._engine = Engine(model, batch_size=batch_size, slots=max(1, slots), max_rows=max_rows)
@@ -174,7 +168,7 @@ class Events(Iterator[Event]):
                 if not engine.busy:
                     return
                 for event in engine.advance():
-                    if event.error is not None and self._raise:
+                    if self._raise and event.result is not None and event.error is not None:
                         where = f"prompt {event.request // self._n}"
                         raise type(event.error)(f"{where}: {event.error}") from event.error
                     yield event

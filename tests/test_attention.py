@@ -251,9 +251,8 @@ def test_a_model_runs_the_kernel_in_every_layer_where_it_is_chosen(llada, monkey
     spans = torch.stack([sp.causal(8), sp.block_causal(8, 3, 2)])[:batch]
     with torch.inference_mode():
         want = llada.forward(ids, spans)
-        monkeypatch.setattr(d2f.attention, "use_kernel", lambda name, x: True)
         monkeypatch.setattr(d2f.attention, "span_attention", spied)
         monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (16, *HEAD_DIMS))
-        got = llada.forward(ids, spans)
+        got = llada.forward(ids, SpanPlan(spans, way="kernel"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(calls) == llada.backbone.config.num_hidden_layers

@@ -23,7 +23,7 @@ import decode
 from d2f.errors import CheckpointError
 from d2f.saving import save_model
 from decode.decoders.session import visible_ends
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from decode.step import Predictions, Revealed, Step
 from tests.references.d2f import predict_positions
 

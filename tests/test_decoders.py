@@ -22,8 +22,9 @@ from d2f.contract import OBJECTIVES, PROMPT_RULES
 from d2f.errors import InputError
 from decode.decoders import DECODERS, as_decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import default_grid, option, options_of
+from decode.decoders.block import reveal_count
 from decode.decoders.session import MOST
-from decode.decoders.unmask import bounded, reveal_count, sure, sure_together
+from decode.decoders.unmask import bounded, sure, sure_together
 from decode.step import Predictions, Step
 from tests.references.block import decode_block
 from tests.references.blockwise import Guess, _entropy
@@ -35,55 +36,30 @@ NUMBER = "must be 0 or more, got"
 WHOLE = "must be a whole number of at least 1, got"
 BAD = [
     ("d2f", {"tau_add": 1.5}, r"tau_add must lie in \[0, 1\], got 1.5"),
-    ("d2f", {"tau_act": -0.1}, "tau_act"),
     ("d2f", {"tau_conf": float("nan")}, r"tau_conf must lie in \[0, 1\], got nan"),
     ("d2f", {"tau_conf": "0.9"}, r"tau_conf must lie in \[0, 1\], got '0.9': expected a number"),
     ("d2f", {"block_size": 0}, f"block_size {WHOLE} 0"),
-    ("d2f", {"block_size": 2.0}, f"block_size {WHOLE} 2.0"),
-    ("d2f", {"max_new_tokens": 0}, f"max_new_tokens {WHOLE} 0"),
     ("d2f", {"early_exit": "no"}, "early_exit must be true or false, got 'no'"),
     ("d2f", {"forced_pick": "neg_entropy"}, "forced_pick must be one of .*; did you mean entropy"),
     ("d2f", {"lossless": 0}, f"lossless {WHOLE} 0"),
-    ("d2f", {"lossless": True}, "lossless"),
     ("d2f", {"lossless": 4, "temperature": 1.0}, r"lossless needs temperature 0.*got 1\.0"),
     ("d2f", {"lossless": 4, "revoke": "commit"}, "got lossless 4 and revoke 'commit'"),
-    ("d2f", {"revoke": "never"}, "revoke must be one of always, commit, got 'never'"),
-    ("d2f", {"revoke": "always", "tau_revoke": 1.5}, r"tau_revoke must lie in \[0, 1\], got 1.5"),
     ("static", {"block_size": 8, "max_new_tokens": 24, "steps": 8}, "multiple of the 3 blocks"),
     ("static", {"cache": "both"}, "cache must be one of none, prefix, dual, got 'both'"),
-    ("static", {"cache": None}, "cache must be one of none, prefix, dual, got None"),
-    ("threshold", {"tau": -0.1}, f"tau {NUMBER} -0.1"),
     ("threshold", {"tau": float("inf")}, f"tau {NUMBER} inf"),
     ("factor", {"factor": True}, f"factor {NUMBER} True: expected a number"),
-    ("entropy", {"gamma": None}, f"gamma {NUMBER} None"),
-    ("entropy", {"proxy": "neg_entropy"}, "proxy must be one of entropy, confidence, margin, got"),
-    ("freedave", {"drafts": 2.0}, f"drafts {WHOLE} 2.0"),
-    ("freedave", {"drafting": "trees"}, "drafting must be one of tree, batch, got 'trees'"),
     ("freedave", {"tau": 0.9, "steps": 4}, "expected one of them, got steps 4 and tau 0.9"),
     ("freedave", {"eager": True, "cache": "dual"}, "eager needs cache none"),
     ("freedave", {"temperature": 0.5}, "freedave needs temperature 0.*got 0.5"),
     ("wino", {"tau1": 0.9, "tau2": 0.9}, "tau1 must be below tau2 .* got tau1 0.9 and tau2 0.9"),
-    ("wino", {"tau2": 1.1}, "tau2"),
-    ("wino", {"caps": 1}, "caps must be true or false, got 1"),
     ("block", {"block_size": 4, "denoising_steps": 5}, "at most the block size 4, got 5"),
-    ("block", {"reveal": "all"}, "reveal must be one of static, dynamic, sequential, got 'all'"),
-    ("block", {"align": "left"}, "align must be one of absolute, prompt, got 'left'"),
-    ("wedlm", {"window": 0}, f"window {WHOLE} 0"),
-    ("wedlm", {"entropy_threshold": float("nan")}, f"entropy_threshold {NUMBER} nan"),
-    ("wedlm", {"distance_penalty": "far"}, f"distance_penalty {NUMBER} 'far'"),
     ("wedlm", {"refill": "block", "verify": "ar"}, "expected another refill, got block"),
     ("wedlm", {"window_attention": "bidirectional"}, "needs refill block.*got refill paper"),
-    ("wedlm", {"verify": True}, "verify must be one of ar, got True"),
     ("wedlm", {"verify": "ar", "temperature": 0.2}, "verify needs temperature 0.* got 0.2"),
-    ("autoregressive", {"temperature": -1.0}, f"temperature {NUMBER} -1.0"),
-    ("autoregressive", {"temperature": 10**400}, f"temperature {NUMBER} 1000"),
     ("autoregressive", {"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
-    ("autoregressive", {"top_k": 0}, f"top_k {WHOLE} 0"),
-    ("autoregressive", {"seed": 1.5}, "seed must be a whole number"),
     ("autoregressive", {"seed": 2**64}, "seed must be at most 18446744073709551615, got 1844674"),
     ("autoregressive", {"seed": -(2**63) - 1}, "seed must be a whole number of at least -922337"),
     ("autoregressive", {"stop": ("",)}, "stop must be non-empty strings"),
-    ("autoregressive", {"stop": 5}, "stop must be non-empty strings"),
 ]
 
 

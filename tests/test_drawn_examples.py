@@ -13,24 +13,15 @@ from tiny import random_model
 
 import decode
 from d2f.attention import SpanPlan
-from d2f.cache import SlotPool
 from d2f.noise import clean_prefix_ratios, decoding_ratios, observed_first
 from d2f.spans import (
-    bidirectional,
-    block_causal,
-    block_ends,
-    branch_spans,
     causal,
-    pack,
-    shadow_spans,
-    wedlm_training,
 )
 from decode.decoders.branches import Branch, with_branches
 from decode.decoders.session import feed
 from decode.decoders.shadow import add_shadow
-from decode.engine.batch import join
+from decode.engine.batch import Wanted, join
 from decode.engine.cuda_graphs import GraphForward, Kind
-from decode.engine.sampling import Wanted
 from decode.step import Predictions, Step
 
 CAUSAL = replace(CONTRACT, prompt_rule="causal")
@@ -49,44 +40,6 @@ def step_of(ends, read, slots=None):
     return Step(slots, slots, slots, spans, read, cached=0)
 
 
-class Placed:
-    def __init__(self, base):
-        self.base = base
-
-
-def test_spans_module():
-    assert block_causal(6, prompt_length=2, block_size=2)[:, 0].tolist() == [
-        [0, 2], [0, 2], [0, 4], [0, 4], [0, 6], [0, 6],
-    ]  # fmt: skip
-
-
-def test_wedlm_training():
-    clean = [[[0, 1], [0, 0]], [[0, 2], [0, 0]], [[0, 3], [0, 0]], [[0, 4], [0, 0]]]
-    reordered = [[[0, 0], [4, 5]], [[0, 0], [4, 6]], [[0, 2], [6, 7]], [[0, 2], [6, 8]]]
-    assert wedlm_training(4, block_size=2).tolist() == clean + reordered
-
-
-def test_block_ends():
-    assert block_ends(9, prompt_length=2, block_size=4).tolist() == [2, 2, 6, 6, 6, 6, 9, 9, 9]
-
-
-def test_shadow_spans():
-    hidden = ints(2, 3, 4)
-    assert shadow_spans(hidden, hidden + 1, ints(7, 7, 7), 7, 10).tolist() == [
-        [[0, 2], [3, 7], [7, 10]],
-        [[0, 3], [4, 7], [7, 10]],
-        [[0, 4], [5, 7], [7, 10]],
-    ]
-
-
-def test_branch_spans():
-    assert branch_spans(ints(2, 6, 8), shared=2, stop=6, scratch=9).tolist() == [
-        [[0, 2], [9, 9], [0, 0]],
-        [[0, 2], [9, 13], [0, 0]],
-        [[0, 2], [9, 13], [6, 8]],
-    ]
-
-
 def test_step():
     x, ends = ints(7, 8, 9, M, M, M), ints(2, 2, 4, 4, 6, 6)
     step = feed(x, 2, ends, ints(3, 4, 5), cached=2, logit_shift=0)
@@ -97,20 +50,9 @@ def test_step():
     assert feed(x, 2, ends, ints(3, 4, 5), cached=2, logit_shift=1).read.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("shift", "fed", "spans"),
-    [(0, [4, 5], [[0, 6], [0, 6]]), (1, [3, 4, 5], [[0, 4], [0, 6], [0, 6]])],
-)
-def test_feed(shift, fed, spans):
-    ends = ints(2, 2, 4, 4, 6, 6)
-    step = feed(np.zeros(6, np.int64), 4, ends, ints(4, 5), cached=4, logit_shift=shift)
-    assert step.positions.tolist() == fed and step.spans[:, 0].tolist() == spans
-    assert step.read.tolist() == [0, 1]
-
-
 def test_join():
     a, b = step_of(ints(4, 4), ints(1), [2, 3]), step_of(ints(1, 2, 3), ints(2))
-    rows = join([(Placed(0), a), (Placed(6), b)])
+    rows = join([a, b], [0, 6])
     assert rows.slots.tolist() == [2, 3, 6, 7, 8] and rows.read.tolist() == [1, 4]
     assert rows.spans[:, 0].tolist() == [[0, 4], [0, 4], [6, 7], [6, 8], [6, 9]]
     first, second = rows.segments
@@ -125,7 +67,7 @@ def test_rows_that_pad():
     )  # fmt: skip
     model = random_model("llada")
     forward = GraphForward(model, model.new_cache(100), Kind(4), None)
-    forward._fill(join([(Placed(0), step)]), Wanted())
+    forward._fill(join([step], [0]), Wanted())
     assert forward.host.tolist() == [
         [9, M, M, 0], [2, 3, 4, 0], [2, 3, 4, 99],
         [0, 0, 0, 0], [4, 4, 6, 0], *[[0, 0, 0, 0]] * 4,  # three ranges a row
@@ -368,24 +310,12 @@ def test_block_module():
     assert fed[2] == ([4, 5, 6, 7], 4, [5, 6, 7])
 
 
-def test_slot_pool():
-    pool = SlotPool(10)
-    assert (pool.allocate(4), pool.allocate(3)) == (0, 4)
-    pool.free(0)
-    assert pool.allocate(5) is None and pool.allocate(2) == 0
-
-
 def test_noise():
     assert decoding_ratios(6, 2, 4, 0.5).tolist() == [0, 0, 0.5, 0.5, 1, 1]
     chosen = SimpleNamespace(integers=lambda blocks: 1, uniform=lambda low, high: 0.5)
     ratios, end = clean_prefix_ratios(6, 2, 0.05, chosen)
     assert ratios.tolist() == [0, 0, 0.5, 0.5, 1, 1] and end == 4
     assert observed_first(np.array([0, 1, 0, 1, 0, 0], bool), 3).tolist() == [0, 2, 1, 4, 5, 3]
-
-
-def test_pack():
-    packed = pack([bidirectional(2), causal(3)], length=6)[:, 0]
-    assert packed.tolist() == [[0, 2], [0, 2], [2, 3], [2, 4], [2, 5], [0, 0]]
 
 
 def test_flat_spans():

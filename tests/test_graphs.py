@@ -23,11 +23,10 @@ from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
 from decode.engine import cuda_graphs
 from decode.engine import engine as engines
-from decode.engine.batch import FlatRows, join
+from decode.engine.batch import FlatRows, PredictionRequest, Sampler, Wanted, join, split
 from decode.engine.cuda_graphs import GraphForward, GraphForwards, Kind, free_graphs, lend_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Sampler, Wanted, split
 from decode.step import Sampling, Step
 from tests.references.predictions import predict
 from triton_kernels.confidence import without
@@ -95,7 +94,7 @@ def test_static_forwards_give_queried_probabilities_and_scores():
         np.array([5, 6, 7]), np.arange(3), np.arange(3), np.array([[[0, 3]]] * 3),
         np.array([2, 0]), cached=0, queried_tokens=ids, uncertainty=True,
     )  # fmt: skip
-    rows = join([(SimpleNamespace(base=0), step)])
+    rows = join([step], [0])
     groups = [PredictionRequest(Sampler(Sampling(), model.mask_id), 2, ids, True)]
     want = predict(logits_of(model, rows, 9), groups, 1)[0]
     table = GraphForwards(model, model.new_cache(9)).start(rows, Wanted(ids))()

@@ -26,7 +26,7 @@ from d2f.compile import CompiledRows
 from d2f.convert import build
 from d2f.cpu import rows as native
 from d2f.cpu import scored
-from decode.engine.sampling import (
+from decode.engine.batch import (
     PredictionRequest,
     Sampler,
     prediction_table,
@@ -422,7 +422,7 @@ def test_a_compiled_model_decodes_with_it_what_the_plain_one_does(monkeypatch):
         calls.append(len(logits))
         return scored(logits, *more)
 
-    monkeypatch.setattr("decode.engine.sampling.scored", count)
+    monkeypatch.setattr("decode.engine.batch.scored", count)
     model, prompts = fresh_model("llada"), [[5, 6, 7], [9]]
     options = [{}, {"forced_pick": "entropy"}, {"temperature": 1.0, "seed": 3}]
     decoders = [decode.D2F(4, max_new_tokens=8, **own) for own in options]

@@ -119,11 +119,3 @@ def test_context_weights_are_dreams_matrix(masked, prompt, p):
     wanted = np.where(hidden, matrix @ ~hidden, 0.0)[prompt:]
     found = noise.context_weights(np.array(masked, dtype=bool), prompt, p)
     assert found == pytest.approx(wanted, abs=1e-12)
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.7, 0.2), (-0.1, 0.5), (0.5, 1.1), (np.nan, 1)])
-def test_bad_bounds_are_named(low, high):
-    rng = noise.sample_rng(0, 0)
-    for draw in (noise.monotone_ratios, noise.pipeline_ratios):
-        with pytest.raises(ValueError, match="noise bounds must satisfy 0 <= low <= high <= 1"):
-            draw(8, 4, low, high, rng)

@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from tiny import random_model
 
 import decode
-import decode.engine.sampling
+import decode.engine.batch
 from d2f.errors import NonFiniteLogitsError
-from decode.engine.engine import Engine
-from decode.engine.request import Request
-from decode.engine.sampling import (
+from decode.engine.batch import (
     ROWS_A_STEP,
     PredictionRequest,
     Sampler,
@@ -27,6 +25,8 @@ from decode.engine.sampling import (
     table_of,
     wanted_of,
 )
+from decode.engine.engine import Engine
+from decode.engine.request import Request
 from decode.step import Sampling
 from tests.references.predictions import predict
 

@@ -263,11 +263,11 @@ def test_the_command_records_a_file_that_training_takes(tmp_path, capsys):
         ("{", "is not JSON"),
         ("[1]", "must be a JSON object, got list"),
         ('{"states": [1]}', "expected the states"),
-        ('{"states": {"4": [[0, 0]]}}', r"not all 0, got \[0.0, 0.0\]"),
-        ('{"states": {"4": [[1.5]]}}', r"ratios in \[0, 1\]"),
-        ('{"states": {"4": []}}', "at least one state"),
+        ('{"states": {"4": [[0, 0]]}}', "a state without a mask"),
+        ('{"states": {"4": [[1.5]]}}', "4.0.0: expected at most 1, got 1.5"),
+        ('{"states": {"4": []}}', "expected at least 1"),
         ('{"states": {"four": [[1]]}}', "expected the states"),
-        ('{"states": {}}', "at least one block size"),
+        ('{"states": {}}', "or none"),
     ],
 )
 def test_a_bad_file_of_states_is_named(tmp_path, text, message):

@@ -234,20 +234,6 @@ def test_validate_takes_touching_and_empty_ranges_and_leading_dimensions():
     validate_spans(ranges([[2, 4], [0, 2], [9, 9]], [[0, 0], [0, 0], [0, 0]])[None, None], 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: sp.bidirectional(-1), "length must be at least 0, got -1"),
-        (lambda: sp.causal(-1), "length must be at least 0"),
-        (lambda: sp.block_causal(8, 4, 0), "block_size must be at least 1, got 0"),
-        (lambda: sp.block_causal(8, 9, 4), r"prompt_length must lie in \[0, 8\], got 9"),
-        (lambda: sp.block_causal(8, -1, 4), "prompt_length must lie in"),
-        (lambda: sp.wedlm_training(-1, 2), "length must be at least 0"),
-        (lambda: sp.wedlm_training(8, 0), "block_size must be at least 1"),
-        (lambda: sp.widen(sp.wedlm_training(4, 2), 1), "does not fit in 1"),
-        (lambda: sp.pack([sp.causal(4), sp.causal(4)], 7), "do not fit in a row of 7"),
-    ],
-)
-def test_bad_arguments_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+def test_a_row_too_short_for_its_sequences_is_an_error():
+    with pytest.raises(ValueError, match="do not fit in a row of 7"):
+        sp.pack([sp.causal(4), sp.causal(4)], 7)

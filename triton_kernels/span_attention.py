@@ -85,7 +85,7 @@ def write_slots(
     kernel: bool | None = None,
 ) -> None:
     """Write keys and values ``[H_kv, T, D]`` to slots int64 ``[T]`` of k and v ``[H_kv, S, D]``."""
-    if use_kernel("write_slots", k, kernel):
+    if (kernel or k.is_cuda) and use_kernel("write_slots", k, kernel):
         keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
         heads, rows, dim = keys.shape
         if rows:

@@ -36,19 +36,9 @@ def _is_decoder(kind: object) -> bool:
     )
 
 
-def _found() -> dict[str, type[Decoder]]:
-    """Find every decoder that a module of this package defines, by its name."""
-    modules = [import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
-    kinds = [
-        kind
-        for module in modules
-        for kind in vars(module).values()
-        if _is_decoder(kind) and kind.__module__ == module.__name__
-    ]
-    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.name)}
-
-
-DECODERS: dict[str, type[Decoder]] = _found()
+_MODULES = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+_KINDS = {kind for module in _MODULES for kind in vars(module).values() if _is_decoder(kind)}
+DECODERS: dict[str, type[Decoder]] = {k.name: k for k in sorted(_KINDS, key=lambda k: k.name)}
 
 
 def find_decoder(name: object) -> type[Decoder]:

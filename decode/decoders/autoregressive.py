@@ -11,7 +11,7 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
-from decode.decoders.base import Card, Decoder, max_new_tokens_option
+from decode.decoders.base import Decoder, max_new_tokens_option
 from decode.decoders.session import Session
 from decode.step import BlockView, Predictions, Step
 
@@ -23,7 +23,6 @@ class Autoregressive(Decoder):
     name: ClassVar[str] = "autoregressive"
     summary: ClassVar[str] = "one token a forward (default for a causal model)"
     labels: ClassVar[Mapping[str, str]] = {"cached": "decoded"}
-    card: ClassVar[Card] = Card(decides="the next token", rows="1", cache="exact", models="causal")
 
     max_new_tokens: int | None = max_new_tokens_option()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import math
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,7 @@ from decode.step import Sampling, sample_seed
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_BLOCK_SIZE = 32
+MAX = sys.float_info.max
 
 
 def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
@@ -35,12 +37,7 @@ def number(
     """Raise InputError unless value is a finite number in [least, most], or with `above` in
     (least, most]."""
     wrong = isinstance(value, bool) or not isinstance(value, int | float)
-    fits = not wrong and (least < value if above else least <= value) and value <= most  # type: ignore
-    try:
-        fits = fits and math.isfinite(value)  # type: ignore[arg-type]
-    except OverflowError:  # a whole number beyond all floats
-        fits = False
-    if not fits:
+    if wrong or not (least < value if above else least <= value) or not value <= min(most, MAX):  # type: ignore
         bounds = f"lie in {'(' if above else '['}{least:g}, {most:g}]"
         wanted = f"be {least:g} or more" if most == math.inf else bounds
         hint = ": expected a number" if wrong else ""
@@ -94,10 +91,10 @@ class Option:
 
     def verify(self, value: object) -> None:
         """Raise InputError unless the option may have this value."""
-        given = {"least": self.least, "most": self.most}
-        bounds: dict[str, Any] = {k: bound for k, bound in given.items() if bound is not None}
         if value is None and self.may_be_none:
             return
+        bounds: dict[str, Any] = {} if self.least is None else {"least": self.least}
+        bounds |= {} if self.most is None else {"most": self.most}
         if isinstance(self.kind, tuple):
             one_of(self.name, value, self.kind)
         elif self.kind is bool:
@@ -178,21 +175,6 @@ def _in_words(default: object) -> str:
     return f"{default:g}" if isinstance(default, int | float) else str(default)
 
 
-@dataclass(frozen=True)
-class Card:
-    """A decoder's line in the table of docs/decoders.md, as Markdown.
-
-    decides: what a forward decides. rows: what it feeds after the first one. models: those that it
-    decodes.
-    """
-
-    decides: str
-    rows: str
-    cache: str
-    models: str
-    source: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
     """Options that all decoders have. Raises InputError for one out of range.
@@ -205,13 +187,12 @@ class Decoder(abc.ABC):
     max_new_tokens: the longest response; None takes 256, less where the context leaves less.
 
     A decoder also says of itself: name; summary, for --help; labels, what the states of its blocks
-    are called where a person reads them; card, its line in the documentation.
+    are called where a person reads them.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     labels: ClassVar[Mapping[str, str]] = {}
-    card: ClassVar[Card | None] = None
 
     temperature: float = option(0.0, "0 is greedy, at least 0", unit="T")
     top_p: float = option(

@@ -27,7 +27,6 @@ from d2f.errors import InputError
 from d2f.spans import block_ends
 from decode.decoders.base import (
     DEFAULT_BLOCK_SIZE,
-    Card,
     Decoder,
     block_size_option,
     early_exit_option,
@@ -36,7 +35,6 @@ from decode.decoders.base import (
     ratio,
 )
 from decode.decoders.session import SDAR_BLOCK_SIZE, MaskedSession, feed, mask_kind
-from decode.decoders.unmask import reveal_count
 from decode.step import BlockState, BlockView, Floats, Ints, Predictions, Step
 
 Reveal = Literal["static", "dynamic", "sequential"]
@@ -45,30 +43,14 @@ Align = Literal["absolute", "prompt"]
 
 @dataclass(frozen=True)
 class Block(Decoder):
-    """Options of block diffusion.
-
-    block_size: None takes the model's own, else 4 for absolute blocks and 32 for others.
-    denoising_steps: forwards a block is given, at most its size; step j may reveal the n_j tokens
-        that make them even, the larger first; None reveals one token a step.
-    reveal: ``static`` the n_j most confident; ``dynamic`` all with a confidence above tau where
-        these are n_j or more, else the n_j most confident; ``sequential`` the n_j leftmost.
-    align: where blocks begin, ``absolute`` at position 0 (SDAR, TraDo: the prompt's tail is part of
-        the first block that is decoded) or at the ``prompt``'s end (D2F students); None takes what
-        the model was trained with, and refuses one that was trained without blocks.
-    max_new_tokens: kept exactly, the last block may be short.
-    early_exit: stop once the first end id and all before it are decided; False decodes all blocks.
-    """
+    """Options of block diffusion. Of the denoising_steps step j may reveal the n_j tokens that make
+    them even, the larger first. align is ``absolute`` for SDAR and TraDo, where the prompt's tail
+    is part of the first block that is decoded, ``prompt`` for D2F students; None refuses a model
+    that was trained without blocks."""
 
     name: ClassVar[str] = "block"
     summary: ClassVar[str] = "block diffusion with an exact cache (default for SDAR; D2F students)"
     labels: ClassVar[Mapping[str, str]] = {"fully active": "current"}
-    card: ClassVar[Card] = Card(
-        decides="`static`: the n surest; `dynamic`: all above `tau`; `sequential`: the n leftmost",
-        rows="B",
-        cache="exact",
-        models="block-causal",
-        source="BD3-LM, SDAR, TraDo",
-    )
 
     block_size: int | None = block_size_option(
         None, f"the model's own, else {DEFAULT_BLOCK_SIZE}, on absolute blocks {SDAR_BLOCK_SIZE}"
@@ -202,3 +184,10 @@ class BlockSession(MaskedSession):
             views.append(self.view(start, end, state))
             start = end
         return views
+
+
+def reveal_count(masked: int, steps: int, done: int) -> int:
+    """Count what the step after `done` others reveals: as even as can be, the larger first, 0 once
+    all are."""
+    each, rest = divmod(masked, steps)
+    return each + (done < rest)

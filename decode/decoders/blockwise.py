@@ -35,7 +35,6 @@ from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
 from decode.decoders.base import (
-    Card,
     Decoder,
     block_size_option,
     early_exit_option,
@@ -48,26 +47,9 @@ from decode.step import BlockState, BlockView, Ints, Predictions, Step
 CachePolicy = Literal["none", "prefix", "dual"]
 
 
-def blockwise_card(decides: str, source: str, rows: str = "") -> Card:
-    """Make the card of a blockwise decoder."""
-    return Card(
-        decides=decides,
-        rows=rows or "P + L; from the block's start on (`prefix`); B (`dual`)",
-        cache="none; `prefix` or `dual`, approximate on a bidirectional model",
-        models="bidirectional, block-causal",
-        source=source,
-    )
-
-
 @dataclass(frozen=True)
 class Blockwise(Decoder):
-    """Options of all blockwise decoders.
-
-    block_size: None takes one block for the whole response.
-    max_new_tokens: kept exactly, the last block may be short.
-    early_exit: stop once the first end id and all before it are decided; False decodes all blocks,
-        as the official codes do.
-    """
+    """Options of all blockwise decoders. The official codes have early_exit off."""
 
     block_size: int | None = block_size_option(None, "one block for the whole response")
     max_new_tokens: int | None = max_new_tokens_option()

@@ -1,8 +1,5 @@
-"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3).
-
-The pipeline and its options are in `decode.decoders.d2f_session`; its lossless and its revoking
-form have a file each, as they have papers of their own.
-"""
+"""D2F's pipelined decoding (arXiv 2508.09192, section 3.3): the pipeline and its options are in
+`decode.decoders.d2f_session`, its lossless and its revoking form have a file each."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from d2f.contract import Contract
-from decode.decoders.base import DEFAULT_BLOCK_SIZE, Card
+from decode.decoders.base import DEFAULT_BLOCK_SIZE
 from decode.decoders.d2f_lossless import LosslessSession
 from decode.decoders.d2f_revoke import AlwaysSession, CommitSession
 from decode.decoders.d2f_session import D2FSession, Pipeline
@@ -24,13 +21,6 @@ class D2F(Pipeline):
 
     name: ClassVar[str] = "d2f"
     summary: ClassVar[str] = "the pipeline (default for LLaDA- and Dream-like models)"
-    card: ClassVar[Card] = Card(
-        decides="in each open block all above `tau_conf`; in fully active ones at least one",
-        rows="open blocks, and those just finished",
-        cache="exact",
-        models="D2F students, LLaDA and Dream with a D2F adapter",
-        source="D2F, [2508.09192](https://arxiv.org/abs/2508.09192)",
-    )
 
     @classmethod
     def is_default_for(cls, contract: Contract) -> bool:

@@ -17,8 +17,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from decode.decoders.d2f_session import D2FSession, Pipeline, PipelineBlock
-from decode.decoders.session import Revocations
-from decode.decoders.shadow import add_shadow, shadow_slots, weakest
+from decode.decoders.shadow import Revocations, add_shadow, shadow_slots, weakest
 from decode.step import Floats, Ints, Predictions, Step
 
 Verified = tuple[PipelineBlock, Ints]  # a block, those of its positions that a shadow predicts

@@ -44,25 +44,9 @@ Revoke = Literal["always", "commit"]
 
 @dataclass(frozen=True)
 class Pipeline(Decoder):
-    """Options of the pipeline.
-
-    block_size: None takes the one that the model was trained with, else 32.
-    tau_add: share of the last block that must be decoded before another is appended.
-    tau_act: share of a block that must be decoded before the next becomes fully active.
-    tau_conf: confidence above which a token is revealed.
-    forced_pick: which token a fully active block reveals where none is above tau_conf: the one of
-        highest confidence, of lowest entropy (the official code's neg_entropy) or of the largest
-        margin between its two likeliest ids.
-    max_new_tokens: kept exactly, the last block may be short.
-    early_exit: stop when the first end id and all before it are decoded; False finishes all open
-        blocks, as the official code does.
-    lossless: states of the pipeline that a forward checks at most, the fed one and drafts of the
-        next (`decode.decoders.d2f_lossless`): the same tokens in no more forwards; None drafts
-        nothing. The engine's `max_rows` bounds it, too.
-    revoke: take decided tokens back that WINO's shadow (arXiv 2507.18578) gives less than
-        tau_revoke: ``always``, in every forward, in the blocks that are still active; ``commit``,
-        once, in the forward that would cache a block. It helps a tau_conf below tau_revoke.
-    """
+    """Options of the pipeline. The official code has early_exit off and calls the forced_pick
+    entropy neg_entropy. lossless is also bounded by the engine's `max_rows`; revoke helps a
+    tau_conf below tau_revoke."""
 
     block_size: int | None = block_size_option(None, f"the model's own, else {DEFAULT_BLOCK_SIZE}")
     tau_add: float = ratio(

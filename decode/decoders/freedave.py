@@ -44,8 +44,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card, option
-from decode.decoders.blockwise import blockwise_card
+from decode.decoders.base import option
 from decode.decoders.branches import Branch, split, with_branches
 from decode.decoders.session import mask_kind
 from decode.decoders.unmask import Static, StaticSession, sure
@@ -57,31 +56,18 @@ Drafting = Literal["tree", "batch"]
 @dataclass(frozen=True)
 class FreeDave(Static):
     """Options of FreeDave: the tokens of `Static` with the same block_size, steps, cache and
-    early_exit, in no more forwards; steps are those of static decoding. Greedy only.
+    early_exit, in no more forwards, up to the rounding of forwards of other shapes.
 
-    drafts: states a forward at most, the paper's d; 1 is static decoding. The engine's `max_rows`
-        bounds it, too, unless tau is given.
-    drafting: ``batch`` feeds in each branch all rows that static decoding would feed; ``tree``
-        feeds only once what the mask keeps the same: on a block-causal model a shifted family's row
-        before the block, and complete blocks on their way into the cache (where eager drafts
-        completed them, or a block here spans several of the model's). On a bidirectional model
-        every row sees the drafts, and the two coincide.
-    eager: on a block-causal model, drafts may go on in the next ceil(d / block_size) blocks. It
-        stays without loss: what is cached there is exact, and each branch is a whole state.
-    tau: FreeDave++ with that confidence, whose tokens are no other decoder's.
-
-    "The same tokens" is up to the rounding of the model: the rows of a branch compute what the rows
-    of the state would, in a forward of another shape.
+    drafts: the paper's d; the engine's `max_rows` bounds it, too, unless tau is given.
+    drafting: ``tree`` feeds once, on a block-causal model, a shifted family's row before the block
+        and complete blocks on their way into the cache. On a bidirectional model every row sees the
+        drafts, and tree and batch coincide.
+    eager: drafts may go on in the next ceil(d / block_size) blocks, without loss: what is cached
+        there is exact, and each branch is a whole state.
     """
 
     name: ClassVar[str] = "freedave"
     summary: ClassVar[str] = "static decoding that drafts itself, without loss"
-    card: ClassVar[Card] = blockwise_card(
-        "what `static` would, several steps at once; with `tau` (FreeDave++) nearly what "
-        "`threshold` would",
-        "FreeDave, [2510.00294](https://arxiv.org/abs/2510.00294)",
-        rows="up to `drafts` times `static`'s",
-    )
 
     drafts: int = option(4, "states that a forward checks at most, at least 1 (static decoding)")
     drafting: Drafting = option(

@@ -1,5 +1,6 @@
 """Add WINO's shadow (arXiv 2507.18578, section 4) to a step: rows that predict decided positions as
-if they were still masked, beside the step's own rows, which do not see them.
+if they were still masked, beside the step's own rows, which do not see them; and take decided
+tokens back (`Revocations`).
 
 Where row p predicts position p, the shadow of a block is one mask for each of its positions, at
 the same positions: row p sees what position p sees, but not position p itself, and of the shadow
@@ -28,6 +29,7 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.spans import shadow_spans, widened
+from decode.decoders.session import MaskedSession
 from decode.step import Floats, Ints, Step
 
 
@@ -107,3 +109,35 @@ def _pairs(
     slots = np.stack([copies, copies + 1], axis=1)[fed]
     read = np.cumsum(fed).reshape(fed.shape)[:, 0] - 1
     return tokens, positions, slots, np.repeat(spans, fed.sum(1), axis=0), read
+
+
+class Revocations:
+    """Takes decided positions of a session back, and counts.
+
+    drafted: tokens decided, again or for the first time. revoked: decisions taken back.
+    revoked_changed: how many of these hold another token now than the one taken back; the others
+    hold the same one, or none yet.
+    """
+
+    def __init__(self, session: MaskedSession):
+        self.session = session
+        self.taken: list[tuple[int, int]] = []  # position, the token taken back
+        session.counts |= {"drafted": 0, "revoked": 0, "revoked_changed": 0}
+
+    def revoke(self, positions: Ints) -> None:
+        """Mask decided positions of the sequence again."""
+        session, mask_id = self.session, self.session.contract.mask_id
+        assert mask_id is not None
+        self.taken += [(int(p), int(session.x[p])) for p in positions]
+        session.x[positions] = mask_id
+        # Keys and values stay in the slots: the next forward feeds the mask and overwrites them.
+        session.masked[positions] = True
+
+    def count(self) -> None:
+        """Bring the counts up to date, once after each step's decisions."""
+        x, masked, counts = self.session.x, self.session.masked, self.session.counts
+        counts["drafted"] += len(self.session.revealed)
+        counts["revoked"] = len(self.taken)
+        counts["revoked_changed"] = sum(
+            bool(not masked[p] and x[p] != token) for p, token in self.taken
+        )

@@ -24,8 +24,8 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card, block_size_option, option
-from decode.decoders.blockwise import Blockwise, BlockwiseSession, blockwise_card
+from decode.decoders.base import block_size_option, option
+from decode.decoders.blockwise import Blockwise, BlockwiseSession
 from decode.step import Floats, Ints, Predictions
 
 Proxy = Literal["entropy", "confidence", "margin"]
@@ -33,15 +33,10 @@ Proxy = Literal["entropy", "confidence", "margin"]
 
 @dataclass(frozen=True)
 class Static(Blockwise):
-    """Options of static decoding. steps: forwards over all blocks, a multiple of their number; None
-    reveals one token a step."""
+    """Options of static decoding."""
 
     name: ClassVar[str] = "static"
     summary: ClassVar[str] = "LLaDA's low-confidence decoding"
-    card: ClassVar[Card] = blockwise_card(
-        "as many of the surest tokens of the block as its schedule says (default one)",
-        "LLaDA, [2502.09992](https://arxiv.org/abs/2502.09992)",
-    )
 
     steps: int | None = option(
         None,
@@ -67,7 +62,7 @@ class Static(Blockwise):
 
     def due(self, masked: int, left: int) -> int:
         """Count what the next step reveals in a block of `masked` positions of which `left` still
-        are: as even as can be, the larger first (`reveal_count`, by what is left)."""
+        are: as even as can be, the larger first."""
         each, rest = divmod(masked, min(self.block_steps, masked))
         return each + (masked - left < rest * (each + 1))
 
@@ -82,25 +77,12 @@ class StaticSession(BlockwiseSession):
         return np.argsort(-predictions.confidence, kind="stable")[:count]
 
 
-def reveal_count(masked: int, steps: int, done: int) -> int:
-    """Count what the step after `done` others reveals: as even as can be, the larger first, 0 once
-    all are."""
-    each, rest = divmod(masked, steps)
-    return each + (done < rest)
-
-
 @dataclass(frozen=True)
 class Threshold(Blockwise):
-    """Options of threshold decoding. tau: confidence from which a token is revealed, at least 0;
-    above 1 only the surest token is, which is static decoding. block_size: the paper's 32; None
-    takes one block for the whole response."""
+    """Options of threshold decoding. With tau above 1 it is static decoding."""
 
     name: ClassVar[str] = "threshold"
     summary: ClassVar[str] = "Fast-dLLM's confidence threshold (default for a WINO+ model)"
-    card: ClassVar[Card] = blockwise_card(
-        "the surest and all of confidence at least `tau`",
-        "Fast-dLLM, [2505.22618](https://arxiv.org/abs/2505.22618)",
-    )
 
     block_size: int | None = block_size_option(32, "32, on a WINO+ model its own")
     tau: float = option(
@@ -132,16 +114,11 @@ def sure(confidence: Floats, tau: float) -> Ints:
 
 @dataclass(frozen=True)
 class Factor(Blockwise):
-    """Options of factor decoding. factor: at least 0; the larger, the more tokens a step; 0 is
-    static decoding, but for tokens of confidence exactly 1. block_size: the paper's 32; None takes
-    one block for the whole response."""
+    """Options of factor decoding. With factor 0 it is static decoding, but for tokens of confidence
+    exactly 1."""
 
     name: ClassVar[str] = "factor"
     summary: ClassVar[str] = "Fast-dLLM's factor rule"
-    card: ClassVar[Card] = blockwise_card(
-        "the n surest while the n-th has at least 1 - `factor` / (n + 1)",
-        "Fast-dLLM, [2505.22618](https://arxiv.org/abs/2505.22618)",
-    )
 
     block_size: int | None = block_size_option(32)
     factor: float = option(
@@ -168,17 +145,11 @@ def sure_together(confidence: Floats, factor: float) -> Ints:
 
 @dataclass(frozen=True)
 class EntropyBounded(Blockwise):
-    """Options of entropy-bounded decoding. gamma: bound in nats, at least 0; the larger, the more
-    tokens a step; 0 reveals one, and others only where their entropy is 0. proxy: what the tokens
-    are sorted by: entropy, confidence (of the chosen token) or margin. block_size: 32, as Fast-dLLM
-    takes; None takes one block for the whole response."""
+    """Options of entropy-bounded decoding. With gamma 0 it reveals one token a step, and others
+    only where their entropy is 0."""
 
     name: ClassVar[str] = "entropy"
     summary: ClassVar[str] = "the EB sampler"
-    card: ClassVar[Card] = blockwise_card(
-        "the surest while sum H - max H is at most `gamma` nats",
-        "EB sampler, [2505.24857](https://arxiv.org/abs/2505.24857)",
-    )
 
     block_size: int | None = block_size_option(32)
     gamma: float = option(

@@ -52,7 +52,7 @@ import numpy as np
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.spans import prefix
-from decode.decoders.base import Card, Decoder, max_new_tokens_option, option
+from decode.decoders.base import Decoder, max_new_tokens_option, option
 from decode.decoders.session import MaskedSession, mask_kind
 from decode.step import BlockView, Floats, Ints, Predictions, Step
 
@@ -64,18 +64,12 @@ class WeDLM(Decoder):
     """Options of streaming decoding.
 
     window: slots W of the window. With verify the engine's `max_rows` bounds it, too.
-    entropy_threshold: a mask is filled where its entropy in nats plus its penalty lies below it;
-        where none does, and always for None, the lowest is filled.
-    distance_penalty: nats a position, counted from the first mask.
-    max_new_tokens: kept exactly; decoding stops at the first end id.
     refill: ``paper`` keeps W slots and none beyond max_new_tokens (a window without masks goes on
         with the next one in the same forward); ``repository`` adds a mask for each slot that is
         about to be committed, before it is, and goes on past max_new_tokens by up to W - 1
         positions, which are then cut off; ``block``, the paper's ablation, leaves the window where
         it is until all of it is filled, and commits it whole.
-    window_attention: ``bidirectional`` lets the rows of a window that is not filled yet see all of
-        it, for a model trained so; what is committed is causal all the same.
-    verify: ``ar`` commits only the model's own greedy next tokens; None takes the masks' word.
+    window_attention: what is committed is causal, also with ``bidirectional``.
     """
 
     name: ClassVar[str] = "wedlm"
@@ -83,13 +77,6 @@ class WeDLM(Decoder):
         "streaming decoding of a causal diffusion model, where it is the default"
     )
     labels: ClassVar[Mapping[str, str]] = {"cached": "committed", "fully active": "window"}
-    card: ClassVar[Card] = Card(
-        decides="masks whose entropy plus penalty is below `entropy_threshold`",
-        rows="W to 2W",
-        cache="exact",
-        models="causal with a mask id",
-        source="WeDLM, [2512.22737](https://arxiv.org/abs/2512.22737)",
-    )
 
     window: int = option(
         16,

@@ -23,10 +23,9 @@ import numpy as np
 
 from d2f.contract import Contract
 from d2f.errors import InputError
-from decode.decoders.base import Card, block_size_option, option, ratio
-from decode.decoders.blockwise import Blockwise, BlockwiseSession, blockwise_card
-from decode.decoders.session import Revocations
-from decode.decoders.shadow import add_shadow, shadow_slots, weakest
+from decode.decoders.base import block_size_option, option, ratio
+from decode.decoders.blockwise import Blockwise, BlockwiseSession
+from decode.decoders.shadow import Revocations, add_shadow, shadow_slots, weakest
 from decode.step import Ints, Predictions, Step
 
 
@@ -34,29 +33,18 @@ from decode.step import Ints, Predictions, Step
 class Wino(Blockwise):
     """Options of WINO.
 
-    tau1: confidence above which a masked token is decided; where there is none, the most confident
-        is.
-    tau2: probability in the shadow below which a decided token is taken back, above tau1; 0
-        verifies nothing and feeds no shadow, and then tau1 may be any. Under tau2, text settles a
-        block at a time: before a block is done, all of its tokens may change.
+    tau2: 0 feeds no shadow, and then tau1 may be any. Else text settles a block at a time: before a
+        block is done, all of its tokens may change.
     caps: the official code's bounds, which the paper does not have: of m masked positions at most
         int(0.7 m), at least 5 and at most 20, are decided in a forward; fewer are taken back than
         the forward before decided, the least likely first; none where fewer than two are decided.
         False takes the paper's two thresholds alone (equation 4), but after n forwards of a block n
         of its positions stay decided: where more would be taken back, the least likely are. Either
         way a block takes at most as many forwards as it has positions.
-    leakage: the shadow of a position sees its token too (the paper's ablation "full leakage"), so
-        that a token bears itself out.
-    cache: as for all blockwise decoders; the shadow sees the slots that the block's rows see.
     """
 
     name: ClassVar[str] = "wino"
     summary: ClassVar[str] = "drafts widely, takes back what the rest does not bear out"
-    card: ClassVar[Card] = blockwise_card(
-        "all above `tau1`; takes back what its shadow gives less than `tau2`",
-        "WINO, [2507.18578](https://arxiv.org/abs/2507.18578)",
-        rows="P + L + B (shifted families: + two a verified token)",
-    )
 
     block_size: int | None = block_size_option(128)
     tau1: float = ratio(0.6, "confidence above which a token is drafted, below tau2")

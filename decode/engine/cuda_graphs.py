@@ -32,8 +32,7 @@ from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 from d2f.model import DiffusionModel
 from d2f.spans import widened
-from decode.engine.batch import FlatRows
-from decode.engine.sampling import DRAW_LINES, Wanted, draws_of, prediction_table
+from decode.engine.batch import DRAW_LINES, FlatRows, Wanted, draws_of, prediction_table
 from triton_kernels.dispatch import VARIABLE as KERNELS
 from triton_kernels.span_attention import MAX_SPANS
 
@@ -55,7 +54,7 @@ _DRAWS = _QUERIED + 1
 _LINES = _DRAWS + DRAW_LINES
 
 PendingTable = Callable[[], NDArray[np.float64]]
-"""Wait for a forward that was started; returns its table (`decode.engine.sampling.table_of`)."""
+"""Wait for a forward that was started; returns its table (`decode.engine.batch.table_of`)."""
 
 
 def graphs_wanted(device: torch.device) -> bool:
@@ -248,18 +247,16 @@ def free_graphs(model: DiffusionModel) -> deque[Lent]:
 
 def lend_graphs(model: DiffusionModel, slots: int) -> Lent:
     """Lend a cache of at least `slots` slots, beside the one for rows that pad, all empty."""
-    kept, state, free = free_graphs(model), captured_state(model), []
-    while kept:
-        free.append(kept.popleft())
+    kept, state = free_graphs(model), captured_state(model)
+    free = [kept.popleft() for _ in range(len(kept))]
     # Graphs compute as the model was when they were captured.
     free = sorted((one for one in free if one[0] == state), key=lambda one: one[1].slots)
-    fits = next((i for i, one in enumerate(free) if one[1].slots >= slots), None)
-    chosen = free.pop(-1 if fits is None else fits) if free else None
-    kept.extend(free)
-    if fits is None:
-        del chosen  # the largest, too small: before a larger one is made
+    fits = [one for one in free if one[1].slots >= slots]
+    chosen = (fits or free[-1:] or [None])[0]
+    kept.extend(one for one in free if one is not chosen)
+    if not fits or chosen is None:
+        del chosen, free  # the largest, too small: before a larger one is made
         return state, GraphForwards(model, model.new_cache(_rounded(slots) + 1))
-    assert chosen is not None
     if model.device.type == "cuda":
         # A forward that the last engine started and nobody waited for may still be running.
         torch.cuda.synchronize(model.device)

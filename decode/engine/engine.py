@@ -7,11 +7,10 @@ so a row of a batch computes what it would compute alone.
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import psutil
@@ -21,8 +20,16 @@ from d2f.cache import SlotCache, SlotPool
 from d2f.device import as_current
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.decoders.base import boolean, whole_number
-from decode.engine.batch import FlatRows, join
+from decode.decoders.base import whole_number
+from decode.engine.batch import (
+    FlatRows,
+    PredictionRequest,
+    Wanted,
+    join,
+    split,
+    table_of,
+    wanted_of,
+)
 from decode.engine.cuda_graphs import (
     GraphForwards,
     PendingTable,
@@ -33,10 +40,9 @@ from decode.engine.cuda_graphs import (
 from decode.engine.pieces import Feed, share
 from decode.engine.prefixes import Prefixes
 from decode.engine.request import Request
-from decode.engine.sampling import PredictionRequest, Wanted, split, table_of, wanted_of
 from decode.step import Event, Predictions, Step
 
-Started = tuple[list[tuple[Request, Step]], list[PredictionRequest], PendingTable]
+Fed = list[tuple[Request, Step]]
 
 CPU_MAX_ROWS = 256
 """On a CPU windows of 16 are worth their rows up to about 16 requests in flight; with more, rows of
@@ -119,12 +125,9 @@ class Engine:
         prefill_rows: int | None = None,
         reuse_prefixes: bool = False,
     ):
-        boolean("reuse_prefixes", reuse_prefixes)
         for name, value in (("prefill_rows", prefill_rows), ("max_rows", max_rows)):
             if value is not None:
                 whole_number(name, value)
-        if request_slots is not None:
-            whole_number("request_slots", request_slots, most=sys.maxsize)
         self.model = model
         self.device = model.device
         cuda = self.device.type == "cuda"
@@ -153,7 +156,7 @@ class Engine:
         self._failed: list[Event] = []  # of requests that failed before a forward
         self.early = cuda  # start the next forward before events are taken
         # The forward under way: its steps with their requests, what each wants, and its table.
-        self._started: Started | None = None
+        self._started: tuple[Fed, list[PredictionRequest], PendingTable] | None = None
         self._early_error: Exception | None = None  # of a forward that was started early
 
     def submit(self, request: Request) -> None:
@@ -242,7 +245,7 @@ class Engine:
             if base is None:  # first come, first served: smaller ones behind it wait too
                 return
             self.waiting.popleft()
-            request.start(base, time.perf_counter())
+            request.base, request.began = base, time.perf_counter()
             self.running.append(request)
             rows += len(step.tokens)
 
@@ -275,30 +278,37 @@ class Engine:
         self.pool.free(request.base)
 
     def _start_forward(self) -> None:
-        """Admit what fits and start the forward of all requests that run."""
+        """Admit what fits and start a forward of all that run."""
         self._admit()
         if self.in_pieces:
             fed = self._pieces()
         else:
             fed = [(r, r.step) for r in self.running if r.step is not None]
-        if not fed:
-            return
-        # In the order of their slots, however they came and went: rows that lie together see keys
-        # that lie together, and attention loads tiles of both.
-        fed.sort(key=lambda pair: pair[0].base)
-        # A step belongs to the forward that it was started in: a request that is cancelled now, or
-        # admitted, changes the next one only.
+        if fed:
+            # In the order of their slots, however they came and went: rows that lie together see
+            # keys that lie together, and attention loads tiles of both.
+            fed.sort(key=lambda pair: pair[0].base)
+            # A step belongs to the forward that it was started in: a request that is cancelled
+            # now, or admitted, changes the next one only.
+            self._started = fed, *self._start(fed)
+
+    def _start(
+        self, fed: Fed, *, static: bool = True
+    ) -> tuple[list[PredictionRequest], PendingTable]:
+        """Start the forward of these steps, and count it."""
         groups = [
             PredictionRequest(r.sampler, len(step.read), step.queried_tokens, step.uncertainty)
             for r, step in fed
         ]
-        rows, wanted = self._joined(fed, groups)
-        pending = None if self.static is None else self.static.start(rows, wanted)
-        if pending is None:  # no GPU, or more rows than any fixed size has
-            pending = self._compute(rows, wanted)
-        self._started = fed, groups, pending
+        rows = join([step for _, step in fed], [request.base for request, _ in fed])
+        wanted = wanted_of(groups)
+        self.forwards += 1
+        self.rows += len(rows.tokens)
+        pending = self.static.start(rows, wanted) if static and self.static else None
+        # No GPU, or more rows than any fixed size has.
+        return groups, pending or self._compute(rows, wanted)
 
-    def _pieces(self) -> list[tuple[Request, Step]]:
+    def _pieces(self) -> Fed:
         """Copy rows that others have fed, and choose the pieces of steps that are fed now."""
         feeds = []
         for request in self.running:
@@ -318,15 +328,6 @@ class Engine:
             for request, step in fed:
                 self.prefixes.note(request.base, step)
         return fed
-
-    def _joined(
-        self, fed: Sequence[tuple[Request, Step]], groups: list[PredictionRequest]
-    ) -> tuple[FlatRows, Wanted]:
-        """Join steps to one forward, and count it."""
-        rows = join(fed)
-        self.forwards += 1
-        self.rows += len(rows.tokens)
-        return rows, wanted_of(groups)
 
     def _compute(self, flat: FlatRows, wanted: Wanted) -> PendingTable:
         """Compute a forward of any number of rows; what it returns waits for the table."""
@@ -348,22 +349,22 @@ class Engine:
         (fed, groups, pending), self._started = self._started, None
         found = split(pending(), groups)
         width, events = self._width(), []
-        for (request, step), group, predictions in zip(fed, groups, found, strict=True):
+        for (request, step), predictions in zip(fed, found, strict=True):
             if request not in self.running:
                 continue  # it was cancelled meanwhile
             if predictions is None and (len(fed) > 1 or request.feed is not None):
-                predictions = self._alone(request, step, group)
+                predictions = self._alone(request, step)
             request.session.width = width
             events.append(self._accept(request, step, predictions))
         return events
 
-    def _alone(self, request: Request, step: Step, group: PredictionRequest) -> Predictions | None:
+    def _alone(self, request: Request, step: Step) -> Predictions | None:
         """Compute a step again without the others. NaN may come from a neighbour in the batch, or
         from one that fed rows before it: a row that sees nothing of it has still met it, at a
         weight of 0."""
         whole = step if request.feed is None else request.feed.anew()
-        pending = self._compute(*self._joined([(request, whole)], [group]))
-        return split(pending(), [group])[0]
+        groups, pending = self._start([(request, whole)], static=False)
+        return split(pending(), groups)[0]
 
     def _accept(self, request: Request, step: Step, predictions: Predictions | None) -> Event:
         """Hand a request its predictions; returns the event that says what they changed. An error

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -98,18 +98,15 @@ def _block_size(contract: Contract) -> int:
     return 1 if kind == "causal" else int(visible_ends(2**20, 0, contract)[0])
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows that are fed in one forward: positions ``[start, end)``.
-
-    masked: the first that holds the mask id, in a copy of its block; None for the sequence's own
-    tokens in their own slots. reads: (row of the part, position that it predicts).
-    """
+class Part(NamedTuple):
+    """Rows that are fed in one forward: positions ``[start, end)``. masked: the first that holds
+    the mask id, in a copy of its block; None for the sequence's own tokens in their own slots.
+    reads: (row of the part, position that it predicts)."""
 
     start: int
     end: int
     masked: int | None
-    reads: tuple[tuple[int, int], ...]
+    reads: list[tuple[int, int]]
 
     @property
     def rows(self) -> int:
@@ -120,8 +117,8 @@ def causal_parts(length: int, given: int) -> Iterator[Part]:
     """Cut the sequence into pieces; its last row predicts nothing of it."""
     for start in range(0, length - 1, ROWS):
         end = min(start + ROWS, length - 1)
-        reads = ((p - start, p + 1) for p in range(start, end) if p + 1 >= given)
-        yield Part(start, end, None, tuple(reads))
+        reads = [(p - start, p + 1) for p in range(start, end) if p + 1 >= given]
+        yield Part(start, end, None, reads)
 
 
 def block_parts(length: int, given: int, ends: Ints, size: int, shift: int) -> Iterator[Part]:
@@ -132,10 +129,10 @@ def block_parts(length: int, given: int, ends: Ints, size: int, shift: int) -> I
         end = int(ends[start])  # the last one's may be cut off here
         for p in range(max(start, given), end):
             if p > start or not shift:
-                yield Part(start, start + size, p, ((p - start - shift, p),))
+                yield Part(start, start + size, p, [(p - start - shift, p)])
         if end < length:
             first = shift and end >= given  # the next block's, read in this one's last row
-            yield Part(start, end, None, ((end - 1 - start, end),) if first else ())
+            yield Part(start, end, None, [(end - 1 - start, end)] if first else [])
         start = end
 
 
@@ -151,11 +148,10 @@ class LikelihoodSession(Session):
             parts = causal_parts(len(ids), decoder.given)
             self.scratch = 0
         else:
-            shift = contract.logit_shift
-            parts = block_parts(len(ids), decoder.given, self.ends, size, shift)
+            parts = block_parts(len(ids), decoder.given, self.ends, size, contract.logit_shift)
             self.scratch = max(size, min(ROWS, size * (len(ids) - decoder.given)))
         # Where nothing is predicted, of a single token, a forward all the same: a request has one.
-        self.parts = deque(parts) or deque([Part(0, int(self.ends[0]), None, ())])
+        self.parts = deque(parts) or deque([Part(0, int(self.ends[0]), None, [])])
         self.predicted: Ints = np.zeros(0, dtype=np.int64)
         self.cached = 0
 
@@ -166,9 +162,8 @@ class LikelihoodSession(Session):
     def step(self) -> Step | None:
         if not self.parts:
             return None
-        cached, rows, copies = self.cached, 0, 0
-        columns: list[list[Ints]] = [[], [], [], [], []]  # tokens, positions, slots, spans, read
-        predicted = []
+        cached, rows, copied = self.cached, 0, len(self.x)
+        columns, predicted = [], []
         while self.parts and (not rows or rows + self.parts[0].rows <= ROWS):
             part = self.parts.popleft()
             positions = np.arange(part.start, part.end)
@@ -177,36 +172,31 @@ class LikelihoodSession(Session):
                 spans = stack((0, self.ends[positions]), (0, 0))
                 self.cached = part.end
             else:
-                slots = positions - part.start + len(self.x) + copies
-                copies += part.rows
+                assert self.contract.mask_id is not None
+                slots = positions - part.start + copied
                 tokens = np.full(part.rows, self.contract.mask_id)
-                own = slice(part.start, part.masked)
-                tokens[: part.masked - part.start] = self.x[own]
-                # The blocks before, and the copy in place of its block.
-                spans = stack((0, np.full(part.rows, part.start)), (slots[0], slots[-1] + 1))
+                tokens[: part.masked - part.start] = self.x[part.start : part.masked]
+                # All blocks before its own, and the whole copy.
+                own = np.full(part.rows, copied)
+                spans = stack((0, np.full(part.rows, part.start)), (own, own + part.rows))
+                copied += part.rows
             read = np.array([row + rows for row, _ in part.reads], dtype=np.int64)
-            for column, values in zip(
-                columns, (tokens, positions, slots, spans, read), strict=True
-            ):
-                column.append(values)
+            columns.append((tokens, positions, slots, spans, read))
             predicted += [position for _, position in part.reads]
             rows += part.rows
         self.predicted = np.array(predicted, dtype=np.int64)
-        tokens, positions, slots, spans, read = (np.concatenate(column) for column in columns)
-        return Step(
-            tokens, positions, slots, spans, read, cached, queried_tokens=self.x[self.predicted]
-        )
+        tokens, positions, slots, spans, read = map(np.concatenate, zip(*columns, strict=True))
+        queried = self.x[self.predicted]
+        return Step(tokens, positions, slots, spans, read, cached, queried_tokens=queried)
 
     def accept(self, predictions: Predictions) -> None:
         logprobs = predictions.queried_log_probability
         assert logprobs is not None
         for i, position in enumerate(self.predicted.tolist()):
             token, top = int(self.x[position]), int(predictions.token[i])
-            logprob = float(logprobs[i])
-            # Never below its own, by rounding: the list of the likeliest has both.
-            best = (
-                logprob if top == token else max(logprob, float(np.log(predictions.confidence[i])))
-            )
+            best = logprob = float(logprobs[i])
+            if top != token:  # never below its own, by rounding: the list of the likeliest has both
+                best = max(logprob, float(np.log(predictions.confidence[i])))
             self.likelihoods.append(TokenLikelihood(position, token, logprob, top, best))
 
     def blocks(self) -> list[BlockView]:

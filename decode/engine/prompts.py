@@ -35,39 +35,32 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
     Chat messages go through the tokenizer's chat template, and so does text, as a user message,
     where there is a template and not `raw`.
     """
-    if isinstance(prompt, Mapping):
-        prompt = [prompt]
     text = prompt if isinstance(prompt, str) else None
-    # An iterator would be used up by the first look at it.
-    parts = None if text is not None or not hasattr(prompt, "__len__") else _listed(prompt)
-    if text is None and parts is None:
+    parts: Any = [prompt] if isinstance(prompt, str | Mapping) else _listed(prompt)
+    if parts is None:
         raise InputError(f"{where}: {EXPECTED}, got {repr_of(prompt)}")
-    messages: list[Any] | None = None
-    if parts and any(isinstance(part, Mapping) for part in parts):
-        odd = next((part for part in parts if not isinstance(part, Mapping)), None)
-        if odd is not None:
-            raise InputError(
-                f"{where}: expected chat messages alone, got {repr_of(odd)} among them"
-            )
-        messages = parts
-    if messages is None and parts is not None:
+    if text is None and not any(isinstance(part, Mapping) for part in parts):
         # bool is a subclass of int: True would pass as the id 1.
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in parts):
             raise InputError(f"{where}: expected whole token ids, got {repr_of(parts[:5])}")
         return [int(token) for token in parts]
+    odd = [part for part in parts if text is None and not isinstance(part, Mapping)]
+    if odd:
+        raise InputError(f"{where}: expected chat messages alone, got {repr_of(odd[0])} among them")
     tokenizer: Any = model.tokenizer
     if tokenizer is None:
         raise InputError(f"{where}: text needs a tokenizer, {model.path} has none; give ids")
-    if text is not None and not text:
+    if text == "":
         raise InputError(f"{where} is empty: expected at least one token")
     try:
-        if messages is not None and tokenizer.chat_template is None:
+        if text is None and tokenizer.chat_template is None:
             raise InputError(f"chat messages need a chat template, {model.path} has none")
         if text is not None and (raw or tokenizer.chat_template is None):
             # Here the tokenizer adds its own special tokens; a chat template writes them itself,
             # so `chat.encode` adds none: the BOS would be doubled.
             return list(tokenizer(text)["input_ids"])
-        return chat.encode(tokenizer, messages or [{"role": "user", "content": text}])
+        messages = parts if text is None else [{"role": "user", "content": text}]
+        return chat.encode(tokenizer, messages)
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except (UnicodeEncodeError, TypeError) as error:  # half of a surrogate pair
@@ -76,14 +69,10 @@ def encode(model: DiffusionModel, prompt: Prompt, where: str, *, raw: bool = Fal
 
 def _listed(value: Any) -> list[Any] | None:
     """List what a list, tensor or array holds, None where it is none: bytes are not meant as ids, a
-    set has no order."""
+    set has no order, an iterator would be used up."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, bytes | bytearray | memoryview | set | frozenset):
-        return None
-    try:
-        return list(value)
-    except TypeError:
-        return None
+    odd = isinstance(value, bytes | bytearray | memoryview | set | frozenset)
+    return None if odd or not hasattr(value, "__len__") else list(value)
 
 
 def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:

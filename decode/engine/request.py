@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from transformers import PreTrainedTokenizerBase
 
 from d2f.contract import Contract
 from d2f.errors import InputError, NonFiniteLogitsError, RequestError
 from decode.decoders.base import Decoder
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
+from decode.engine.pieces import Feed
 from decode.step import Event, FinishReason, Predictions, Result, Step
-
-if TYPE_CHECKING:
-    from decode.engine.pieces import Feed
 
 
 class Request:
@@ -48,8 +44,8 @@ class Request:
         self.calls: list[tuple[int, int]] = []
         self.reused_rows = 0
         self.base = 0
+        self.began: float | None = None
         self.result: Result | None = None
-        self._began: float | None = None
 
     @property
     def done(self) -> bool:
@@ -65,10 +61,6 @@ class Request:
             raise RequestError(f"the decoder {self.decoder.name} has no first step")
         return self.step
 
-    def start(self, base: int, now: float) -> None:
-        """Enter the batch, with slots from `base` on."""
-        self.base, self._began = base, now
-
     def fail(self, error: Exception, now: float) -> Event:
         """Give up for what was raised on its behalf; returns its last event."""
         if not isinstance(error, InputError | RequestError):
@@ -81,7 +73,7 @@ class Request:
         self.result = Result.failed(
             error,
             calls=self.calls,
-            seconds=0.0 if self._began is None else now - self._began,
+            seconds=0.0 if self.began is None else now - self.began,
             prompt_tokens=self.session.prompt_length,
             seed=self.decoder.seed,
         )
@@ -143,7 +135,7 @@ class Request:
             text=text,
             forwards=len(self.calls),
             calls=self.calls,
-            seconds=now - (self._began or 0.0),
+            seconds=now - (self.began or 0.0),
             finish_reason=reason,
             prompt_tokens=self.session.prompt_length,
             counts=dict(self.session.counts),

@@ -16,11 +16,8 @@ from d2f.attention import SpanPlan
 from d2f.convert import build
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
-from decode.engine.batch import FlatRows
-from decode.engine.cuda_graphs import SIZES, GraphForward, GraphForwards
-from decode.engine.engine import Engine
-from decode.engine.request import Request
-from decode.engine.sampling import (
+from decode.engine.batch import (
+    FlatRows,
     PredictionRequest,
     Sampler,
     Wanted,
@@ -28,6 +25,9 @@ from decode.engine.sampling import (
     table_of,
     wanted_of,
 )
+from decode.engine.cuda_graphs import SIZES, GraphForward, GraphForwards
+from decode.engine.engine import Engine
+from decode.engine.request import Request
 from decode.step import Sampling
 
 DEVICE = "cuda"
@@ -279,7 +279,7 @@ def test_the_table_of_a_captured_forward_needs_nothing_of_the_host(plain_model):
     """What it computes is computed without waiting for the device."""
     size = 16
     lines = torch.from_numpy(wishes(size)["filtered with scores"].draws).to(DEVICE)
-    from decode.engine.sampling import draws_of
+    from decode.engine.batch import draws_of
 
     logits = torch.randn(size, 300, device=DEVICE)
     queried = torch.arange(size, device=DEVICE)

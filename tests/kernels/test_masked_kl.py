@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from triton_kernels import masked_kl
 from triton_kernels.masked_kl import CPU_TILE_BYTES, masked_linear_kl, masked_linear_kl_reference
@@ -147,31 +145,6 @@ def test_the_default_tile_does_not_grow_with_the_vocabulary():
     assert all(0.95 * CPU_TILE_BYTES < size <= CPU_TILE_BYTES for size in largest)
 
 
-@pytest.mark.parametrize("vocabulary", [126464, 152064])  # LLaDA-8B's, Dream-7B's
-@pytest.mark.parametrize("rows", [1, 256, 512, 1024, 4096])
-def test_a_gpus_tile_takes_six_operations_and_not_ten(monkeypatch, rows, vocabulary):
-    """6 N C V for student and teacher forward and the gradient; tiles of the vocabulary compute the
-    logits twice. Counted where 768 MiB hold the whole vocabulary for enough rows."""
-    width = 64
-    shape = masked_kl.tile_shape
-    monkeypatch.setattr(masked_kl, "tile_bytes", lambda device: masked_kl.TILE_BYTES)
-    monkeypatch.setattr(masked_kl, "tile_shape", lambda n, v, _: shape(n, v, torch.device("cuda")))
-
-    def operations(**options) -> float:
-        # Which the counter leaves out; it gives shapes.
-        in_place = {torch.ops.aten.addmm_: lambda total, a, b, **_: 2 * a[0] * a[1] * b[1]}
-        with FakeTensorMode(), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-            student, teacher = torch.empty(2, rows, width)
-            head, weight = torch.empty(vocabulary, width), torch.empty(rows)
-            value_and_gradient(
-                masked_linear_kl, student.requires_grad_(), teacher, head, weight, **options
-            )
-        return counter.get_total_flops() / (2 * rows * width * vocabulary)
-
-    assert operations() == 3
-    assert operations(columns=8192) == 5
-
-
 @pytest.mark.parametrize(("gib", "mib"), [(8, 256), (24, 768), (80, 768)])
 def test_a_tile_is_a_part_of_the_gpus_memory(monkeypatch, gib, mib):
     properties = SimpleNamespace(total_memory=gib << 30)
@@ -187,11 +160,8 @@ def test_a_tile_is_a_part_of_the_gpus_memory(monkeypatch, gib, mib):
     [
         ({"teacher_hidden": torch.zeros(3, 5)}, r"\[4, 5\] and \[3, 5\]"),
         ({"head": torch.zeros(9, 6)}, r"head must be \[V, 5\], got \[9, 6\]"),
-        ({"weight": torch.zeros(3)}, r"weight must be \[4\], got \[3\]"),
         ({"head": torch.zeros(9, 5, dtype=torch.float16)}, "one floating dtype, got float16"),
         ({"head": torch.zeros(9, 5, requires_grad=True)}, "head must be frozen"),
-        ({"columns": 0}, "columns must be at least 1, got 0"),
-        ({"weight": torch.zeros(4, device="meta")}, "on one device, got cpu, meta"),
     ],
 )
 def test_a_misfit_is_refused_by_name(change, says):

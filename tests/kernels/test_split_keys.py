@@ -6,11 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import decode
-from benchmarks.kernels import decoding_spans
-from d2f.convert import build
-from d2f.model import DiffusionModel
-from tests.tiny import tokenizer
 from triton_kernels import span_attention as tiles
 from triton_kernels.span_attention import span_attention
 
@@ -81,61 +76,3 @@ def shape_of(spans, slots, heads, kv_heads, dim):
     q = torch.empty(len(spans), heads, dim, dtype=torch.bfloat16, device="meta")
     k = torch.empty(kv_heads, slots, dim, dtype=torch.bfloat16, device="meta")
     return tiles.Shape(q, k, k, spans)
-
-
-def share_of_join(spans, slots, heads, kv_heads, dim):
-    """Bytes that joining writes and reads over those of the keys and values that are read, by a
-    model of the kernel's loops, for one call over all of its tiles."""
-    shape = shape_of(spans, slots, heads, kv_heads, dim)
-    joined = read = 0
-    for rows in spans.split(shape.tile):
-        reach = 0
-        for span in rows.unbind(1):
-            seen = span[span[:, 1] > span[:, 0]]
-            reach += int(seen[:, 1].max() - seen[:, 0].min()) if len(seen) else 0
-        splits = max(1, min(reach // shape.least_keys(), shape.splits()))
-        if splits > 1:  # an fp32 row, its maximum and its total, written and read
-            joined += splits * len(rows) * heads * (dim + 2) * 4 * 2
-        read += reach * kv_heads * dim * 2 * 2
-    return joined / read
-
-
-@pytest.mark.parametrize("heads", [LLADA, DREAM])
-@pytest.mark.parametrize("rows", [16, 64, 128])
-@pytest.mark.parametrize("cached", [512, 4096, 32768])
-def test_joining_takes_at_most_15_percent_of_the_keys_traffic(heads, rows, cached):
-    spans = decoding_spans(rows, cached)
-    assert share_of_join(spans, cached + rows, *heads) <= 0.15
-
-
-def recorded(decoder, prompts, batch_size) -> list[tuple[torch.Tensor, int]]:
-    """Spans and slots of each forward of a run."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "layers": 1, "heads": 2, "kv_heads": 1}
-    model = build("llada", tokenizer(), context_length=2048, **sizes)
-    found = []
-
-    def keep(self, tokens, positions, plan, cache, read):
-        found.append((plan.spans[0].clone(), cache.layers[0][0].shape[2]))
-        return real(self, tokens, positions, plan, cache, read)
-
-    real = DiffusionModel.decode_rows
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiffusionModel, "decode_rows", keep)
-        decode.generate(model, prompts, decoder, batch_size=batch_size)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("decoder", "batch_size"),
-    [
-        (decode.D2F(block_size=16, max_new_tokens=32), 6),
-        (decode.D2F(block_size=16, max_new_tokens=32), 1),
-    ],
-)
-def test_joining_stays_within_15_percent_in_a_real_run(decoder, batch_size):
-    prompts = [[5 + i % 90 for i in range(length)] for length in (1900, 40, 700, 1200, 10, 300)]
-    steps = recorded(decoder, prompts, batch_size)
-    shares = [share_of_join(spans, slots, *LLADA) for spans, slots in steps]
-    assert max(shares) <= 0.15
-    assert any(shares), "some keys were split"

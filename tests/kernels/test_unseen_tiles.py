@@ -1,19 +1,13 @@
-"""Which tiles of keys the attention kernel visits: all that one of its queries sees, once, and of
-the others hardly any, as the engine feeds rows in the order of their slots."""
+"""Which tiles of keys the attention kernel visits: all that one of its queries sees, once, and
+no others."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import random_model
 
-import decode
-from decode.engine import engine
-from decode.engine.engine import Engine
-from decode.engine.request import Request
 from triton_kernels.span_attention import Shape, span_attention
 
 
@@ -79,51 +73,3 @@ def test_the_kernel_loads_no_other_tile(device, ranges):
     k[:, ~loaded], v[:, ~loaded] = torch.nan, torch.nan
     got = span_attention(*(x.to(device) for x in (q, k, v, spans)), kernel=True)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-5)
-
-
-def recorded(decoder: decode.Decoder, batch: int) -> list[np.ndarray]:
-    """The spans of every forward of a run in which requests come and go."""
-    model, draw = random_model("llada"), np.random.default_rng(batch)
-    requests = [
-        Request(i, draw.integers(8, 200, n).tolist(), decoder, model.contract, None)
-        for i, n in enumerate(draw.integers(20, 160, batch + 4))
-    ]
-    sizes = sorted((request.session.slots for request in requests), reverse=True)
-    runner, found = Engine(model, batch_size=batch, slots=sum(sizes[:batch])), []
-    real = engine.join
-
-    def keep(fed):
-        flat = real(fed)
-        found.append(flat.spans)
-        return flat
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "join", keep)
-        for request in requests:
-            runner.submit(request)
-        list(runner.run())
-    return found
-
-
-@pytest.mark.parametrize("batch", [1, 4, 16])
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        decode.D2F(4, tau_conf=0.2, max_new_tokens=32),
-        decode.D2F(16, tau_conf=0.2, max_new_tokens=48),
-        decode.WeDLM(8, max_new_tokens=24),
-    ],
-    ids=lambda decoder: f"{decoder.name}-{getattr(decoder, 'block_size', '')}",
-)
-def test_real_forwards_visit_at_most_1_3_times_the_tiles_that_they_need(decoder, batch):
-    """Needed are as many tiles as the keys that a tile of queries sees fill, wherever they lie."""
-    forwards = recorded(decoder, batch)
-    for rows, width in ((16, 64), (64, 64), (64, 32)):
-        loops = needed = 0
-        for spans in forwards:
-            for first in range(0, len(spans), rows):
-                for ranges in spans[first : first + rows].swapaxes(0, 1):
-                    loops += len(visited(ranges, width))
-                    needed += -(-len(seen(ranges)) // width)
-        assert needed
-        assert loops <= 1.3 * needed, (rows, width, loops / needed)

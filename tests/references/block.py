@@ -7,7 +7,7 @@ import torch
 
 from d2f.model import DiffusionModel
 from decode import Block
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from tests.references.d2f import in_fp32, predict_positions
 
 

@@ -23,7 +23,7 @@ from d2f.model import DiffusionModel
 from decode import EntropyBounded, Factor, Static, Threshold
 from decode.decoders.blockwise import Blockwise
 from decode.decoders.session import SDAR_BLOCK_SIZE
-from decode.engine.sampling import PredictionRequest, Sampler
+from decode.engine.batch import PredictionRequest, Sampler
 from decode.step import Revealed
 from tests.references.predictions import predict
 

@@ -14,7 +14,7 @@ from d2f.attention import SpanPlan
 from d2f.model import DiffusionModel
 from decode import D2F, Autoregressive, Static
 from decode.decoders.d2f import DEFAULT_BLOCK_SIZE
-from decode.engine.sampling import PredictionRequest, Sampler
+from decode.engine.batch import PredictionRequest, Sampler
 from tests.references.predictions import predict
 
 

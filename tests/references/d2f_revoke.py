@@ -7,7 +7,7 @@ import torch
 
 from d2f.model import DiffusionModel
 from decode.decoders.d2f import D2F, DEFAULT_BLOCK_SIZE
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from tests.references.d2f import in_fp32
 from tests.references.shadowed import dense_logits, predict_rows, shadow_logits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from d2f.model import DiffusionModel
 from decode import FreeDave
 from decode.decoders.session import mask_kind
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from tests.references.d2f import predict_positions
 
 Guesses = dict[int, tuple[int, float]]  # (token, confidence) by position

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from d2f.errors import NonFiniteLogitsError
-from decode.engine.sampling import PredictionRequest, split, table_of, wanted_of
+from decode.engine.batch import PredictionRequest, split, table_of, wanted_of
 from decode.step import Predictions
 
 
@@ -17,7 +17,7 @@ def predict(logits: Tensor, groups: list[PredictionRequest], forward: int) -> li
     found = []
     table = table_of(logits, wanted_of(groups)).cpu().numpy()
     for group, predictions in zip(groups, split(table, groups), strict=True):
-        group.sampler.took(group.count, whole=True)
+        group.sampler.took(group.rows, whole=True)
         if predictions is None:
             raise NonFiniteLogitsError(
                 f"the model gave NaN or infinite logits at forward {forward}"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from d2f.model import DiffusionModel
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from tests.references import d2f
 from tests.references.d2f import DensePlan
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from d2f.model import DiffusionModel
 from decode import WeDLM
-from decode.engine.sampling import PredictionRequest, Sampler
+from decode.engine.batch import PredictionRequest, Sampler
 from tests.references.d2f import DensePlan
 from tests.references.predictions import predict
 

@@ -8,7 +8,7 @@ import torch
 from d2f.model import DiffusionModel
 from decode.decoders.session import visible_ends
 from decode.decoders.wino import Wino
-from decode.engine.sampling import Sampler
+from decode.engine.batch import Sampler
 from tests.references.shadowed import dense_logits, predict_rows, shadow_logits
 
 
