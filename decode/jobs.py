@@ -287,7 +287,7 @@ def make_jobs(
         raise InputError(
             f"{count} samples a prompt: two samples would have the id {name!r}; give other ids"
         )
-    if count > 1 and any(job.decoder.sampling.greedy for job in jobs):
+    if count > 1 and any(job.decoder.greedy for job in jobs):
         raise InputError(
             f"{flag} {count}: greedy answers of one problem are all the same: give a --temperature"
         )

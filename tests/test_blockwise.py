@@ -139,7 +139,7 @@ def test_blocks_of_one_token_are_decoded_from_left_to_right(seed, prompt, reveal
     decoder = decode.Block(reveal=reveal, max_new_tokens=length)
     events = list(decode.stream(model, [prompt], decoder))
     assert [[r.position for r in e.revealed] for e in events] == [[i] for i in range(len(events))]
-    x, sampler = list(prompt), Sampler(decoder.sampling, model.mask_id)
+    x, sampler = list(prompt), Sampler(decoder, model.mask_id)
     while len(x) < len(prompt) + length and not set(x[len(prompt) :]) & set(model.end_ids):
         causal = torch.ones(len(x) + 1, len(x) + 1).tril().bool()
         x.append(predict_positions(model, [*x, model.mask_id], causal, [len(x)], 0, sampler)[0][0])

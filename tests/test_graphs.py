@@ -27,8 +27,8 @@ from decode.engine.batch import FlatRows, PredictionRequest, Sampler, Wanted, jo
 from decode.engine.cuda_graphs import GraphForward, GraphForwards, Kind, free_graphs, lend_graphs
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.step import Sampling, Step
-from tests.references.predictions import predict
+from decode.step import Step
+from tests.references.predictions import choosing, predict
 from triton_kernels.confidence import without
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_static_forwards_give_queried_probabilities_and_scores():
         np.array([2, 0]), cached=0, queried_tokens=ids, uncertainty=True,
     )  # fmt: skip
     rows = join([step], [0])
-    groups = [PredictionRequest(Sampler(Sampling(), model.mask_id), 2, ids, True)]
+    groups = [PredictionRequest(Sampler(choosing(), model.mask_id), 2, ids, True)]
     want = predict(logits_of(model, rows, 9), groups, 1)[0]
     table = GraphForwards(model, model.new_cache(9)).start(rows, Wanted(ids))()
     got = split(table, groups)[0]

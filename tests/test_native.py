@@ -33,7 +33,7 @@ from decode.engine.batch import (
     table_of,
     wanted_of,
 )
-from decode.step import Sampling
+from tests.references.predictions import choosing
 from triton_kernels.confidence import confidence_reference
 from triton_kernels.span_attention import span_attention_reference, write_slots
 
@@ -395,7 +395,7 @@ def test_drawn_rows_and_the_greedy_ones_beside_them_are_those_alone(asked, seed)
     logits, mask_id, _ = asked
     ways = [{}, {"temperature": 0.8, "seed": seed}, {"temperature": 1.0, "top_k": 3, "top_p": 0.7}]
     groups = [
-        PredictionRequest(Sampler(Sampling(**ways[row % 3]), mask_id), 1)
+        PredictionRequest(Sampler(choosing(**ways[row % 3]), mask_id), 1)
         for row in range(len(logits))
     ]
     fast, plain = (table_of(logits, wanted_of(groups), native=way) for way in (True, False))

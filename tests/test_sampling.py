@@ -27,8 +27,7 @@ from decode.engine.batch import (
 )
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.step import Sampling
-from tests.references.predictions import predict
+from tests.references.predictions import choosing, predict
 
 PIPELINE = decode.D2F(4, tau_conf=0.2, max_new_tokens=12)
 
@@ -39,8 +38,8 @@ def model():
 
 
 def test_scores_that_no_request_asked_for_are_not_computed():
-    plain = PredictionRequest(Sampler(Sampling(), mask_id=None), 2)
-    drawn = PredictionRequest(Sampler(Sampling(temperature=1.0), mask_id=None), 1)
+    plain = PredictionRequest(Sampler(choosing(), mask_id=None), 2)
+    drawn = PredictionRequest(Sampler(choosing(temperature=1.0), mask_id=None), 1)
     scored = PredictionRequest(plain.sampler, 2, uncertainty=True)
     for groups, shape in (([plain], (2, 2)), ([plain, drawn], (2, 3)), ([scored, drawn], (6, 3))):
         assert table_of(torch.eye(3)[: shape[1]], wanted_of(groups)).shape == shape
@@ -52,7 +51,7 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
     torch.manual_seed(seed)
     logits = torch.randn(40, 12) * 2
     logits[:, 5] = 50.0  # the mask would be certain
-    sampler = Sampler(Sampling(1.0, top_p, top_k, seed), mask_id=5)
+    sampler = Sampler(choosing(1.0, top_p, top_k, seed), mask_id=5)
     found = predict(logits, [PredictionRequest(sampler, 40)], 1)[0]
     assert 5 not in found.token
     allowed = logits.clone()
@@ -72,7 +71,7 @@ def test_sampling_stays_within_top_k_and_top_p_and_never_takes_the_mask(seed, to
 
 def test_confidence_is_the_probability_under_the_full_softmax():
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0]])
-    greedy = Sampler(Sampling(), mask_id=3)
+    greedy = Sampler(choosing(), mask_id=3)
     found = predict(logits, [PredictionRequest(greedy, 1)], 1)[0]
     assert found.token.tolist() == [0]
     assert found.confidence[0] == pytest.approx(logits.softmax(-1)[0, 0].item())
@@ -80,7 +79,7 @@ def test_confidence_is_the_probability_under_the_full_softmax():
 
 def test_each_request_gets_the_scores_that_its_step_asked_for():
     logits = torch.tensor([[2.0, 1.0, 0.0, 3.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 5.0, 1.0]])
-    sampler = Sampler(Sampling(), mask_id=3)
+    sampler = Sampler(choosing(), mask_id=3)
     p = logits.double().softmax(-1)
     plain, queried, scored = predict(
         logits,
@@ -104,9 +103,9 @@ def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
     logits = torch.zeros(3, 5)
     logits[:, 0], logits[1, 4] = 9.0, bad
     with pytest.raises(NonFiniteLogitsError, match="forward 7"):
-        predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=4), 3)], 7)
+        predict(logits, [PredictionRequest(Sampler(choosing(), mask_id=4), 3)], 7)
     logits[1, 4] = -torch.inf  # a token that the model rules out is no fault
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(), mask_id=3), 3)], 7)[0]
+    found = predict(logits, [PredictionRequest(Sampler(choosing(), mask_id=3), 3)], 7)[0]
     assert found.token.tolist() == [0] * 3
 
 
@@ -114,7 +113,7 @@ def test_one_bad_logit_is_found_whichever_token_is_chosen(bad):
 def test_a_temperature_near_0_is_greedy(model, temperature):
     """Also where fp32 cannot hold it, or a logit divided by it."""
     logits = torch.tensor([[3.0, -1e4, 9.0, 8.99999], [1e4, 2e4, 0.0, -5.0]])
-    sampler = Sampler(Sampling(temperature, 0.9, 3), mask_id=None)
+    sampler = Sampler(choosing(temperature, 0.9, 3), mask_id=None)
     assert predict(logits, [PredictionRequest(sampler, 2)], 1)[0].token.tolist() == [2, 1]
     cold = replace(PIPELINE, temperature=temperature)
     results = [decode.generate(model, "Use 3", d)[0].tokens for d in (cold, PIPELINE)]
@@ -124,7 +123,7 @@ def test_a_temperature_near_0_is_greedy(model, temperature):
 @pytest.mark.parametrize("top_p", [1e-30, 1e-45, 1e-46, 5e-324])
 def test_the_smallest_top_p_keeps_the_likeliest_token_alone(top_p):
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]]).expand(50, 4)
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0, top_p), None), 50)], 1)[0]
+    found = predict(logits, [PredictionRequest(Sampler(choosing(1.0, top_p), None), 50)], 1)[0]
     assert set(found.token.tolist()) == {2}
 
 
@@ -137,7 +136,7 @@ def test_any_seed_that_torch_takes_is_taken(model, seed):
 
 def test_sampled_frequencies_follow_the_probabilities():
     logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(20000, 3)
-    found = predict(logits, [PredictionRequest(Sampler(Sampling(1.0), None), 20000)], 1)[0]
+    found = predict(logits, [PredictionRequest(Sampler(choosing(1.0), None), 20000)], 1)[0]
     shares = np.bincount(found.token, minlength=3) / 20000
     assert np.abs(shares - [0.1, 0.2, 0.7]).max() < 0.015
 
@@ -172,12 +171,12 @@ def test_rows_are_numbered_on_once_their_predictions_are_taken():
 
 def test_only_what_is_drawn_from_a_part_of_the_vocabulary_is_filtered():
     for sampling, filtered in [
-        (Sampling(1.0), False),
-        (Sampling(0.0, top_p=0.5, top_k=4), False),
-        (Sampling(1.0, top_p=0.5), True),
-        (Sampling(1.0, top_k=4), True),
+        (choosing(1.0), False),
+        (choosing(0.0, top_p=0.5, top_k=4), False),
+        (choosing(1.0, top_p=0.5), True),
+        (choosing(1.0, top_k=4), True),
     ]:
-        groups = [PredictionRequest(Sampler(s, None), 2) for s in (sampling, Sampling(1.0))]
+        groups = [PredictionRequest(Sampler(s, None), 2) for s in (sampling, choosing(1.0))]
         assert wanted_of(groups).filtered is filtered
     assert not Wanted().filtered
-    assert wanted_of([PredictionRequest(Sampler(Sampling(), None), 2)]).draws is None
+    assert wanted_of([PredictionRequest(Sampler(choosing(), None), 2)]).draws is None

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, Union, get_args,
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, repr_of
 from decode.decoders.session import MOST, Session
-from decode.step import Sampling, sample_seed
+from decode.step import sample_seed
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_BLOCK_SIZE = 32
 MAX = sys.float_info.max
+COLDEST = 1e-9
+"""Temperatures below are greedy: the noise of a draw spans 20 temperatures, which is less than fp32
+tells apart in logits of size 1, and dividing by less than about 1e-38 overflows."""
 
 
 def whole_number(name: str, value: object, *, least: int = 1, most: int = MOST) -> None:
@@ -179,8 +182,7 @@ def _in_words(default: object) -> str:
 class Decoder(abc.ABC):
     """Options that all decoders have. Raises InputError for one out of range.
 
-    temperature: 0, or below 1e-9, is greedy.
-    top_k, top_p: None and 1 are off.
+    temperature: 0, or below `COLDEST`, is greedy.
     seed: the same one gives the same tokens whatever else is in the batch. Prompts and samples that
         share the decoder each get a seed made from it.
     stop: strings that end the text, themselves not in it.
@@ -257,7 +259,7 @@ class Decoder(abc.ABC):
     def sampled(self, prompt: int, sample: int) -> Decoder:
         """Return this decoder with the seed of one sample of one of several prompts that share it
         (`decode.step.sample_seed`)."""
-        if self.sampling.greedy:  # it has no use for a seed
+        if self.greedy:  # it has no use for a seed
             return self
         return replace(self, seed=sample_seed(self.seed, prompt, sample))
 
@@ -273,8 +275,9 @@ class Decoder(abc.ABC):
         return self.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(float(self.temperature), self.top_p, self.top_k, self.seed)
+    def greedy(self) -> bool:
+        """Say whether the likeliest tokens are taken, and none is drawn."""
+        return self.temperature < COLDEST
 
     def check(self, contract: Contract) -> None:
         """Raise InputError if this decoder cannot decode a model of that contract."""

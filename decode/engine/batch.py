@@ -16,7 +16,8 @@ from torch import Tensor
 from d2f.attention import Segment, SpanPlan
 from d2f.cpu import scored
 from d2f.spans import widened
-from decode.step import Ints, Predictions, Sampling, Step
+from decode.decoders.base import Decoder
+from decode.step import Ints, Predictions, Step
 from triton_kernels.confidence import confidence_of_logits, confidence_reference, without
 from triton_kernels.dispatch import use_kernel
 from triton_kernels.draws import Draws
@@ -118,8 +119,8 @@ class Sampler:
     it is fed in pieces.
     """
 
-    def __init__(self, sampling: Sampling, mask_id: int | None):
-        self.sampling, self.greedy = sampling, sampling.greedy
+    def __init__(self, decoder: Decoder, mask_id: int | None):
+        self.decoder, self.greedy = decoder, decoder.greedy
         self.mask_id = mask_id
         self.steps = self.read = 0
 
@@ -130,7 +131,7 @@ class Sampler:
     def lines(self, count: int) -> Ints:
         """Say how the next `count` rows are drawn, int64 ``[DRAW_LINES, count]``; the same until
         they are taken, also where a forward is computed again."""
-        settings = self.sampling
+        settings = self.decoder
         lines = np.zeros((DRAW_LINES, count), dtype=np.int64)
         if not self.greedy:
             lines[_SEED] = np.uint64(settings.seed % 2**64).astype(np.int64)

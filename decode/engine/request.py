@@ -38,7 +38,7 @@ class Request:
         self.contract = contract
         self.tokenizer = tokenizer
         self.session = decoder.begin(prompt, contract)
-        self.sampler = Sampler(decoder.sampling, contract.mask_id)
+        self.sampler = Sampler(decoder, contract.mask_id)
         self.step: Step | None = None
         self.feed: Feed | None = None
         self.calls: list[tuple[int, int]] = []

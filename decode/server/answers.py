@@ -32,7 +32,7 @@ def usage(generation: Generation) -> Json:
             "rows": sum(fed for fed, _ in calls),
             "reused_rows": sum(result.reused_rows for result in results),
             "seconds": round(generation.seconds, 6),
-            "seed": None if decoder.sampling.greedy else decoder.seed,
+            "seed": None if decoder.greedy else decoder.seed,
         },
     }
 

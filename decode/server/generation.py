@@ -312,7 +312,7 @@ def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
     except InputError as error:  # it begins with the option's name, unless several do not agree
         name = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=name if name in values else "decoder") from error
-    if decoder.sampling.greedy:
+    if decoder.greedy:
         decoder = replace(decoder, seed=0)
         if asked.n > 1:
             raise ApiError(

@@ -28,7 +28,7 @@ from decode.engine.batch import (
 from decode.engine.cuda_graphs import SIZES, GraphForward, GraphForwards
 from decode.engine.engine import Engine
 from decode.engine.request import Request
-from decode.step import Sampling
+from tests.references.predictions import choosing
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.filterwarnings("error:no CUDA graph|the Triton kernel")
@@ -67,8 +67,8 @@ def batch(count: int) -> FlatRows:
 
 def wishes(count: int) -> dict[str, Wanted]:
     queried = 8 + np.arange(count) % 90
-    warm = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, seed=2**63 + 5)]
-    part = [Sampling(0.8, top_k=5, seed=1), Sampling(1.0, top_p=0.7), Sampling()]
+    warm = [choosing(), choosing(0.8, seed=3), choosing(1.2, seed=2**63 + 5)]
+    part = [choosing(0.8, top_k=5, seed=1), choosing(1.0, top_p=0.7), choosing()]
 
     def drawn(samplings, queried=None):
         counts = [count // 3, count // 3, count - 2 * (count // 3)]

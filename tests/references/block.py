@@ -23,7 +23,7 @@ def decode_block(
     total = start + options.length
     block_of = [-1 if p < origin else (p - origin) // size for p in range(total)]
     steps = options.denoising_steps or size
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     x, forwards = prompt + [contract.mask_id] * options.length, 0
 
     def ended() -> bool:

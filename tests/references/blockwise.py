@@ -119,7 +119,7 @@ def decode_blockwise(
     length, size = start + total, options.block_size or total
     x = prompt + [contract.mask_id] * total
     allowed = allowed_pairs(contract, start, length)
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     choose = RULES[type(options)]
     forwards: list[list[Revealed]] = []
     masked = set(range(start, length))

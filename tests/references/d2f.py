@@ -64,7 +64,7 @@ def decode_d2f(model: DiffusionModel, prompt: list[int], options: D2F) -> list[i
     """All that D2F's pipeline generates, None where early exit left a position undecoded."""
     contract, start = model.contract, len(prompt)
     size = options.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     out: list[int | None] = []  # the opened response
     blocks: list[list[int]] = []  # response positions of each opened block
     full: set[int] = set()  # blocks that must reveal at least one token a forward
@@ -111,7 +111,7 @@ def decode_static(model: DiffusionModel, prompt: list[int], options: Static) -> 
     contract, start, total = model.contract, len(prompt), options.length
     assert contract.mask_id is not None
     size = options.block_size or total
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     x = prompt + [contract.mask_id] * total
     allowed = torch.ones(len(x), len(x), dtype=torch.bool)
     block_starts = range(start, start + total, size)
@@ -136,7 +136,7 @@ def decode_autoregressive(
     model: DiffusionModel, prompt: list[int], options: Autoregressive
 ) -> list[int]:
     """One token after the other, up to and with the first end id."""
-    sampler = Sampler(options.sampling, model.mask_id)
+    sampler = Sampler(options, model.mask_id)
     x = list(prompt)
     while len(x) < len(prompt) + options.length:
         allowed = torch.ones(len(x), len(x)).tril().bool()

@@ -20,7 +20,7 @@ def decode_d2f_revoking(
     contract, start, always = model.contract, len(prompt), options.revoke == "always"
     assert contract.mask_id is not None
     size = options.block_size or contract.block_size or DEFAULT_BLOCK_SIZE
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     out: list[int | None] = []  # the opened response
     blocks: list[range] = []
     full: set[int] = set()  # blocks that must decide at least one token a forward

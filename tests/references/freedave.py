@@ -23,7 +23,7 @@ def decode_freedave(
     options.cache must be ``none``; options.drafting does not matter here.
     """
     contract, start, d = model.contract, len(prompt), options.drafts
-    mask, sampler = contract.mask_id, Sampler(options.sampling, contract.mask_id)
+    mask, sampler = contract.mask_id, Sampler(options, contract.mask_id)
     assert mask is not None and options.cache == "none"
     allowed = _allowed(model, start, start + options.length)
     size = options.block_size or options.length

@@ -31,7 +31,7 @@ def decode_wedlm(
     contract, start = model.contract, len(prompt)
     assert contract.mask_id is not None
     limit, size = start + options.length, options.window
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     text: list[int | None] = [*prompt]  # and after it the window
     committed, forwards = start, 0  # the next forward commits up to the first gap
     while True:

@@ -19,7 +19,7 @@ def decode_wino(
     undecoded; and the number of forwards."""
     contract, total = model.contract, len(prompt) + options.length
     assert contract.mask_id is not None
-    sampler = Sampler(options.sampling, contract.mask_id)
+    sampler = Sampler(options, contract.mask_id)
     x = prompt + [contract.mask_id] * options.length
     masked = [False] * len(prompt) + [True] * options.length
     ends = torch.from_numpy(visible_ends(total, len(prompt), contract))

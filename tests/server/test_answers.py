@@ -58,7 +58,7 @@ def test_every_decoder_in_one_batch_gives_what_it_gives_alone(kind):
         assert (cost["decoder"], cost["forwards"]) == (decoder.name, result.forwards)
         assert cost["rows"] == sum(fed for fed, _ in result.calls)
         assert cost["tokens_per_forward"] == round(result.tokens_per_forward, 4)
-        assert cost["seed"] == (None if decoder.sampling.greedy else decoder.seed)
+        assert cost["seed"] == (None if decoder.greedy else decoder.seed)
 
 
 def test_a_chat_is_what_generate_makes_of_its_messages(served, tiny_d2f):
