@@ -72,8 +72,9 @@ def shares(size: int) -> st.SearchStrategy[float]:
 def pipelines(draw: st.DrawFn, **options: st.SearchStrategy) -> decode.D2F:
     """A pipeline with blocks of 1 to 64 tokens; options: what else is drawn, a `sampling` as a
     mapping of options."""
-    size, length = draw(pipeline_sizes), draw(pipeline_lengths)
-    drawn = {name: draw(values) for name, values in options.items()}
+    size, drawn = draw(pipeline_sizes), {name: draw(v) for name, v in options.items()}
+    # One that takes tokens back needs up to three forwards a token.
+    length = draw(st.integers(1, 30) if "revoke" in drawn else pipeline_lengths)
     return decode.D2F(
         block_size=size,
         tau_add=draw(shares(min(size, length))),

@@ -62,7 +62,7 @@ def check(kind: str, planned: list[Visit], requests: list[Request]) -> None:
             assert fed == sum(rows for rows, _ in want.calls)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @example("llada", POISONED, PLAIN, 200, True)
 @example("llada", POISONED, PLAIN | {"batch_size": 1}, 200, False)  # in the same slots
 @given(kinds, st.data(), OPTIONS, st.integers(60, 200), st.booleans())
@@ -178,12 +178,11 @@ def test_a_segment_is_whole_exactly_where_its_mask_would_hide_nothing(kind, prom
             assert part.whole == bool(mask.all())
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_the_tokens_are_the_same_where_the_kernels_are_chosen(family, monkeypatch):
+def test_the_tokens_are_the_same_where_the_kernels_are_chosen(monkeypatch):
     """Attention and confidence by Triton, as on a GPU, here in its interpreter."""
     import decode.engine.batch
 
-    model, prompts = random_model(family), [[5, 6, 7, 8], [9], [10, 11]]
+    model, prompts = random_model("dream"), [[5, 6, 7, 8], [9], [10, 11]]
     made = ({}, {"seed": 2**40}, {"top_k": 9, "top_p": 0.8})
     decoders = [
         decode.D2F(4, tau_conf=0.3, max_new_tokens=9, temperature=0.9 if one else 0.0, **one)

@@ -252,7 +252,7 @@ def lend_graphs(model: DiffusionModel, slots: int) -> Lent:
     # Graphs compute as the model was when they were captured.
     free = sorted((one for one in free if one[0] == state), key=lambda one: one[1].slots)
     fits = [one for one in free if one[1].slots >= slots]
-    chosen = (fits or free[-1:] or [None])[0]
+    chosen = next(iter(fits or free[-1:]), None)
     kept.extend(one for one in free if one is not chosen)
     if not fits or chosen is None:
         del chosen, free  # the largest, too small: before a larger one is made
