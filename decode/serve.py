@@ -19,7 +19,7 @@ from typing import Any
 from d2f.command import command, say
 from d2f.errors import InputError
 from d2f.quiet import quiet
-from decode.cli import DecoderSettings, followed, read_settings, require_extra, require_ray
+from decode.cli import followed, read_settings, require_extra, require_ray
 from decode.server.options import Options, listening_at, parse
 
 
@@ -47,7 +47,7 @@ def serve(options: Options) -> None:
         address, port = listener.getsockname()[:2]
         if options.max_replicas is not None:
             listener.close()  # Ray's proxy listens there
-            serve_replicas(options, decoding, address, port)
+            serve_replicas(options, address, port)
             return
         from decode.server.app import create_app
         from decode.server.middleware import set_up_logs
@@ -72,16 +72,14 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve_replicas(options: Options, decoding: DecoderSettings, address: str, port: int) -> None:
+def serve_replicas(options: Options, address: str, port: int) -> None:
     """Serve by replicas until a signal ends it; then nothing of it is left. Raises InputError."""
     import torch
 
-    from decode.server.models import check_outlines
     from decode.server.run import url_of
     from decode.workers import ray_session
 
     assert options.min_replicas is not None and options.max_replicas is not None
-    check_outlines(options, decoding)
     gpus = options.replica_gpus
     if gpus is None:
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

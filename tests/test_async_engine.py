@@ -18,7 +18,6 @@ import torch
 from tiny import POISON, fresh_model, poisoned_model, random_model
 
 import decode
-import decode.engine.async_engine
 from d2f.errors import EngineClosedError, InputError, NonFiniteLogitsError, RequestError
 from decode.engine import engine as cache_size
 from decode.engine.engine import default_slots
@@ -99,20 +98,6 @@ def instantly(monkeypatch):
         "to_thread",
         lambda f, *a, **o: (real if f.__name__ == "join" else call)(f, *a, **o),
     )
-
-
-class Preparing:
-    """Holds up `checked`, by which a request is prepared, until it may go on."""
-
-    def __init__(self, monkeypatch):
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.real = decode.engine.async_engine.checked
-        monkeypatch.setattr(decode.engine.async_engine, "checked", self.checked)
-
-    def checked(self, *arguments, **options):
-        self.begun.set()
-        assert self.go_on.wait(PATIENCE / 4)
-        return self.real(*arguments, **options)
 
 
 def run(main):
@@ -214,21 +199,11 @@ async def test_a_bad_prompt_is_refused_before_it_is_queued(name):
     assert (engine.stats.forwards, engine.stats.waiting, engine.stats.failed) == (0, 0, 0)
 
 
-@asynchronous
-async def test_options_are_checked():
-    model = random_model("llada")
+def test_options_are_checked_and_reach_the_engine():
     for bad in ({"batch_size": 0}, {"slots": 0}, {"max_waiting": -1}, {"max_waiting": 1.5}):
         (name,) = bad
         with pytest.raises(InputError, match=f"{name} must be a whole number of at least"):
-            decode.AsyncEngine(model, **bad)
-    async with decode.AsyncEngine(model) as engine:
-        with pytest.raises(InputError, match="raw must be true or false, got 1"):
-            await anext(engine.generate("a", LONG, raw=1))
-        with pytest.raises(InputError, match="finish must be true or false, got 1"):
-            await engine.close(finish=1)
-
-
-def test_options_of_the_engine_reach_it():
+            decode.AsyncEngine(random_model("llada"), **bad)
     options = {"prefill_rows": 8, "reuse_prefixes": True, "max_rows": 7, "request_slots": 9}
     with pytest.raises(TypeError, match="max_row"):
         decode.AsyncEngine(random_model("causal"), max_row=7)
@@ -312,8 +287,11 @@ def test_events_are_those_of_stream_and_without_views_they_have_no_blocks():
     jobs = [(PROMPT, decoder) for decoder in DECODERS]
 
     async def main(views):
+        found = [[] for _ in jobs]
         async with decode.AsyncEngine(model) as engine:
-            return [await read(s) for s in await engine.submit_all(jobs, views=views)]
+            engine.submit(jobs, lambda place, event: found[place].append(event), views=views)
+        await turns()
+        return found
 
     for bare, full, (prompt, decoder) in zip(run(main(False)), run(main(True)), jobs, strict=True):
         expected = list(decode.stream(model, [prompt], decoder))
@@ -323,6 +301,18 @@ def test_events_are_those_of_stream_and_without_views_they_have_no_blocks():
             assert [r.token for r in ours.revealed] == [r.token for r in theirs.revealed]
         assert [event.blocks for event in bare] == [[]] * len(full)
         assert [event.settled for event in bare] == [event.settled for event in full]
+
+
+@asynchronous
+async def test_several_are_queued_together_or_not_at_all():
+    async with decode.AsyncEngine(random_model("llada"), batch_size=2, max_waiting=1) as engine:
+        with pytest.raises(decode.QueueFullError):
+            engine.submit([(PROMPT, LONG)] * 4, lambda *_: pytest.fail("it was queued"))
+        assert (engine.stats.waiting, engine.stats.refused, engine.stats.forwards) == (0, 4, 0)
+        ended = []
+        engine.submit([(PROMPT, LONG)] * 3, lambda place, event: ended.append(event.result))
+    await turns()
+    assert len([result for result in ended if result]) == 3
 
 
 # Leaving.
@@ -347,23 +337,15 @@ async def leave_by_cancelled_task(events, reached):
         await task
 
 
-async def leave_by_closing_beside_the_reader(events, reached):
+async def leave_by_closing(events, reached):
     stream = events()
     await anext(stream)
     reached.set()
-    reader = asyncio.create_task(anext(stream, None))
-    await turns()
-    with pytest.raises(RuntimeError, match="have one reader, this is a second one"):
-        await anext(stream)
     await stream.aclose()
-    assert await reader is None
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
+    assert await read(stream) == []
 
 
-@pytest.mark.parametrize(
-    "way", [leave_by_break, leave_by_cancelled_task, leave_by_closing_beside_the_reader]
-)
+@pytest.mark.parametrize("way", [leave_by_break, leave_by_cancelled_task, leave_by_closing])
 @asynchronous
 async def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way):
     """One request at a time fits, and the first one would take 40 forwards."""
@@ -372,6 +354,7 @@ async def test_leaving_the_loop_cancels_and_the_next_request_gets_in(gated, way)
         reached = asyncio.Event()
         gate.let(1)
         await way(partial(engine.generate, PROMPT, LONG), reached)
+        await turns()  # the loop closes an iterator that was dropped
         assert reached.is_set()
         second = ask(engine, [12, 13])
         gate.open()
@@ -397,30 +380,6 @@ async def test_leaving_before_the_first_event_cancels(gated, instantly):
         events = await first
     same(events, alone(model))
     assert (engine.stats.cancelled, engine.stats.finished, engine.stats.forwards) == (1, 1, 40)
-
-
-@pytest.mark.parametrize("closed", [False, True])
-@asynchronous
-async def test_leaving_while_the_prompt_is_prepared_gives_the_place_back(monkeypatch, closed):
-    model, preparing = random_model("llada"), Preparing(monkeypatch)
-    async with decode.AsyncEngine(model, batch_size=1, max_waiting=0) as engine:
-        events = engine.generate(PROMPT, LONG)
-        task = asyncio.create_task(anext(events, None))
-        await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
-        assert engine.stats.waiting == 1
-        with pytest.raises(decode.QueueFullError):
-            await anext(engine.generate(PROMPT, LONG))
-        if closed:
-            await events.aclose()
-            preparing.go_on.set()
-            assert await task is None
-        else:
-            task.cancel()
-            preparing.go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-    assert (engine.stats.running, engine.stats.waiting, engine.stats.finished) == (0, 0, 0)
-    assert engine.stats.cancelled == closed
 
 
 @asynchronous
@@ -641,28 +600,6 @@ async def test_close_cancels_where_asked(gated, instantly):
     assert await read(first) == []
     await refused(engine)
     assert (engine.stats.cancelled, engine.stats.running, engine.stats.waiting) == (4, 0, 0)
-
-
-@pytest.mark.parametrize("finish", [True, False])
-@asynchronous
-async def test_closing_while_a_prompt_is_prepared(monkeypatch, finish):
-    """It has its place: it is finished, or told."""
-    model, preparing = random_model("llada"), Preparing(monkeypatch)
-    engine = decode.AsyncEngine(model)
-    task = ask(engine)
-    await asyncio.to_thread(preparing.begun.wait, PATIENCE / 4)
-    closing = asyncio.create_task(engine.close(finish=finish))
-    if not finish:
-        await closing
-    await turns()
-    preparing.go_on.set()
-    if finish:
-        same(await task, alone(model))
-    else:
-        with pytest.raises(EngineClosedError, match="the engine is closed"):
-            await task
-    await closing
-    assert engine.stats.waiting == 0
 
 
 @asynchronous

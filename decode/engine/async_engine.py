@@ -2,17 +2,15 @@
 
 ::
 
-    event loops                        the engine's thread                 Engine
-    reserve, prepare, enter  ------->  inbox, read between forwards  --->  submit
-    leave                    ------->                                --->  cancel
-    next  <-------------------------   an outbox for each request    <---  advance
+    event loops                     the engine's thread                 Engine
+    submit      ------------------> _collect, between forwards  ------> submit, cancel
+    take(event) <-- of the loop --- _advance                    <------ advance
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import itertools
 import sys
 import threading
@@ -24,14 +22,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from d2f.errors import EngineClosedError, QueueFullError
 from d2f.model import DiffusionModel
 from decode.api import DEFAULT_BATCH_SIZE
 from decode.decoders import Decoder, as_decoder
-from decode.decoders.base import boolean, whole_number
+from decode.decoders.base import whole_number
 from decode.engine.engine import Engine, check_slots, default_slots
 from decode.engine.prompts import Prompt, checked
 from decode.engine.request import Request
@@ -42,40 +39,23 @@ DEFAULT_MAX_WAITING = 256
 SECONDS_AT_EXIT = 30.0  # the longest that a forward in flight holds up the interpreter's end
 
 
-class Outbox:
-    """Events of one request on their way to its one reader, at most one a forward."""
+@dataclass(eq=False)
+class Ticket:
+    """Follow one request that was submitted.
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
-        self.request = request
-        self.loop = loop
-        self.left = False
-        self._items: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._take: Callable[[Event | Exception], None] | None = None
+    take: called in `loop` with each event, or with the error that ended the engine.
+    left: set by a reader who leaves; the request is then cancelled before the next forward.
+    """
 
-    async def next(self) -> Event | None:
-        """Wait for the next event, None once its reader has left. Raises an error that came."""
-        item = None if self.left else await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return None if self.left else item
-
-    def hand_to(self, take: Callable[[Event | Exception], None]) -> None:
-        """Give everything to a function as it comes, in the loop, in place of `next`."""
-        self._take = take
-        while not self._items.empty():
-            self.put(self._items.get_nowait())
-
-    def put(self, item: Event | Exception | None) -> None:
-        """Give the reader an item; in its loop."""
-        if self._take is None or item is None:
-            self._items.put_nowait(item)
-        elif not self.left:
-            self._take(item)
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    take: Callable[[Event | Exception], None]
+    left: bool = False
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts of an engine, all of one moment.
+    """Count what an engine did.
 
     running: requests in the batch. waiting: accepted, and not in it yet.
     finished, cancelled, failed: how the others ended; those with a bad prompt do not count.
@@ -99,36 +79,31 @@ class EngineStats:
 
 
 class EngineThread(threading.Thread):
-    """Runs an engine until `close`; all public methods may be called from any thread.
-
-    A request holds a place from `reserve` until it ends. `give_back`, `leave` and `stop` do nothing
-    but put a message into the inbox, so that destructors may call them at any moment,
-    also while the interpreter is torn down and this module's names are gone.
-    """
+    """Run an engine until it is closed."""
 
     def __init__(self, engine: Engine, max_waiting: int):
         super().__init__(name="decode engine", daemon=True)
-        self.max_waiting = max_waiting
         self._engine = engine
-        self._inbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()  # method, arguments
-        self._outboxes: dict[int, Outbox] = {}  # of the requests in the engine; the thread's own
-        self._finishing = self._stopping = False  # what the thread was told
-        self._lock = threading.Lock()  # of all below
-        self._places = 0  # requests accepted that have not ended
-        self._running = self._slots_used = 0
-        self._room = engine.batch_size  # how many enter the batch without waiting
+        self._max_waiting = max_waiting
+        # Its lock may be taken again by its holder: a destructor, which calls `close`, may run
+        # anywhere.
+        self._wake = threading.Condition()
+        self._new: list[Ticket] = []  # not known to the engine yet
+        self._active: dict[int, Ticket] = {}  # by the request's index
+        self._running = self._slots_used = 0  # after the last forward
+        self._blocked = False  # some wait for slots, though the batch has room
         self._counts: Counter[str] = Counter()
-        self.closed = self._gone = False
+        self.closed = self._stopping = False
         self._cause: BaseException | None = None  # what ended the thread unasked
         self.start()
 
     @property
     def stats(self) -> EngineStats:
-        with self._lock:
+        with self._wake:
             names = ("finished", "cancelled", "failed", "refused", "tokens")
             return EngineStats(
                 running=self._running,
-                waiting=self._places - self._running,
+                waiting=len(self._new) + len(self._active) - self._running,
                 forwards=self._engine.forwards,
                 rows=self._engine.rows,
                 slots=self._engine.pool.slots,
@@ -136,40 +111,24 @@ class EngineThread(threading.Thread):
                 **{name: self._counts[name] for name in names},
             )
 
-    def reserve(self, count: int = 1) -> None:
-        """Take places in the queue, all or none. Raises QueueFullError and EngineClosedError."""
-        with self._lock:
+    def enter(self, tickets: Sequence[Ticket]) -> None:
+        """Queue all of these or none. Raises QueueFullError and EngineClosedError."""
+        with self._wake:
             # Those that the next forward has room for do not count as waiting.
-            waiting = self._places - self._running - self._room
-            if self.closed or waiting + count > self.max_waiting:
-                self._counts["refused"] += count
+            room = self._running if self._blocked else self._engine.batch_size
+            waiting = len(self._new) + len(self._active) - room
+            if self.closed or waiting + len(tickets) > self._max_waiting:
+                self._counts["refused"] += len(tickets)
                 raise self._closed_error() if self.closed else QueueFullError(waiting)
-            self._places += count
+            self._new += tickets
+            self._wake.notify()
 
-    def give_back(self) -> None:
-        """Give a place back that no request was entered for."""
-        self._inbox.put((self._end_place,))
-
-    def enter(self, outbox: Outbox) -> None:
-        """Hand over a request that has a place. Raises EngineClosedError."""
-        with self._lock:
-            if self._gone:
-                raise self._closed_error()
-            self._inbox.put((self._enter, outbox))
-
-    def leave(self, outbox: Outbox) -> None:
-        """Cancel a request, if it has not ended; no event of it follows the next forward."""
-        self._inbox.put((self._cancel, outbox))
-
-    def close(self, *, finish: bool) -> None:
-        """Refuse requests from now on, and end when those accepted have, or are cancelled."""
-        with self._lock:
+    def close(self, *, finish: bool = False) -> None:
+        """Refuse requests from now on, and end when those accepted have, or cancel them."""
+        with self._wake:
             self.closed = True
-        self._inbox.put((self._finish if finish else self._cancel_all,))
-
-    def stop(self) -> None:
-        """Cancel all, also what comes until the thread reads this, and end."""
-        self._inbox.put((self._cancel_all,))
+            self._stopping = self._stopping or not finish
+            self._wake.notify()
 
     def _closed_error(self) -> EngineClosedError:
         cause = self._cause
@@ -182,115 +141,91 @@ class EngineThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            while not self._over():
-                self._read_inbox()
-                if self._outboxes:
-                    self._advance()
+            while self._collect():
+                self._advance()
         except BaseException as error:  # not the model: what cleans up after it, or an exit
             self._cause = error
         finally:
             self._end()
 
-    def _over(self) -> bool:
-        # A place without an outbox: its request is being prepared.
-        return self._stopping or (self._finishing and not self._places)
+    def _collect(self) -> bool:
+        """Take in who came, cancel who left, and sleep while nobody is there. False: it is over."""
+        with self._wake:
+            while not (self._new or self._active or self.closed):
+                self._wake.wait()
+            new, self._new = self._new, []
+            self._active |= {ticket.request.index: ticket for ticket in new}
+        for ticket in new:
+            self._engine.submit(ticket.request)
+        left = [ticket for ticket in self._active.values() if ticket.left]
+        for ticket in left:
+            self._engine.cancel(ticket.request)
+            with self._wake:
+                del self._active[ticket.request.index]
+                self._counts["cancelled"] += 1
+        if left:
+            self._publish(blocked=False)
+        return not self._stopping and (not self.closed or bool(self._new or self._active))
 
-    def _read_inbox(self) -> None:
-        """Do what the messages say; without a request sleep until there is one."""
-        with contextlib.suppress(Empty):
-            while True:
-                call, *arguments = self._inbox.get(block=not (self._outboxes or self._over()))
-                call(*arguments)
-
-    def _finish(self) -> None:
-        self._finishing = True
-
-    def _cancel_all(self) -> None:
-        self._stopping = True
-
-    def _enter(self, outbox: Outbox) -> None:
-        self._outboxes[outbox.request.index] = outbox
-        if not self._gone:
-            self._engine.submit(outbox.request)
-
-    def _cancel(self, outbox: Outbox) -> None:
-        if self._outboxes.pop(outbox.request.index, None) is None:
-            return  # it has ended
-        if not self._gone:
-            self._engine.cancel(outbox.request)
-        self._end_place(cancelled=1)
-
-    def _end_place(self, **counts: int) -> None:
-        with self._lock:
-            self._places -= 1
-            self._counts.update(counts)
-        self._publish()
-
-    def _publish(self, *, blocked: bool = False) -> None:
-        """Say what runs and what there is room for. blocked: some wait for slots."""
-        with self._lock:
+    def _publish(self, *, blocked: bool) -> None:
+        with self._wake:
             self._running = len(self._engine.running)
             self._slots_used = self._engine.pool.used
-            self._room = 0 if blocked else self._engine.batch_size - self._running
+            self._blocked = blocked
 
     def _advance(self) -> None:
         try:
             events = self._engine.advance()
-        except Exception as error:
+        except Exception as error:  # of the model: it concerns all that run
             # Its frames hold what the forward computed, memory that the others need.
             traceback.clear_frames(error.__traceback__)
-            events = self._fail(error)
-        sent: list[tuple[Outbox, Event | Exception]] = []
-        for event in events:
-            outbox = self._outboxes.get(event.request)
-            if outbox is None:
-                continue
-            sent.append((outbox, event))
-            if event.result is not None:
-                del self._outboxes[event.request]
-                ended = "finished" if event.error is None else "failed"
-                self._end_place(**{ended: 1, "tokens": len(event.result.tokens)})
-        # Before a reader goes on, who may look.
-        self._publish(blocked=bool(self._engine.waiting and self._outboxes))
+            now, failed = time.perf_counter(), list(self._engine.running)
+            for request in failed:
+                self._engine.cancel(request)
+            events = [request.fail(error, now) for request in failed]
+        sent: list[tuple[Ticket, Event | Exception]] = []
+        with self._wake:
+            for event in events:
+                ticket = self._active.get(event.request)
+                if ticket is None:  # it failed before a forward, and its reader left
+                    continue
+                sent.append((ticket, event))
+                if event.result is not None:
+                    del self._active[event.request]
+                    self._counts["failed" if event.error else "finished"] += 1
+                    self._counts["tokens"] += len(event.result.tokens)
+            # Before a reader goes on, who may look.
+            self._publish(blocked=bool(self._engine.waiting))
         self._send(sent)
 
-    def _fail(self, error: Exception) -> list[Event]:
-        """End all that run: what the model raised concerns them."""
-        now, failed = time.perf_counter(), list(self._engine.running)
-        for request in failed:
-            self._engine.cancel(request)
-        return [request.fail(error, now) for request in failed]
-
-    def _send(self, sent: Iterable[tuple[Outbox, Event | Exception]]) -> None:
+    def _send(self, sent: Iterable[tuple[Ticket, Event | Exception]]) -> None:
         """Give events to their readers, in one call of each loop."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Event | Exception]]] = {}
-        for outbox, item in sent:
-            loops.setdefault(outbox.loop, []).append((outbox, item))
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event | Exception]]] = {}
+        for ticket, item in sent:
+            loops.setdefault(ticket.loop, []).append((ticket, item))
         for loop, items in loops.items():
             try:
                 loop.call_soon_threadsafe(_deliver, items)
             except RuntimeError:  # the loop is closed: nobody reads any more
-                for outbox, _ in items:
-                    self._cancel(outbox)
+                for ticket, _ in items:
+                    ticket.left = True
 
     def _end(self) -> None:
         """Leave nobody to wait for a thread that is gone."""
-        with self._lock:
-            self.closed = self._gone = True
-        self._stopping = True
-        self._read_inbox()  # requests that were entered meanwhile are among the messages
-        left = list(self._outboxes.values())
-        self._outboxes.clear()
-        with self._lock:
-            self._places = self._running = 0
-            self._counts["cancelled" if self._cause is None else "failed"] += len(left)
+        with self._wake:
+            self.closed = True
+            tickets = [*self._active.values(), *self._new]
+            self._active, self._new = {}, []
+            self._running = 0
+            self._counts["cancelled" if self._cause is None else "failed"] += len(tickets)
         self._engine.close()
-        self._send((outbox, self._closed_error()) for outbox in left)
+        self._send((ticket, self._closed_error()) for ticket in tickets)
 
 
-def _deliver(items: Iterable[tuple[Outbox, Event | Exception]]) -> None:
-    for outbox, item in items:
-        outbox.put(item)
+def _deliver(items: Iterable[tuple[Ticket, Event | Exception]]) -> None:
+    for ticket, item in items:
+        if not ticket.left:
+            ticket.take(item)
 
 
 @atexit.register
@@ -298,12 +233,12 @@ def _stop_all() -> None:
     """End threads that nobody closed before the interpreter ends: not while they are in torch."""
     for thread in threading.enumerate():
         if isinstance(thread, EngineThread):
-            thread.stop()
+            thread.close()
             thread.join(SECONDS_AT_EXIT)
 
 
 class AsyncEngine:
-    """Runs the requests of many callers together, in a thread of its own::
+    """Run the requests of many callers together, in a thread of its own::
 
         async with decode.AsyncEngine(model) as engine:
             async for event in engine.generate("Use 3 and 4 to make 12.", "d2f"):
@@ -345,12 +280,12 @@ class AsyncEngine:
         self._thread = EngineThread(self._engine, max_waiting)
         self._indexes = itertools.count()
         # The thread does not know this object: forgotten, it ends the thread. It does not wait.
-        weakref.finalize(self, self._thread.stop).atexit = False
+        weakref.finalize(self, self._thread.close).atexit = False
 
-    def generate(
+    async def generate(
         self, prompt: Prompt, decoder: Decoder | str, *, raw: bool = False, ignore_eos: bool = False
-    ) -> EventStream:
-        """Decode one request; returns its events as they come, the last with its result, and with
+    ) -> AsyncIterator[Event]:
+        """Decode one request; yields its events as they come, the last with its result, and with
         its `error` where it failed.
 
         prompt, decoder, raw: as in `decode.generate`; the decoder's seed is taken as it is.
@@ -364,22 +299,51 @@ class AsyncEngine:
         EngineClosedError, all before the request is queued. An engine that is closed without
         finishing raises EngineClosedError in every loop.
         """
-        options = {"raw": raw, "ignore_eos": ignore_eos, "views": True}
-        return EventStream(self._thread, partial(self._enter, [(prompt, decoder)], **options))
+        chosen = as_decoder(decoder, self.model.contract)
+        # Beside the event loop: a chat template may take long.
+        prepared = await asyncio.to_thread(
+            checked, self.model, prompt, chosen, "the prompt", raw=raw
+        )
+        events: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        (ticket,) = self.submit([prepared], lambda _, item: events.put_nowait(item), ignore_eos)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.result is not None:
+                    return
+        finally:
+            ticket.left = True
 
-    async def submit_all(
+    def submit(
         self,
-        asked: Sequence[tuple[Prompt, Decoder | str]],
-        *,
-        raw: bool = False,
+        asked: Sequence[tuple[list[int], Decoder]],
+        take: Callable[[int, Event | Exception], None],
         ignore_eos: bool = False,
+        *,
         views: bool = True,
-    ) -> list[EventStream]:
-        """Queue several requests (prompt, decoder) at once, or none of them; returns the events of
-        each, as `generate` does. views: events show their blocks, which costs time in each forward.
-        Raises as its first iteration does, QueueFullError where there is no room for all."""
-        outboxes = await self._enter(asked, raw=raw, ignore_eos=ignore_eos, views=views)
-        return [EventStream(self._thread, outbox=outbox) for outbox in outboxes]
+    ) -> list[Ticket]:
+        """Queue several requests (`decode.engine.prompts.checked`: ids, decoder) at once, or none
+        of them; call it in an event loop. Raises as the first iteration of `generate` does.
+
+        take: called in that loop with the place of a request and its event, or the error that
+            ended the engine. It must neither wait nor raise.
+        views: events show their blocks, which costs time in each forward.
+        """
+        model, tickets = self.model, []
+        contract = replace(model.contract, end_ids=()) if ignore_eos else model.contract
+        for place, (ids, decoder) in enumerate(asked):
+            notice = doubt_of(model, decoder)
+            if notice is not None:
+                warnings.warn(notice, stacklevel=1)
+            index = next(self._indexes)
+            request = Request(index, ids, decoder, contract, model.tokenizer, views=views)
+            self._engine.check_size(request)
+            tickets.append(Ticket(request, asyncio.get_running_loop(), partial(take, place)))
+        self._thread.enter(tickets)
+        return tickets
 
     @property
     def stats(self) -> EngineStats:
@@ -393,7 +357,6 @@ class AsyncEngine:
     async def close(self, *, finish: bool = True) -> None:
         """Refuse new requests, finish those that run and wait, or cancel them, and wait until the
         thread is gone. May be called again, to cancel what takes too long to finish."""
-        boolean("finish", finish)
         self._thread.close(finish=finish)
         await asyncio.to_thread(self._thread.join)
 
@@ -402,111 +365,3 @@ class AsyncEngine:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.close(finish=kind is None)
-
-    async def _enter(
-        self, asked: Sequence[tuple[Prompt, Decoder | str]], **options: bool
-    ) -> list[Outbox]:
-        """Queue requests, prepared beside the event loop: a chat template may take long."""
-        thread = self._thread
-        thread.reserve(len(asked))
-        outboxes: list[Outbox] = []
-        try:
-            requests = await asyncio.to_thread(self._prepare, asked, **options)
-            for request in requests:
-                outbox = Outbox(request, asyncio.get_running_loop())
-                thread.enter(outbox)
-                outboxes.append(outbox)
-        except BaseException:
-            for outbox in outboxes:
-                thread.leave(outbox)
-            for _ in asked[len(outboxes) :]:
-                thread.give_back()
-            raise
-        return outboxes
-
-    def _prepare(
-        self,
-        asked: Sequence[tuple[Prompt, Decoder | str]],
-        *,
-        raw: bool,
-        ignore_eos: bool,
-        views: bool,
-    ) -> list[Request]:
-        """Make requests that the engine can take. Raises InputError."""
-        boolean("raw", raw)
-        boolean("ignore_eos", ignore_eos)
-        model, requests = self.model, []
-        contract = replace(model.contract, end_ids=()) if ignore_eos else model.contract
-        for prompt, decoder in asked:
-            chosen = as_decoder(decoder, model.contract)
-            ids, chosen = checked(model, prompt, chosen, "the prompt", raw=raw)
-            notice = doubt_of(model, chosen)
-            if notice is not None:
-                warnings.warn(notice, stacklevel=1)
-            index = next(self._indexes)
-            request = Request(index, ids, chosen, contract, model.tokenizer, views=views)
-            self._engine.check_size(request)
-            requests.append(request)
-        return requests
-
-
-class EventStream(AsyncIterator[Event]):
-    """The events of one request, for one reader. It is queued when the first one is asked for, if
-    it is not yet; who closes or forgets it before the last one cancels it."""
-
-    def __init__(
-        self,
-        thread: EngineThread,
-        enter: Callable[[], Any] | None = None,
-        outbox: Outbox | None = None,
-    ):
-        self._outbox = outbox
-        self._ended = self._reading = False
-        self._thread, self._enter = thread, enter
-
-    async def __anext__(self) -> Event:
-        if self._reading:
-            raise RuntimeError("the events of a request have one reader, this is a second one")
-        self._reading = True
-        try:
-            if self._outbox is None and self._enter is not None and not self._ended:
-                (self._outbox,) = await self._enter()
-                if self._ended:  # closed meanwhile
-                    self._thread.leave(self._outbox)
-            event = None if self._ended or self._outbox is None else await self._outbox.next()
-        except BaseException:  # a task that is cancelled, too
-            self._leave()
-            raise
-        finally:
-            self._reading = False
-        if event is None:
-            raise StopAsyncIteration
-        self._ended = event.result is not None
-        return event
-
-    def hand_to(self, take: Callable[[Event | Exception], None]) -> None:
-        """Have `take` called with each event as it comes, in this event loop and without a task, or
-        with what a loop would raise, which is the last; in place of a loop, for one of
-        `AsyncEngine.submit_all`. It must not raise."""
-        assert self._outbox is not None
-
-        def note(item: Event | Exception) -> None:
-            self._ended = self._ended or isinstance(item, Exception) or item.result is not None
-            take(item)
-
-        self._outbox.hand_to(note)
-
-    async def aclose(self) -> None:
-        """Cancel the request, if it has not ended; nothing follows."""
-        self._leave()
-        if self._outbox is not None:
-            self._outbox.put(None)  # it wakes a reader
-
-    def __del__(self) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if not self._ended and self._outbox is not None:
-            self._outbox.left = True
-            self._thread.leave(self._outbox)
-        self._ended = True

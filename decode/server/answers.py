@@ -46,6 +46,7 @@ class Answers:
 
     def __init__(self, generation: Generation, request: AnyRequest):
         self._generation = generation
+        self.request = request
         self._tokenizer: Any = generation.served.model.tokenizer
         # A model without a tokenizer has no names for tokens.
         self._tops = None if self._tokenizer is None else request.tops

@@ -22,7 +22,7 @@ import d2f
 from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, make_problems
 from decode.decoders.base import options_of
-from decode.server.answers import Answers, ChatAnswers, CompletionAnswers
+from decode.server.answers import ChatAnswers, CompletionAnswers
 from decode.server.generation import (
     Generation,
     choose_decoder,
@@ -30,7 +30,7 @@ from decode.server.generation import (
     likelihood_of,
     make_jobs,
 )
-from decode.server.middleware import ID_HEADER, Record, RequestFrame, read_request
+from decode.server.middleware import ID_HEADER, Record, RequestFrame
 from decode.server.models import Kind, ServedModel
 from decode.server.options import Options
 from decode.server.protocol import (
@@ -40,7 +40,7 @@ from decode.server.protocol import (
     Fields,
     Ids,
     Messages,
-    TextRequest,
+    read_fields,
 )
 from decode.server.state import Metrics, ServerState, state_of
 from decode.server.stream import StreamedAnswer
@@ -50,41 +50,64 @@ EXAMPLES = 5  # problems a task
 
 router = APIRouter()
 Found = TypeVar("Found")
+Asked = TypeVar("Asked", bound=Fields)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
     """Continue text or ids, which are taken as they are, without a chat template."""
-    asked = await read_request(CompletionRequest, request)
-    generation = await _begin(request, asked, "prompt", scored=asked.scored)
-    return await _answer(request, generation, CompletionAnswers(generation, asked), asked)
+    asked = await _read(CompletionRequest, request)
+    generation = await _prepare(request, asked, "prompt")
+    return await _answer(request, generation, CompletionAnswers(generation, asked))
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """Answer messages, through the model's chat template."""
-    asked = await read_request(ChatRequest, request)
-    generation = await _begin(request, asked, "messages")
-    return await _answer(request, generation, ChatAnswers(generation, asked), asked)
+    asked = await _read(ChatRequest, request)
+    generation = await _prepare(request, asked, "messages")
+    return await _answer(request, generation, ChatAnswers(generation, asked))
 
 
-async def _begin(
-    request: Request,
-    asked: CompletionRequest | ChatRequest,
-    field: str,
-    *,
-    scored: bool = False,
+async def _read(kind: type[Asked], request: Request) -> Asked:
+    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON or a
+    packed body, 413 for a large one (not read to its end), 408 for a slow one, 400 as
+    `read_fields`."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":  # which a form of another site's page cannot send
+        raise ApiError(415, f"expected Content-Type application/json, got {content_type or 'none'}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":  # the limit would not bound what it unpacks to
+        raise ApiError(415, f"expected no Content-Encoding, got {coding}")
+    state, close = state_of(request), {"Connection": "close"}
+    most, seconds = state.most_body, state.options.body_timeout
+    said = f"the body has more than {most} bytes (the server's --max-body)"
+    too_large = ApiError(413, said, headers=close)
+    if int(request.headers.get("content-length", 0)) > most:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise too_large
+    except TimeoutError as error:
+        said = f"the body did not come within {seconds:g} seconds"
+        raise ApiError(408, said, headers=close) from error
+    return read_fields(kind, bytes(body), state.most_elements)
+
+
+async def _prepare(
+    request: Request, asked: CompletionRequest | ChatRequest, field: str
 ) -> Generation:
-    """Check everything, then queue it.
-
-    field: the one that the prompts came in. scored: the prompts' likelihoods are wanted, too.
-    """
+    """Check everything, and encode the prompts. field: the one that they came in."""
     state, record = state_of(request), Record.of(request)
     options, prompts = state.options, asked.prompts
     if options.log_prompts:
         record.prompts = prompts
     served = state.find(asked.model)
-    kind = likelihood_of(served) if scored else None
+    kind = likelihood_of(served) if asked.scored else None
     choices = len(prompts) * asked.n
     most = min(options.max_choices, options.max_batch + options.max_waiting)
     if choices > most:
@@ -106,19 +129,22 @@ async def _begin(
         asked,
         decoder,
         jobs,
-        scored=make_jobs(served, ids, kind, field, fixed=True) if kind is not None else (),
+        scored=() if kind is None else make_jobs(served, ids, kind, field, fixed=True),
         began=record.began,
         seconds=options.request_timeout,
     )
-    await generation.start()
     return generation
 
 
 async def _answer(
-    request: Request, generation: Generation, answers: Answers, asked: TextRequest
+    request: Request, generation: Generation, answers: ChatAnswers | CompletionAnswers
 ) -> Response:
-    if asked.stream:
-        return StreamedAnswer(generation, answers, asked, state_of(request).options)
+    """Queue it, and wait for its answers, or stream them."""
+    if answers.request.stream:
+        response = StreamedAnswer(generation, answers, state_of(request).options)
+        generation.start(response.take)
+        return response
+    generation.start()
     await unless_gone(request, generation.run())
     return JSONResponse(answers.whole())
 
@@ -178,30 +204,31 @@ def describe(served: ServedModel) -> dict[str, Any]:
             "context_length": served.context_length,
             "default_decoder": next(iter(served.decoders)),
             "decoders": [
-                _describe_decoder(served, name, kind) for name, kind in served.decoders.items()
+                {
+                    "name": name,
+                    "summary": kind.summary,
+                    "labels": dict(kind.labels),
+                    "options": _describe_options(served, kind),
+                }
+                for name, kind in served.decoders.items()
             ],
         },
     }
 
 
-def _describe_decoder(served: ServedModel, name: str, kind: Kind) -> dict[str, Any]:
-    """Describe a decoder; defaults that the operator gave are the operator's."""
+def _describe_options(served: ServedModel, kind: Kind) -> list[dict[str, Any]]:
+    """Describe a decoder's options; defaults that the operator gave are the operator's."""
     given = served.options(kind)
-    return {
-        "name": name,
-        "summary": kind.summary,
-        "labels": dict(kind.labels),
-        "options": [
-            {
-                "name": option.name,
-                "kind": option.kind.__name__ if isinstance(option.kind, type) else [*option.kind],
-                "default": given.get(option.name, option.default),
-                "shown": str(given[option.name]) if option.name in given else option.shown,
-                "help": option.help,
-            }
-            for option in options_of(kind)
-        ],
-    }
+    return [
+        {
+            "name": option.name,
+            "kind": option.kind.__name__ if isinstance(option.kind, type) else [*option.kind],
+            "default": given.get(option.name, option.default),
+            "shown": str(given[option.name]) if option.name in given else option.shown,
+            "help": option.help,
+        }
+        for option in options_of(kind)
+    ]
 
 
 class _Tokenize(Fields):
@@ -224,7 +251,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 
     add_special_tokens: by default for a text; the template writes those of messages.
     """
-    asked = await read_request(_Tokenize, request)
+    asked = await _read(_Tokenize, request)
     served = state_of(request).find(asked.model)
     tokenizer = _tokenizer(served)
     if (asked.prompt is None) == (asked.messages is None):
@@ -259,7 +286,7 @@ def _ids(served: ServedModel, asked: _Tokenize) -> list[int]:
 @router.post("/detokenize")
 async def detokenize(request: Request) -> dict[str, str]:
     """Decode ids, special tokens with them."""
-    asked = await read_request(_Detokenize, request)
+    asked = await _read(_Detokenize, request)
     served = state_of(request).find(asked.model)
     size = served.model.vocab_size
     wrong = next((token for token in asked.tokens if not 0 <= token < size), None)
@@ -273,15 +300,12 @@ async def tokenizer_info(request: Request, model: str | None = None) -> dict[str
     """Describe the tokenizer: its class, its special tokens and its chat template."""
     served = state_of(request).find(model)
     tokenizer = _tokenizer(served)
+    names = ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token", "mask_token")
     return {
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": served.model.vocab_size,
         "max_model_len": served.context_length,
-        "chat_template": tokenizer.chat_template,
-        **{
-            name: getattr(tokenizer, name)
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token")
-        },
+        **{name: getattr(tokenizer, name) for name in names},
     }
 
 
@@ -365,12 +389,9 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    """Put starlette's errors, as of a path that is none, into OpenAI's format."""
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
-        said = {
-            404: f"there is no {request.url.path}",
-            405: f"{request.method} is not for this path",
-        }
-        text = said.get(error.status_code, str(error.detail))
-        error = ApiError(error.status_code, text, headers=error.headers)
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, said, headers=error.headers)
     return error.response()

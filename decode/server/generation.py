@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from d2f.errors import InputError, did_you_mean, repr_of
 from decode.decoders import Decoder
 from decode.decoders.base import common_options, options_of
-from decode.engine.async_engine import EventStream
+from decode.engine.async_engine import Ticket
 from decode.engine.likelihood import Likelihood
-from decode.engine.prompts import Prompt, check, encode
+from decode.engine.prompts import Prompt, checked, encode
 from decode.server.models import ServedModel
 from decode.server.protocol import AnyRequest, ApiError, TextRequest, as_api_error
 from decode.server.text import ResponseText
@@ -37,21 +36,19 @@ def make_jobs(
     for place, prompt in enumerate(prompts):
         where = field if len(prompts) == 1 else f"{field} {place}"
         try:
-            ids = encode_prompt(served, prompt, where)
-            after, length = decoder.extra_positions, decoder.length
-            room = served.context_length - len(ids) - after
+            ids, own = encode_prompt(served, prompt, where), decoder
+            room = served.context_length - len(ids) - decoder.extra_positions
             if not fixed:
-                length = min(length, max(room, 1))
-            if length > room:
+                length: Any = {"max_new_tokens": min(decoder.length, max(room, 1))}
+                own = replace(decoder, **length)  # a field of every decoder, not of their base
+            if own.length > room:
+                after = own.extra_positions
                 more = f", and {after} positions after them" if after else ""
-                has = f"{len(ids)} tokens and the response {length}{more}"
+                has = f"{len(ids)} tokens and the response {own.length}{more}"
                 raise _too_long(where, has, served)
-            its: Any = {"max_new_tokens": length}  # a field of every decoder, not of their base
-            own = replace(decoder, **its)
-            check(served.model, ids, own, where)
+            jobs.append(checked(served.model, ids, own, where, raw=True))
         except InputError as error:
             raise ApiError(400, str(error), param=field) from error
-        jobs.append((ids, own))
     return jobs
 
 
@@ -60,18 +57,23 @@ def encode_prompt(served: ServedModel, prompt: Prompt, where: str) -> list[int]:
     text that is too long for the context whatever it says is not tokenized."""
     messages: Any = [] if isinstance(prompt, str) or not prompt else prompt
     chat = bool(messages) and isinstance(messages[0], dict)
-    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in messages if chat]
-    length, most = sum(map(len, texts)), served.most_characters
-    if most is not None and length > most:
+    length = sum(len(m["content"]) for m in messages) if chat else len(prompt)
+    if (chat or isinstance(prompt, str)) and length > served.most_characters:
         raise _too_long(where, f"{length} characters", served)
-    if not (chat and served.sanitize):
-        return encode(served.model, prompt, where, raw=True)
-    tokenizer: Any = served.model.tokenizer
-    options = {"return_dict": False, "sanitize_control_tokens": True}
     try:
+        if not (chat and served.sanitize):
+            return encode(served.model, prompt, where, raw=True)
+        tokenizer: Any = served.model.tokenizer
+        options = {"return_dict": False, "sanitize_control_tokens": True}
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
+    except InputError:
+        raise
     except Exception as error:  # a template is code of the checkpoint
         raise InputError(f"{where}: the chat template refused the messages: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, and no `Exception`
+            raise
+        raise InputError(f"{where}: the tokenizer failed: {error}") from error
 
 
 def _too_long(where: str, has: str, served: ServedModel) -> ApiError:
@@ -152,13 +154,12 @@ class Generation:
         self.decoder = decoder
         self.prompt_tokens = sum(len(ids) for ids, _ in jobs)
         self.n = request.n
-        self._request = request
         self.began = began
         self.created = int(time.time())
-        self._deadline = asyncio.get_running_loop().time() + seconds - self.seconds
         self.outcome = "cancelled"  # until it is known to have ended otherwise
         self.error: str | None = None
-        self._streams: list[EventStream] = []
+        self._request = request
+        self._deadline = asyncio.get_running_loop().time() + seconds - self.seconds
         logprobs = request.tops is not None
         tokenizer = served.model.tokenizer if request.stream or logprobs else None
         end_ids = () if request.ignore_eos else served.model.end_ids
@@ -175,60 +176,63 @@ class Generation:
         self._scores = [
             Choice(p, ids, kind, ResponseText(None)) for p, (ids, kind) in enumerate(scored)
         ]
+        self._all = [*self._scores, *self.choices]
+        self._tickets: list[Ticket] = []
+        self._take: Take | None = None
+        self._held: list[tuple[Choice, Event, str]] = []  # until the likelihoods are known
+        self._running = len(self._all)
+        self._ended = asyncio.Event()
+        self._failure: Exception | None = None
 
-    async def start(self) -> None:
-        """Queue all choices, or none. Raises ApiError."""
-        queued = [(choice.prompt, choice.decoder) for choice in self._all]
-        with self._noting_errors():
-            self._streams = await self.served.engine.submit_all(
-                queued, ignore_eos=self._request.ignore_eos, views=self._request.events
-            )
-
-    async def run(self, take: Take | None = None) -> None:
-        """Decode all choices. Raises ApiError for the first one that fails, which cancels the
-        others; cancelling this cancels all.
+    def start(self, take: Take | None = None) -> None:
+        """Queue all choices, or none. Raises ApiError.
 
         take: called with each event as it comes, in the event loop; it must not wait.
         """
-        scores = len(self._scores)
+        self._take = take
+        with self._noting_errors():
+            self._tickets = self.served.engine.submit(
+                [(choice.prompt, choice.decoder) for choice in self._all],
+                self._arrived,
+                self._request.ignore_eos,
+                views=self._request.events,
+            )
+
+    async def run(self) -> None:
+        """Wait until all choices have ended. Raises ApiError for the first one that fails, which
+        cancels the others; cancelling this cancels all."""
         try:
             with self._noting_errors():
                 async with asyncio.timeout_at(self._deadline):
-                    await self._drive(self._scores, self._streams[:scores], None)
-                    await self._drive(self.choices, self._streams[scores:], take)
+                    await self._ended.wait()
+                if self._failure is not None:
+                    raise self._failure
             self.outcome = "finished"
         finally:
-            for stream in self._streams:  # cancels those that have not ended
-                await stream.aclose()
+            self.cancel()
 
-    async def _drive(
-        self, choices: Sequence[Choice], streams: Sequence[EventStream], take: Take | None
-    ) -> None:
-        """Take the events of some choices until all of them have ended."""
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        running = set(choices)
+    def cancel(self) -> None:
+        """Cancel the choices that have not ended."""
+        for ticket in self._tickets:
+            ticket.left = True
 
-        def arrived(choice: Choice, item: Event | Exception) -> None:
-            if over.done():
-                return
-            try:
-                if isinstance(item, Exception):
-                    raise item
-                piece = choice.take(item)
-                if take is not None:
-                    take(choice, item, piece)
-            except Exception as error:
-                over.set_exception(error)
-                return
-            if item.result is not None:
-                running.discard(choice)
-                if not running:
-                    over.set_result(None)
-
-        for choice, stream in zip(choices, streams, strict=True):
-            stream.hand_to(partial(arrived, choice))
-        if choices:
-            await over
+    def _arrived(self, place: int, item: Event | Exception) -> None:
+        choice = self._all[place]
+        try:
+            if isinstance(item, Exception):
+                raise item
+            piece = choice.take(item)
+            if self._take is not None:
+                if choice not in self._scores:
+                    self._held.append((choice, item, piece))
+                while self._held and all(score.result for score in self._scores):
+                    self._take(*self._held.pop(0))
+            self._running -= item.result is not None
+        except Exception as error:
+            self._failure = error
+            self.cancel()
+        if self._failure is not None or not self._running:
+            self._ended.set()
 
     @contextmanager
     def _noting_errors(self) -> Iterator[None]:
@@ -249,10 +253,6 @@ class Generation:
         known = self._scores[choice.index // self.n] if self._scores else choice
         assert known.result is not None
         return known.result.likelihoods
-
-    @property
-    def _all(self) -> list[Choice]:
-        return [*self._scores, *self.choices]
 
     @property
     def seconds(self) -> float:
@@ -284,10 +284,10 @@ def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
                 code="decoder_not_found",
             )
         kind = served.decoders[asked.decoder]
-    values = dict(asked.model_extra or {})
+    own = dict(asked.model_extra or {})
     # max_tokens is what OpenAI calls the length.
     known = [option.name for option in options_of(kind) if option.name != "max_new_tokens"]
-    for name in values:
+    for name in own:
         if name not in known:
             nearest = did_you_mean(name, [*type(asked).model_fields, *known])
             raise ApiError(
@@ -297,15 +297,13 @@ def choose_decoder(served: ServedModel, asked: TextRequest) -> Decoder:
                 code="unknown_field",
             )
     shared = {name: getattr(asked, name) for name in common_options()}
-    values |= {name: value for name, value in shared.items() if value is not None}
-    if asked.top_k in (0, -1):  # vLLM's words for off
-        values["top_k"] = None
     if asked.stop is not None:
-        values["stop"] = asked.stop
-    if asked.max_tokens:  # 0 is for likelihoods alone
-        values["max_new_tokens"] = asked.max_tokens
-    values = served.options(kind) | values
-    values.setdefault("seed", secrets.randbits(48))
+        shared["stop"] = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop)
+    shared["max_new_tokens"] = asked.max_tokens or None  # 0 is for likelihoods alone
+    own |= {name: value for name, value in shared.items() if value is not None}
+    if asked.top_k in (0, -1):  # vLLM's words for off
+        own["top_k"] = None
+    values = {"seed": secrets.randbits(48)} | served.options(kind) | own
     try:
         decoder = kind(**kind.with_model_defaults(values, served.model.contract))
         decoder.check(served.model.contract)

@@ -1,16 +1,20 @@
-"""Wrap every request: an id, the checks of who may ask, limits of its body, one line in the log,
-and an error in place of an exception."""
+"""Wrap every request: an id, the checks of who may ask, one line in the log, and an error in place
+of an exception."""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hmac
 import json
 import logging
+import os
+import queue
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from logging.handlers import QueueHandler
+from typing import Any, Literal
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -19,12 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from d2f.errors import one_line
 from decode.server.generation import Generation
-from decode.server.protocol import ApiError, Fields, read_fields
-from decode.server.state import ServerState, state_of
+from decode.server.protocol import ApiError
+from decode.server.state import ServerState
 from decode.server.stream import SlowClientError
 
 LOGGER = logging.getLogger("decode.server")
 Format = Literal["text", "json"]
+MOST_LINES = 10_000  # of the log that wait to be written
 
 
 class LineFormatter(logging.Formatter):
@@ -53,11 +58,47 @@ def _quoted(value: Any) -> str:
     return value if plain else one_line(json.dumps(value, ensure_ascii=False))
 
 
+class LogQueue(QueueHandler):
+    """Write lines to standard error in a thread, and drop what finds the queue full: where nobody
+    reads the pipe, nothing but that thread waits for it."""
+
+    queue: queue.Queue[logging.LogRecord]
+
+    def __init__(self, form: Format):
+        super().__init__(queue.Queue(MOST_LINES))
+        self.setFormatter(LineFormatter(form))
+        self._dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def _write(self) -> None:
+        while True:
+            line = self.queue.get().getMessage()
+            dropped, self._dropped = self._dropped, 0
+            if dropped:
+                line += f"\n{dropped} lines of the log were lost: nobody read them"
+            with contextlib.suppress(OSError):  # the pipe is closed
+                # Not by sys.stderr, whose lock would hold up the end of the process.
+                os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+            self.queue.task_done()
+
+    def flush(self) -> None:
+        """Wait a second at most until all is written; logging calls it at the process's end."""
+        end = time.monotonic() + 1
+        while self.queue.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.01)
+
+
 def set_up_logs(form: Format) -> None:
     """Write the server's lines to standard error, and what the libraries below warn of."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(form))
-    for name, level in ((LOGGER.name, logging.INFO), ("uvicorn", logging.WARNING)):
+    handler = LogQueue(form)
+    levels = {LOGGER.name: logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
@@ -114,9 +155,7 @@ class RequestFrame:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                found = MutableHeaders(scope=message)
-                for name, value in {ID_HEADER: record.id, **HEADERS}.items():
-                    found[name] = value
+                MutableHeaders(scope=message).update({ID_HEADER: record.id, **HEADERS})
             await send(message)
 
         self._state.in_flight += 1
@@ -138,7 +177,7 @@ class RequestFrame:
             self._log(scope, record)
 
     def _log(self, scope: Scope, record: Record) -> None:
-        status = record.status or GONE
+        status, generation = record.status or GONE, record.generation
         # By route: of paths that are none there are more than a counter has room for.
         route = getattr(scope.get("route"), "path", "none")
         self._state.metrics.responses.labels(route, str(status)).inc()
@@ -149,7 +188,6 @@ class RequestFrame:
             "status": status,
             "seconds": round(time.perf_counter() - record.began, 4),
         }
-        generation = record.generation
         if generation is not None:
             self._state.metrics.ended(generation)
             fields |= {
@@ -161,11 +199,9 @@ class RequestFrame:
                 "tokens": generation.tokens,
                 "forwards": len(generation.calls),
             }
-        if record.prompts is not None:
-            fields["prompts"] = record.prompts
-        error = record.error or (generation.error if generation is not None else None)
-        if error is not None:
-            fields["error"] = error
+        error = record.error or (generation and generation.error)
+        more = {"prompts": record.prompts, "error": error}
+        fields |= {name: value for name, value in more.items() if value is not None}
         LOGGER.info("request", extra={"fields": fields})
 
 
@@ -209,37 +245,3 @@ def request_id(given: str) -> str:
     """Return the client's own id where it is short and printable, otherwise a new one."""
     fine = 0 < len(given) <= LONGEST_ID and given.isascii() and given.isprintable()
     return given if fine and " " not in given else uuid.uuid4().hex
-
-
-Kind = TypeVar("Kind", bound=Fields)
-
-
-async def read_request(kind: type[Kind], request: Request) -> Kind:
-    """Read and check the fields of a request. Raises ApiError: 415 for another type than JSON or a
-    packed body, 413 for a large one (not read to its end), 408 for a slow one, 400 as
-    `read_fields`."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json":  # which a form of another site's page cannot send
-        raise ApiError(415, f"expected Content-Type application/json, got {content_type or 'none'}")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding != "identity":  # max_body would not bound what it unpacks to
-        raise ApiError(415, f"expected no Content-Encoding, got {coding}")
-    state = state_of(request)
-    most, seconds = state.most_body, state.options.body_timeout
-    close = {"Connection": "close"}
-    too_large = ApiError(
-        413, f"the body has more than {most} bytes (the server's --max-body)", headers=close
-    )
-    if int(request.headers.get("content-length", 0)) > most:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                body += part
-                if len(body) > most:
-                    raise too_large
-    except TimeoutError as error:
-        said = f"the body did not come within {seconds:g} seconds"
-        raise ApiError(408, said, headers=close) from error
-    return read_fields(kind, bytes(body), state.most_elements)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from d2f.command import say
 from d2f.contract import Contract
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from decode.cli import DecoderSettings, check_options, load, option_names, outline
+from decode.cli import DecoderSettings, checked_outline, load, option_names
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder, qualified_name
 from decode.decoders.base import common_options
 from decode.engine.async_engine import AsyncEngine
@@ -56,13 +57,12 @@ class ServedModel:
         return {name: value for name, value in self.given.items() if name in names}
 
     @cached_property
-    def most_characters(self) -> int | None:
+    def most_characters(self) -> float:
         """Characters of a context full of the longest token, as vLLM counts them: no longer text
-        can fit. None without a tokenizer."""
+        can fit."""
         tokenizer: Any = self.model.tokenizer
-        if tokenizer is None:
-            return None
-        return self.context_length * max(map(len, tokenizer.get_vocab()))
+        longest = math.inf if tokenizer is None else max(map(len, tokenizer.get_vocab()))
+        return self.context_length * longest
 
 
 def serve_model(
@@ -78,15 +78,9 @@ def serve_model(
     allowed = options.allowed
     kinds = DECODERS.values() if allowed is None else [find_decoder(one) for one in allowed]
     decoders = {qualified_name(kind): kind for kind in (default, *kinds) if fits(kind, contract)}
+    context = min(model.context_length, options.max_model_len or model.context_length)
     served = ServedModel(
-        name,
-        model,
-        engine,
-        default,
-        decoders,
-        settings.given,
-        min(model.context_length, options.max_model_len or model.context_length),
-        options.sanitize_content,
+        name, model, engine, default, decoders, settings.given, context, options.sanitize_content
     )
     default(**default.with_model_defaults(served.options(default), contract)).check(contract)
     return served
@@ -95,11 +89,8 @@ def serve_model(
 def choose_default(contract: Contract, settings: DecoderSettings) -> Kind:
     """Return the decoder that the operator named, where it decodes models like this one, otherwise
     the one that such a model has by default."""
-    if settings.name is not None:
-        kind = find_decoder(settings.name)
-        if fits(kind, contract):
-            return kind
-    return default_decoder(contract)
+    kind = None if settings.name is None else find_decoder(settings.name)
+    return kind if kind is not None and fits(kind, contract) else default_decoder(contract)
 
 
 def fits(kind: Kind, contract: Contract) -> bool:
@@ -109,6 +100,17 @@ def fits(kind: Kind, contract: Contract) -> bool:
     except InputError:
         return False
     return True
+
+
+def check_models(options: Options, settings: DecoderSettings) -> None:
+    """Raise InputError where the models, read without their weights, do not fit the options."""
+    takes = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
+    if options.sanitize_content and "sanitize_control_tokens" not in takes:
+        raise InputError(
+            f"--sanitize-content needs transformers 5.23, got {transformers.__version__}"
+        )
+    named = (replace(options, model=name) for name in options.named.values())
+    check_settings([checked_outline(one) for one in named], settings)
 
 
 def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) -> None:
@@ -124,34 +126,12 @@ def check_settings(models: Sequence[DiffusionModel], settings: DecoderSettings) 
         )
 
 
-def check_models(options: Options, settings: DecoderSettings) -> None:
-    """Raise InputError for what is wrong before anything is read."""
-    settings.check([1])
-    for name in options.named.values():
-        check_options(replace(options, model=name))
-    takes = inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters
-    if options.sanitize_content and "sanitize_control_tokens" not in takes:
-        raise InputError(
-            f"--sanitize-content needs transformers 5.23, got {transformers.__version__}"
-        )
-
-
-def check_outlines(options: Options, settings: DecoderSettings) -> None:
-    """Raise InputError where the models, read without their weights, do not fit the options."""
-    models = [outline(name, options.adapter, options.family) for name in options.named.values()]
-    check_settings(models, settings)
-
-
 def load_models(options: Options, settings: DecoderSettings) -> list[ServedModel]:
     """Load all models of a command line and start their engines. Raises InputError."""
-    loaded = {}
+    longest, models = options.max_model_len, []
     for alias, name in options.named.items():
         say(f"loading {name}")
-        loaded[alias], _ = load(replace(options, model=name))
-    check_settings([*loaded.values()], settings)
-    longest = options.max_model_len
-    models = []
-    for alias, model in loaded.items():
+        model, _ = load(replace(options, model=name))
         if longest is not None and longest > model.context_length:
             say(f"notice: {alias} has a context of {model.context_length}, which holds")
         engine = AsyncEngine(

@@ -59,28 +59,6 @@ class ServedModelOptions(ModelOptions):
 
 
 @dataclass(kw_only=True)
-class RequestOptions:
-    """Limit what requests may ask for."""
-
-    allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
-    """decoders that requests may name, with commas between them (default: all that fit the
-    model)"""
-
-    sanitize_content: Switch = False
-    """encode what looks like control tokens in a chat's text as plain text"""
-
-    @property
-    def allowed(self) -> list[str] | None:
-        """List the decoders of --allow-decoders."""
-        return None if self.allow_decoders is None else self.allow_decoders.split(",")
-
-    def check(self) -> None:
-        """Raise InputError for a decoder that is not there."""
-        for name in self.allowed or ():
-            find_decoder(name)
-
-
-@dataclass(kw_only=True)
 class EngineOptions:
     """Size the engine that each model has."""
 
@@ -167,8 +145,13 @@ class ReplicaOptions:
 
 @dataclass(kw_only=True)
 class LimitOptions:
-    """Limit what a client may cost."""
+    """Limit what requests may ask for, and what a client may cost."""
 
+    allow_decoders: Annotated[str | None, arg(metavar="NAMES")] = None
+    """decoders that requests may name, with commas between them (default: all that fit the
+    model)"""
+    sanitize_content: Switch = False
+    """encode what looks like control tokens in a chat's text as plain text"""
     max_choices: Annotated[int, arg(metavar="N")] = 128
     """most answers to a request, prompts times n"""
     max_body: Annotated[int | None, arg(metavar="BYTES")] = None
@@ -184,8 +167,15 @@ class LimitOptions:
     drain_seconds: Annotated[float, arg(metavar="SECONDS")] = 30.0
     """how long running requests may go on after SIGTERM"""
 
+    @property
+    def allowed(self) -> list[str] | None:
+        """List the decoders of --allow-decoders."""
+        return None if self.allow_decoders is None else self.allow_decoders.split(",")
+
     def check(self) -> None:
-        """Raise InputError for a value out of range."""
+        """Raise InputError for a value out of range, or a decoder that is not there."""
+        for name in self.allowed or ():
+            find_decoder(name)
         check_least(self, max_choices=1, max_body=1, max_unsent=1, drain_seconds=0)
         check_least(self, body_timeout=0.001, request_timeout=0.001, send_timeout=0.001)
 
@@ -249,7 +239,6 @@ class AccessOptions:
 class Options(
     ServedModelOptions,
     DecoderOptions,
-    RequestOptions,
     EngineOptions,
     ReplicaOptions,
     LimitOptions,
@@ -269,8 +258,7 @@ class Options(
 
     def check(self) -> None:
         """Raise InputError for decoder options that no model could be decoded with."""
-        settings = read_settings(self)
-        settings.check([1])
+        read_settings(self).check([1])
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

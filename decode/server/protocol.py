@@ -8,12 +8,11 @@ have the value that asks for nothing, and an unknown one is a 400.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -58,59 +57,52 @@ class ApiError(HTTPException):
         return JSONResponse(self.content, self.status_code, self.headers)
 
 
+# The errors of an engine: their status, OpenAI's code, and what is said.
+_ERRORS: dict[type[Exception], tuple[int, str | None, str]] = {
+    InputError: (400, None, "{}"),
+    QueueFullError: (429, "queue_full", "{}; try again"),
+    EngineClosedError: (503, "stopping", "the server is stopping: {}"),
+    TimeoutError: (504, "timeout", "the request took too long"),
+    RequestError: (500, "failed", "the request failed: {}"),
+}
+
+
 def as_api_error(error: Exception) -> ApiError | None:
     """Translate an error of the engine; None for a mistake of the server itself."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InputError):
-        return ApiError(400, str(error))
-    if isinstance(error, QueueFullError):
-        wait = {"Retry-After": str(RETRY_SECONDS)}
-        return ApiError(429, f"{error}; try again", code="queue_full", headers=wait)
-    if isinstance(error, EngineClosedError):
-        return ApiError(503, f"the server is stopping: {error}", code="stopping")
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "the request took too long", code="timeout")
-    if isinstance(error, RequestError):
-        return ApiError(500, f"the request failed: {error}", code="failed")
+    for kind, (status, code, text) in _ERRORS.items():
+        if isinstance(error, kind):
+            wait = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else None
+            return ApiError(status, text.format(error), code=code, headers=wait)
     return None
 
 
-MOST_STOPS = 32
-LONGEST_STOP = 256  # characters
-
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Tops = Annotated[int, Field(ge=0, le=1)]  # a decoder keeps no more than the likeliest token
 Ids = Annotated[list[int], Field(fail_fast=True)]  # the first wrong one is enough
 
-# The values that ask for nothing, by unsupported field.
+# The values that ask for nothing, of unsupported fields.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_json": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
+    name: values
+    for names, values in {
+        "frequency_penalty min_p min_tokens presence_penalty": (0,),
+        "best_of length_penalty repetition_penalty": (1,),
+        "store use_beam_search": (False,),
+        "skip_special_tokens spaces_between_special_tokens": (True,),
+        "parallel_tool_calls": (True, False),
+        "functions tools": ([],),
+        "logit_bias metadata": ({},),
+        "function_call tool_choice": ("none", "auto"),
+        "guided_json prompt_logprobs": (),
+        "modalities": (["text"],),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "suffix": ("",),
+    }.items()
+    for name in names.split()
 }
 
 
@@ -140,10 +132,6 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] = False
 
 
-def _as_tuple(stop: Any) -> Any:
-    return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
-
-
 class TextRequest(Fields):
     """Check the fields of both endpoints. Others are options of the decoder, which checks them."""
 
@@ -155,9 +143,7 @@ class TextRequest(Fields):
     top_k: int | None = None
     seed: int | None = None
     max_tokens: Count | None = None
-    stop: Annotated[
-        tuple[Stop, ...] | None, BeforeValidator(_as_tuple), Field(max_length=MOST_STOPS)
-    ] = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -250,6 +236,8 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class ChatRequest(TextRequest):
+    scored: ClassVar[bool] = False  # of completions alone: likelihoods of the prompt
+
     messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -295,14 +283,13 @@ def read_fields(kind: type[Kind], body: bytes, most: int) -> Kind:
         raise ApiError(400, f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
-    given = {name: value for name, value in values.items() if value is not None}
-    for name in given.keys() & _NEUTRAL.keys() - kind.model_fields.keys():
-        value = given.pop(name)
-        if not any(value == one and type(value) in (type(one), float) for one in _NEUTRAL[name]):
+    for name in values.keys() & _NEUTRAL.keys() - kind.model_fields.keys():
+        value, neutral = values.pop(name), (None, *_NEUTRAL[name])
+        if not any(value == one and type(value) in (type(one), float) for one in neutral):
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported")
     try:
-        return kind.model_validate(given, context={"most": most})
+        return kind.model_validate(values, context={"most": most})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]["loc"]
         field = str(first[0]) if first else None
-        raise ApiError(400, explain(error, given, "request"), param=field) from error
+        raise ApiError(400, explain(error, values, "request"), param=field) from error

@@ -18,7 +18,7 @@ from d2f.quiet import quiet
 from decode.cli import read_settings
 from decode.server.app import create_app
 from decode.server.middleware import set_up_logs
-from decode.server.models import check_models, check_outlines, load_models
+from decode.server.models import check_models, load_models
 from decode.server.options import Options, listening_at, parse
 from decode.server.run import SWITCH_SECONDS
 from decode.server.state import ServerState
@@ -72,9 +72,7 @@ def application(args: dict[str, Any]) -> Application:
     options = parse(command_line(args))
     if options.max_replicas is not None:
         raise InputError("args: how many replicas there are is num_replicas of the deployment")
-    decoding = read_settings(options)
-    check_models(options, decoding)
-    check_outlines(options, decoding)
+    check_models(options, read_settings(options))
     return bound(options, "0.0.0.0")
 
 

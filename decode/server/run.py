@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 import time
@@ -23,17 +22,22 @@ from decode.server.state import ServerState
 SWITCH_SECONDS = 0.0005
 HEADER_SECONDS = 30.0  # until a request's headers must have come
 SECONDS_TO_CLOSE = 5  # for the last answers to be read
-FILES_KEPT = 64  # for other things than connections
+BACKLOG = 128  # connections that wait, and may be accepted at once
+FILES_KEPT = 2 * BACKLOG  # for those, and other things than connections
 MOST_FILES = 1 << 20
 
 
 class Connection(H11Protocol):
-    """Close a connection that sends no whole header in time: uvicorn waits for it without end."""
+    """Close a connection that sends no whole header in time, for which uvicorn waits without end,
+    and one that comes when `most` are open: without files none at all could be accepted."""
 
+    most = MOST_FILES
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -88,18 +92,16 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def raise_file_limit() -> int | None:
-    """Raise this process's limit of open files to the most that it may have, and return that; None
-    on a system without one."""
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files to the most that it may have, and return that."""
     try:
         import resource
     except ImportError:  # Windows
-        return None
+        return MOST_FILES
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if 0 <= hard < MOST_FILES else MOST_FILES  # -1 is infinity
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def run_server(app: FastAPI, listener: socket.socket) -> None:
@@ -110,14 +112,14 @@ def run_server(app: FastAPI, listener: socket.socket) -> None:
         longest = min(int(2000 * state.options.send_timeout), 2**31 - 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
     sys.setswitchinterval(SWITCH_SECONDS)
-    files = raise_file_limit()
+    Connection.most = max(16, raise_file_limit() - FILES_KEPT)
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         loop="asyncio",
         http=Connection,
-        limit_concurrency=None if files is None else max(16, files - FILES_KEPT),
+        backlog=BACKLOG,
         server_header=False,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
     )

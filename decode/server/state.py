@@ -79,19 +79,17 @@ class Metrics:
 class _Engines(Collector):
     """Read the counts of the engines when they are asked for."""
 
-    _gauges: ClassVar = {
-        "running": "Choices in the batch.",
-        "waiting": "Choices that wait for room.",
-        "slots": "Positions of the cache.",
-        "slots_used": "Positions that hold a request or a kept prompt.",
-    }
-    _counters: ClassVar = {
-        "finished": "Choices that came to their end.",
-        "cancelled": "Choices whose reader left.",
-        "failed": "Choices that failed.",
-        "refused": "Choices that found the queue full.",
-        "forwards": "Calls of the model.",
-        "rows": "Rows that these fed.",
+    _counts: ClassVar[dict[str, tuple[type[GaugeMetricFamily | CounterMetricFamily], str]]] = {
+        "running": (GaugeMetricFamily, "Choices in the batch."),
+        "waiting": (GaugeMetricFamily, "Choices that wait for room."),
+        "slots": (GaugeMetricFamily, "Positions of the cache."),
+        "slots_used": (GaugeMetricFamily, "Positions that hold a request or a kept prompt."),
+        "finished": (CounterMetricFamily, "Choices that came to their end."),
+        "cancelled": (CounterMetricFamily, "Choices whose reader left."),
+        "failed": (CounterMetricFamily, "Choices that failed."),
+        "refused": (CounterMetricFamily, "Choices that found the queue full."),
+        "forwards": (CounterMetricFamily, "Calls of the model."),
+        "rows": (CounterMetricFamily, "Rows that these fed."),
     }
 
     def __init__(self, models: Mapping[str, ServedModel]):
@@ -99,15 +97,11 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {name: served.engine.stats for name, served in self._models.items()}
-        for kind, names in (
-            (GaugeMetricFamily, self._gauges),
-            (CounterMetricFamily, self._counters),
-        ):
-            for name, text in names.items():
-                family = kind(f"d2f_engine_{name}", text, labels=("model",))
-                for model, found in stats.items():
-                    family.add_metric((model,), getattr(found, name))
-                yield family
+        for name, (kind, text) in self._counts.items():
+            family = kind(f"d2f_engine_{name}", text, labels=("model",))
+            for model, found in stats.items():
+                family.add_metric((model,), getattr(found, name))
+            yield family
 
 
 MEGABYTE = 1_000_000

@@ -1,13 +1,12 @@
-"""Answers in pieces, as server-sent events.
+"""Send answers in pieces, as server-sent events.
 
-Three things happen at once, and none waits for another::
+::
 
-    engine's thread -> Generation.run -> take    each event, as it comes
+    engine's thread -> Generation -> take        each event, as it comes
     _data -> EventSourceResponse                 as fast as the client reads
     the connection -> EventSourceResponse        cancels all of it once the client is gone
 
-Each event becomes a chunk as it comes. While the client does not read, text is joined, so that what
-waits is never more than the answer::
+While the client does not read, text is joined, so that what waits is never more than the answer::
 
     the client reads        "2 "  "🙂"  "E"         three chunks
     it does not, then does  "2 "  "🙂E"             two
@@ -31,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from decode.server.answers import Answers, usage
 from decode.server.generation import Choice, Generation
 from decode.server.options import Options
-from decode.server.protocol import ApiError, TextRequest
+from decode.server.protocol import ApiError, StreamOptions
 from decode.step import Event
 
 # A signal does not cut streams off: decode.server.run lets them finish, then cancels them.
@@ -43,24 +42,22 @@ class SlowClientError(Exception):
 
 
 class StreamedAnswer(EventSourceResponse):
-    """Stream the answers to a request. The generation is cancelled when the client leaves, takes
-    nothing for --send-timeout seconds, or does not read while more than --max-unsent bytes of
-    forwards wait; the last two raise SlowClientError, and nothing follows: no end may make what was
-    sent look whole."""
+    """Stream the answers to a request, whose generation calls `take`. It is cancelled when the
+    client leaves, takes nothing for --send-timeout seconds, or does not read while more than
+    --max-unsent bytes of forwards wait; the last two raise SlowClientError, and nothing follows: no
+    end may make what was sent look whole."""
 
-    def __init__(
-        self, generation: Generation, answers: Answers, asked: TextRequest, options: Options
-    ):
-        wanted = asked.stream_options
-        self._with_usage = wanted is not None and wanted.include_usage
-        self._always = wanted is not None and wanted.continuous_usage_stats
-        self._generation, self._answers, self._most = generation, answers, options.max_unsent
-        self._events = ForwardEvents(generation) if asked.events else None
+    def __init__(self, generation: Generation, answers: Answers, options: Options):
+        self._generation, self._answers = generation, answers
+        self._usage = answers.request.stream_options or StreamOptions()
+        self._most = options.max_unsent
+        self._with_events = answers.request.events
+        self._decided: dict[Choice, dict[int, int]] = {}  # ids by position, where events are asked
+        self._names: dict[int, str] = {}  # texts of single tokens
+        self._opened: set[Choice] = set()
         self._texts: dict[Choice, str] = {}  # that wait to be chunks
         self._lines: deque[str] = deque()
-        self.size = 0  # characters of the lines
-        self._opened: set[Choice] = set()
-        self.held_up = False  # the client has not taken the last line yet
+        self._size = 0  # characters of the lines
         self._wake = asyncio.Event()
         self._sending = anyio.CancelScope()
         self.dropped = False
@@ -77,101 +74,78 @@ class StreamedAnswer(EventSourceResponse):
                 await super().__call__(scope, receive, send)
         except TimeoutError as error:
             raise SlowClientError from error
+        finally:
+            self._generation.cancel()
         if self.dropped:
             raise SlowClientError
 
     def take(self, choice: Choice, event: Event, text: str) -> None:
         """Add what an event says."""
-        if self._events is None:
-            self._texts[choice] = self._texts.get(choice, "") + text
-            if not self.held_up:
-                self._write_texts()
-        elif not self.dropped:
-            self._open(choice)
-            chunk = self._answers.chunk(choice, text)
-            self._add(chunk | {"d2f": self._events.describe(choice, event)})
-            if self.held_up and self.size > self._most:
+        if self._with_events:
+            self._write(choice, text, event)
+            if self._size > self._most:
                 self.dropped = True
                 self._sending.cancel()
+        else:
+            self._texts[choice] = self._texts.get(choice, "") + text
         self._wake.set()
 
     async def _data(self) -> AsyncIterator[str]:
         """Yield the data of the stream's events, to its end."""
-        decoding = asyncio.create_task(self._generation.run(self.take))
+        decoding = asyncio.create_task(self._generation.run())
         decoding.add_done_callback(lambda _: self._wake.set())
         try:
-            while True:
+            ended = False
+            while not ended:
+                await self._wake.wait()
                 self._wake.clear()
-                ended = decoding.done()  # first: the lines below are then all that there are
-                self._write_texts()
+                ended = decoding.done()
+                texts, self._texts = self._texts, {}
+                for choice, text in texts.items():
+                    if text or choice.result is not None:
+                        self._write(choice, text)
                 while self._lines:
-                    self.held_up = True
-                    yield self._pop()
-                    self.held_up = False
+                    self._size -= len(self._lines[0])
+                    yield self._lines.popleft()
                     if self.dropped:
                         raise SlowClientError
-                if ended:
-                    break
-                await self._wake.wait()
-            try:
-                decoding.result()
-            except ApiError as error:
-                yield json.dumps(error.content)
-                return
-            if self._with_usage:
+            decoding.result()
+            if self._usage.include_usage:
                 self._add(self._answers.last())
-                yield self._pop()
+                yield self._lines.popleft()
             yield "[DONE]"
+        except ApiError as error:
+            yield json.dumps(error.content)
         finally:
             decoding.cancel()
 
-    def _write_texts(self) -> None:
-        texts, self._texts = self._texts, {}
-        for choice, text in texts.items():
-            if text or choice.result is not None:
-                self._open(choice)
-                self._add(self._answers.chunk(choice, text))
-
-    def _open(self, choice: Choice) -> None:
-        """Write the chunk before the first one of a choice."""
-        if choice not in self._opened:
-            self._opened.add(choice)
-            first = self._answers.first(choice)
-            if first is not None:
-                self._add(first)
+    def _write(self, choice: Choice, text: str, event: Event | None = None) -> None:
+        first = None if choice in self._opened else self._answers.first(choice)
+        self._opened.add(choice)
+        if first is not None:
+            self._add(first)
+        about = {} if event is None else {"d2f": self._described(choice, event)}
+        self._add(self._answers.chunk(choice, text) | about)
 
     def _add(self, chunk: dict[str, Any]) -> None:
-        if self._always or (self._with_usage and not chunk["choices"]):
+        wanted = self._usage
+        if wanted.continuous_usage_stats or (wanted.include_usage and not chunk["choices"]):
             chunk = chunk | {"usage": usage(self._generation)}
-        elif self._with_usage:
+        elif wanted.include_usage:
             chunk = chunk | {"usage": None}
         line = json.dumps(chunk, separators=(",", ":"))
         self._lines.append(line)
-        self.size += len(line)
+        self._size += len(line)
 
-    def _pop(self) -> str:
-        line = self._lines.popleft()
-        self.size -= len(line)
-        return line
-
-
-class ForwardEvents:
-    """Describe what each forward did to a choice, as JSON, for a client that draws it."""
-
-    def __init__(self, generation: Generation):
-        self._generation = generation
-        self._decided: dict[Choice, dict[int, int]] = {}
-        self._texts: dict[int, str] = {}  # of single tokens
-
-    def describe(self, choice: Choice, event: Event) -> dict[str, Any]:
+    def _described(self, choice: Choice, event: Event) -> dict[str, Any]:
+        """Describe what a forward did to a choice, as JSON, for a client that draws it."""
         before = self._decided.get(choice, {})
-        now = {
+        now = self._decided[choice] = {
             position: token
             for block in event.blocks
             for position, token in enumerate(block.tokens, block.start)
             if token is not None
         }
-        self._decided[choice] = now
         fed, cached = event.call
         return {
             "choice": choice.index,
@@ -180,19 +154,19 @@ class ForwardEvents:
             "cached": cached,
             "seconds": round(self._generation.seconds, 6),
             "blocks": [
-                vars(block) | {"texts": [self._text(token) for token in block.tokens]}
+                vars(block) | {"texts": [self._name(token) for token in block.tokens]}
                 for block in event.blocks
             ],
             "revealed": [
-                vars(one) | {"text": self._text(one.token), "confidence": round(one.confidence, 6)}
+                vars(one) | {"text": self._name(one.token), "confidence": round(one.confidence, 6)}
                 for one in event.revealed
             ],
             "revoked": [p for p, token in before.items() if now.get(p) != token],
             "settled": len(event.settled),
         }
 
-    def _text(self, token: int | None) -> str | None:
-        if token is not None and token not in self._texts:
+    def _name(self, token: int | None) -> str | None:
+        if token is not None and token not in self._names:
             tokenizer: Any = self._generation.served.model.tokenizer
-            self._texts[token] = "" if tokenizer is None else tokenizer.decode([token])
-        return None if token is None else self._texts[token]
+            self._names[token] = "" if tokenizer is None else tokenizer.decode([token])
+        return None if token is None else self._names[token]

@@ -43,6 +43,7 @@ _LOCAL = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 # `clean_up_tokenization` replaces ten patterns of 2 to 4 characters one after the other. Each may
 # wait for its length - 1 more characters: more than these at the end it never changes.
 _CLEANED = 19
+LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -84,67 +85,64 @@ class ResponseText:
     ):
         self._growing = GrowingText(tokenizer)
         self._stop, self._end_ids = tuple(stop), frozenset(end_ids)
-        self._ended = False
+        self._logprobs = logprobs
         self.settled = 0  # tokens that are final, up to an end token
-        self._sent = 0  # characters
-        self._unsent = ""  # final too, but a stop string may begin in it
-        self._with_logprobs = logprobs
+        self.end: TokenLogprob | None = None  # of the end id, once it is settled
+        self._ended = False
+        self._length = 0  # characters that are final
+        self._sent = 0  # of them
+        self._unsent = ""  # the others: a stop string may begin in them
         self._confidence: dict[int, float] = {}  # by position, of what was decided last
         self._tokens: list[TokenLogprob] = []
-        self._given = 0  # of them
-        self._length = 0  # characters that are final
-        self._whole: list[int] = []  # characters up to each token, where they are whole; else -1
-        self.end: TokenLogprob | None = None  # of the end id, once it is settled
+        self._ends: list[int] = []  # characters up to each token, where they are whole; else -1
+        self._given = 0  # of the tokens
         self._result: Result | None = None
 
     def take(self, event: Event) -> str:
         """Return the text that an event made final, perhaps none."""
-        text = self._unsent  # no stop string begins in what was sent: it would have been held back
-        for one in event.revealed if self._with_logprobs else ():
-            self._confidence[one.position] = one.confidence
         new = [] if self._ended else list(event.settled[self.settled :])
-        ends = next((i for i, token in enumerate(new) if token in self._end_ids), None)
-        if self._with_logprobs:
-            text += "".join(map(self._grow, new[:ends]))
-        else:
-            text += self._growing.add(new[:ends])
-        self.settled += len(new[:ends])
-        if ends is not None:
+        ends = next((i for i, token in enumerate(new) if token in self._end_ids), len(new))
+        new, end = new[:ends], new[ends : ends + 1]
+        if self._logprobs:
+            self._confidence |= {one.position: one.confidence for one in event.revealed}
+        # Token by token where it matters which characters are whose.
+        for part in [[token] for token in new] if self._logprobs else [new]:
+            if self._logprobs:
+                self._tokens.append(self._logprob(part[0]))
+            self.settled += len(part)
+            text = self._growing.add(part)
+            self._unsent += text
+            self._length += len(text)
+            self._ends.append(self._length if self._growing.whole else -1)
+        if end:
             self._ended = True
-            if self._with_logprobs:
-                self.end = self._logprob(new[ends], self.settled)
+            self.end = self._logprob(end[0]) if self._logprobs else None
         if event.result is not None:
             self._result = event.result
             return (event.result.text or "")[self._sent :]
-        cut = min((_beginning(text, stop) for stop in self._stop), default=len(text))
-        self._unsent = text[cut:]
-        self._sent += cut
-        return text[:cut]
+        # No stop string begins in what was sent: it would have been held back.
+        cut = min((_beginning(self._unsent, stop) for stop in self._stop), default=None)
+        piece = self._unsent[:cut]
+        self._unsent = self._unsent[len(piece) :]
+        self._sent += len(piece)
+        return piece
 
-    def _grow(self, token: int) -> str:
-        self._tokens.append(self._logprob(token, len(self._tokens)))
-        text = self._growing.add([token])
-        self._length += len(text)
-        self._whole.append(self._length if self._growing.whole else -1)
-        return text
-
-    def _logprob(self, token: int, position: int) -> TokenLogprob:
-        confidence = self._confidence[position]
+    def _logprob(self, token: int) -> TokenLogprob:
+        """Look up the next token to settle."""
+        confidence = self._confidence[self.settled]
         logprob = math.log(confidence) if confidence > 0 else LEAST
         return TokenLogprob(token, logprob, self._length)
 
     def new_logprobs(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the text since the last call; at the end, of all that is
         left. Before it a token waits until its whole text was sent: no stop string hides it."""
-        end = self._given
+        first = self._given
         if self._result is not None:
-            end = len(self._result.tokens)
+            self._given = len(self._result.tokens)
         else:
-            for i in range(self._given, len(self._tokens)):
-                if 0 <= self._whole[i] <= self._sent:
-                    end = i + 1
-        first, self._given = self._given, end
-        return self._tokens[first:end]
+            sent = [i for i in range(first, len(self._ends)) if 0 <= self._ends[i] <= self._sent]
+            self._given = max(sent, default=first - 1) + 1
+        return self._tokens[first : self._given]
 
 
 def _beginning(text: str, stop: str) -> int:
@@ -169,23 +167,18 @@ class GrowingText:
     whole = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = False):
-        whole: Any = tokenizer
-        self._tokenizer, self._skip = whole, not special
+        self._tokenizer: Any = tokenizer
+        self._skip = not special
         parts = _decoder_parts(tokenizer)
         bytes_alone = [part["type"] for part in parts] == ["ByteLevel"]
         self._is_known = bytes_alone or (bool(parts) and all(map(_is_local, parts)))
-        if not self._is_known:
-            return
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._cleaned = _CLEANED if cleans else 0
         self._forgets = bytes_alone and not cleans
-        # The core is called by `tokenizer.decode`, which takes ten times as long.
-        core = whole.backend_tokenizer if self._forgets else whole
-        self._decode: Callable[..., str] = core.decode
-        # A special token, which is left out, does not end a run of bytes.
-        added = {} if bytes_alone else whole.added_tokens_decoder
-        self._special = {token for token, what in added.items() if what.special}
         self._has_runs = not bytes_alone
+        # A special token, which is left out, does not end a run of bytes.
+        added = {} if bytes_alone else getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {token for token, what in added.items() if what.special}
         self._ids: list[int] = []
         self._given = 0  # characters of their text that were given out
 
@@ -197,7 +190,9 @@ class GrowingText:
         end = len(self._ids)
         while end and self._has_runs and self._may_go_on(self._ids[end - 1]):
             end -= 1
-        text = self._decode(self._ids[:end], skip_special_tokens=self._skip)
+        # The core is called by `tokenizer.decode`, which takes ten times as long.
+        core = self._tokenizer.backend_tokenizer if self._forgets else self._tokenizer
+        text = core.decode(self._ids[:end], skip_special_tokens=self._skip)
         # An incomplete character is one U+FFFD, however many of its bytes are there; any before it
         # are of bytes that nothing can mend.
         final = text.removesuffix("\ufffd")
@@ -231,9 +226,6 @@ def _is_local(part: dict[str, Any]) -> bool:
     # the end.
     pattern = part.get("pattern", {"String": " "}).get("String", "")
     return part["type"] in _LOCAL and len(pattern) == 1 and not part.get("stop", 0)
-
-
-LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
 
 
 def prompt_logprobs(

@@ -10,9 +10,7 @@ from serving import CHAT, Served, refused, stock
 from tiny import random_model
 
 import d2f
-from d2f.errors import InputError
 from d2f.tasks import DEFAULT_TASKS, check, make_problems
-from decode.cli import DecoderSettings
 from decode.server.options import Options
 
 
@@ -27,21 +25,17 @@ def samples(served: Served) -> dict[str, float]:
 
 
 def test_models_are_listed_with_the_decoders_that_fit(served):
-    both = served.client.get("/v1/models").json()
-    assert both["object"] == "list"
-    first, second = both["data"]
+    first, second = served.client.get("/v1/models").json()["data"]
     assert (first["id"], first["object"], first["max_model_len"]) == ("tiny-d2f", "model", 512)
     about = first["d2f"]
     assert (about["objective"], about["block_size"]) == ("d2f", 4)
     assert about["default_decoder"] == "d2f"
     names = [one["name"] for one in about["decoders"]]
     assert names[0] == "d2f" and "wino" in names and "autoregressive" not in names
-    (tau,) = [one for one in about["decoders"][0]["options"] if one["name"] == "tau_conf"]
-    assert (tau["kind"], tau["default"]) == ("float", 0.9) and "confidence" in tau["help"]
-    (revoke,) = [one for one in about["decoders"][0]["options"] if one["name"] == "revoke"]
-    assert (revoke["kind"], revoke["default"], revoke["shown"]) == (
-        ["always", "commit"], None, "never",
-    )  # fmt: skip
+    options = {one["name"]: one for one in about["decoders"][0]["options"]}
+    assert (options["tau_conf"]["kind"], options["tau_conf"]["default"]) == ("float", 0.9)
+    revoke = [options["revoke"][name] for name in ("kind", "default", "shown")]
+    assert revoke == [["always", "commit"], None, "never"]
     assert second["d2f"]["default_decoder"] == "autoregressive"
     assert served.client.get("/v1/models/tiny-ar").json() == second
 
@@ -49,20 +43,16 @@ def test_models_are_listed_with_the_decoders_that_fit(served):
 def test_every_decoder_that_is_listed_is_taken(served):
     for model in served.client.get("/v1/models").json()["data"]:
         for decoder in model["d2f"]["decoders"]:
-            options = {
-                one["name"]: one["default"]
-                for one in decoder["options"]
-                if one["name"] not in ("max_new_tokens", "seed")
-            }
+            options = {one["name"]: one["default"] for one in decoder["options"]}
+            del options["max_new_tokens"], options["seed"]
             body = {"model": model["id"], "prompt": [9], "max_tokens": 3}
             usage = served.ask({**body, "decoder": decoder["name"], **options})["usage"]
             assert usage["d2f"]["decoder"] == decoder["name"]
 
 
 def test_only_decoders_that_the_operator_allows_are_taken():
-    with Served(
-        [stock("m", random_model("llada"), options=Options(allow_decoders="wino"))]
-    ) as served:
+    allowed = stock("m", random_model("llada"), options=Options(allow_decoders="wino"))
+    with Served([allowed]) as served:
         (model,) = served.client.get("/v1/models").json()["data"]
         assert [one["name"] for one in model["d2f"]["decoders"]] == ["d2f", "wino"]
         body = {"model": "m", "prompt": [9], "max_tokens": 3}
@@ -71,28 +61,21 @@ def test_only_decoders_that_the_operator_allows_are_taken():
         assert "one of d2f, wino" in refused(response, 400, "decoder", "decoder_not_found")
 
 
-def test_options_that_the_model_cannot_be_decoded_with_are_known_at_the_start():
-    with pytest.raises(InputError, match="tau_conf must lie in"):
-        stock("m", random_model("llada"), DecoderSettings("d2f", {"tau_conf": 2.0}))
-
-
 def test_tokens_of_text_and_chats_and_back(served, tiny_d2f):
-    def tokenize(**values):
-        response = served.post("/tokenize", values)
-        assert response.status_code == 200, response.text
-        return response.json()
+    tokenizer = tiny_d2f.tokenizer
 
-    ids = tiny_d2f.tokenizer("Use 3")["input_ids"]
+    def tokenize(**values):
+        return served.ask(values, "/tokenize")
+
+    ids = tokenizer("Use 3")["input_ids"]
     found = tokenize(model="tiny-d2f", prompt="Use 3", add_special_tokens=False)
     assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 512)
     assert len(tokenize(prompt="Use 3", return_token_strs=True)["token_strs"]) == len(ids)
-    chat = tokenize(messages=CHAT["messages"])["tokens"]
-    text = tiny_d2f.tokenizer.apply_chat_template(
-        CHAT["messages"], tokenize=False, add_generation_prompt=True
-    )
-    assert served.post("/detokenize", {"tokens": chat}).json() == {"prompt": text}
+    messages = CHAT["messages"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    chat = tokenize(messages=messages)["tokens"]
+    assert served.ask({"tokens": chat}, "/detokenize") == {"prompt": text}
     about = served.client.get("/tokenizer_info").json()
-    tokenizer = tiny_d2f.tokenizer
     for name in ("eos_token", "bos_token", "pad_token", "chat_template"):
         assert about[name] == getattr(tokenizer, name)
 
@@ -102,11 +85,8 @@ def test_tokens_of_text_and_chats_and_back(served, tiny_d2f):
     [
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, "prompt"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "a", "colour": 1}, "colour"),
-        ("/tokenize", {"messages": [{"role": "system", "content": "a"}]}, "messages"),
         ("/detokenize", {"tokens": [612]}, "tokens"),
-        ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ],
 )
@@ -114,43 +94,35 @@ def test_what_has_no_tokens_is_refused(served, path, values, field):
     refused(served.post(path, values), 400, field)
 
 
-def test_the_counts_are_those_of_the_answers():
-    with Served([stock("m", random_model("llada"))]) as served:
+@pytest.mark.parametrize("kind", ["llada", "causal"])
+def test_the_counts_are_those_of_the_answers(kind):
+    """Those of likelihoods, too, which a causal model has."""
+    with Served([stock("m", random_model(kind))]) as served:
         body = {"model": "m", "prompt": [9, 10], "max_tokens": 9, "ignore_eos": True}
-        one = served.ask(body)["usage"]
-        two = served.ask({**body, "decoder": "static"})["usage"]
+        more = {"echo": True, "logprobs": 0} if kind == "causal" else {}
+        usage = served.ask(body | more)["usage"]
         served.post("/v1/completions", {**body, "n": 0})
         found = samples(served)
-    for usage in (one, two):
-        name, cost = usage["d2f"]["decoder"], usage["d2f"]
-        assert found[f"d2f_requests_total {name} m finished"] == 1
-        assert found[f"d2f_tokens_total {name} m"] == usage["completion_tokens"] == 9
-        assert found[f"d2f_prompt_tokens_total {name} m"] == 2
-        assert found[f"d2f_request_forwards_total {name} m"] == cost["forwards"]
-        assert found[f"d2f_request_rows_total {name} m"] == cost["rows"]
-        assert found[f"d2f_time_to_first_token_seconds_count {name} m"] == 1
-        assert found[f"d2f_tokens_per_forward_sum {name} m"] == 9 / cost["forwards"]
-    assert found["d2f_engine_finished_total m"] == 2
-    assert found["d2f_engine_forwards_total m"] == sum(u["d2f"]["forwards"] for u in (one, two))
-    assert found["d2f_engine_rows_total m"] == sum(u["d2f"]["rows"] for u in (one, two))
-    assert found["d2f_engine_slots_used m"] == 0 < found["d2f_engine_slots m"]
-    assert found["d2f_http_responses_total /v1/completions 200"] == 2
-    assert found["d2f_http_responses_total /v1/completions 400"] == 1
-
-
-def test_likelihoods_and_the_time_between_tokens_are_counted_too():
-    with Served([stock("m", random_model("causal"))]) as served:
-        body = {"model": "m", "prompt": [9, 10], "max_tokens": 9, "ignore_eos": True}
-        cost = served.ask({**body, "echo": True, "logprobs": 0})["usage"]["d2f"]
-        found = samples(served)
-    assert found["d2f_request_forwards_total autoregressive m"] == cost["forwards"]
-    assert found["d2f_request_rows_total autoregressive m"] == cost["rows"]
+    cost = usage["d2f"]
+    whose = f"{cost['decoder']} m"
+    assert found[f"d2f_requests_total {whose} finished"] == 1
+    assert found[f"d2f_tokens_total {whose}"] == usage["completion_tokens"] == 9
+    assert found[f"d2f_prompt_tokens_total {whose}"] == 2
+    for name in ("forwards", "rows"):
+        assert found[f"d2f_request_{name}_total {whose}"] == cost[name]
+    assert found[f"d2f_time_to_first_token_seconds_count {whose}"] == 1
     assert found["d2f_engine_rows_total m"] == cost["rows"]
-    assert found["d2f_time_to_first_token_seconds_count autoregressive m"] == 1
-    assert found["d2f_inter_token_seconds_count autoregressive m"] == 8
-    whole = found["d2f_request_seconds_sum autoregressive m"]
-    parts = ("time_to_first_token", "inter_token")
-    assert 0 < sum(found[f"d2f_{one}_seconds_sum autoregressive m"] for one in parts) <= whole
+    assert found["d2f_engine_slots_used m"] == 0 < found["d2f_engine_slots m"]
+    assert found["d2f_http_responses_total /v1/completions 200"] == 1
+    assert found["d2f_http_responses_total /v1/completions 400"] == 1
+    if kind == "causal":
+        assert found[f"d2f_inter_token_seconds_count {whose}"] == 8
+        parts = ("time_to_first_token", "inter_token")
+        spent = sum(found[f"d2f_{one}_seconds_sum {whose}"] for one in parts)
+        assert 0 < spent <= found[f"d2f_request_seconds_sum {whose}"]
+    else:
+        assert found[f"d2f_tokens_per_forward_sum {whose}"] == 9 / cost["forwards"]
+        assert found["d2f_engine_forwards_total m"] == cost["forwards"]
 
 
 def test_unknown_paths_do_not_make_counters(served):
@@ -182,8 +154,6 @@ def test_examples_are_problems_with_right_answers(served):
     found = served.client.get("/examples").json()
     for task in DEFAULT_TASKS:
         problems = make_problems(task, "heldout", 5)
-        assert [one["question"] for one in found if one["task"] == task] == [
-            problem.question for problem in problems
-        ]
-        answers = [one["answer"] for one in found if one["task"] == task]
-        assert all(map(check, problems, answers))
+        its = [one for one in found if one["task"] == task]
+        assert [one["question"] for one in its] == [problem.question for problem in problems]
+        assert all(map(check, problems, [one["answer"] for one in its]))

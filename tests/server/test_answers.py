@@ -61,29 +61,17 @@ def test_every_decoder_in_one_batch_gives_what_it_gives_alone(kind):
         assert cost["seed"] == (None if decoder.greedy else decoder.seed)
 
 
-def test_a_chat_is_what_generate_makes_of_its_messages(served, tiny_d2f):
+def test_a_chat_of_text_in_parts_is_what_generate_makes_of_its_messages(served, tiny_d2f):
     (result,) = decode.generate(tiny_d2f, CHAT["messages"], decode.D2F(max_new_tokens=64))
-    answer = served.ask({**CHAT, "max_completion_tokens": 64}, "/v1/chat/completions")
-    (choice,) = answer["choices"]
+    parts = [{"type": "text", "text": QUESTION[:7]}, {"type": "text", "text": QUESTION[7:]}]
+    body = {**CHAT, "messages": [{"role": "user", "content": parts}], "max_completion_tokens": 64}
+    (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
     assert choice["message"] == {"role": "assistant", "content": result.text, "refusal": None}
-    assert (choice["finish_reason"], choice["index"]) == ("stop", 0)
-    assert answer["object"] == "chat.completion" and answer["model"] == "tiny-d2f"
-    chunks = served.chunks({**CHAT, "max_tokens": 64}, "/v1/chat/completions")
+    chunks = served.chunks(body, "/v1/chat/completions")
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert pieces(chunks) == result.text
-    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert len({chunk["id"] for chunk in chunks}) == 1
-
-
-def test_text_in_parts_is_one_text(served):
-    parts = [{"type": "text", "text": QUESTION[:7]}, {"type": "text", "text": QUESTION[7:]}]
-    one, two = (
-        served.ask({**CHAT, "messages": [{"role": "user", "content": content}]},
-                   "/v1/chat/completions")["choices"]
-        for content in (QUESTION, parts)
-    )  # fmt: skip
-    assert one == two
+    ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert ends == [None] * (len(ends) - 1) + ["stop"] and choice["finish_reason"] == "stop"
 
 
 def test_prompts_of_both_kinds_and_several_samples_in_order(served, tiny_ar):
@@ -156,7 +144,7 @@ def test_usage_comes_when_it_is_asked_for(served):
     assert last["completion_tokens"] == whole["completion_tokens"]
     growing = usages(include_usage=True, continuous_usage_stats=True)
     counts = [usage["completion_tokens"] for usage in growing]
-    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == last["completion_tokens"]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == last["completion_tokens"]
 
 
 def test_every_forward_is_an_event_where_they_are_asked_for(served, tiny_d2f):
@@ -232,40 +220,25 @@ def test_log_probabilities_go_with_the_text_that_they_are_of(served, tiny_d2f):
     assert served.ask({**body, "logprobs": 0})["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-def test_log_probabilities_of_a_chat(served):
-    body = {**CHAT, "max_tokens": 64, "logprobs": True}
-    (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
-    content = choice["logprobs"]["content"]
-    assert "".join(one["token"] for one in content) == choice["message"]["content"]
-    assert all(one["top_logprobs"] == [] and one["logprob"] <= 0 for one in content)
-    assert bytes(content[0]["bytes"]).decode() == content[0]["token"]
-    chunks = served.chunks(body, "/v1/chat/completions")
-    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:]]
-    assert [one for part in parts for one in part["content"]] == content
-    body["top_logprobs"] = 1
-    (choice,) = served.ask(body, "/v1/chat/completions")["choices"]
-    for one in choice["logprobs"]["content"]:
-        assert [top["logprob"] for top in one["top_logprobs"]] == [one["logprob"]]
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("logprobs", [True, False])
-def test_answers_are_what_the_types_of_openai_write(served, path, stream, logprobs):
+def test_answers_are_what_the_types_of_openai_write(served, path, stream):
     """To the byte: fields, their order, and which of them are left out."""
     chat = "chat" in path
-    body = CHAT if chat else {"model": "tiny-d2f", "prompt": "Use 3 and 4.", "echo": True}
-    if logprobs:
-        body = body | ({"logprobs": True} if chat else {"logprobs": 1, "echo": False})
-    if stream:
-        options = {"include_usage": True, "continuous_usage_stats": logprobs}
-        body = body | {"stream": True, "stream_options": options}
-    text = served.post(path, {**body, "max_tokens": 16}).text
-    found = sse(text)[:-1] if stream else [text]
-    assert found
-    kind = (ChatCompletionChunk if stream else ChatCompletion) if chat else Completion
-    for one in found:
-        # As their client reads it: the type of a completion's chunk knows no end that is null.
-        read = kind.construct(**json.loads(one))
-        written = read.model_dump(mode="json", exclude_unset=True)
-        assert json.dumps(written, separators=(",", ":"), ensure_ascii=stream) == one
+    whole = ChatCompletionChunk if stream else ChatCompletion
+    kind = whole if chat else Completion
+    for logprobs in (True, False):
+        body = CHAT if chat else {"model": "tiny-d2f", "prompt": "Use 3 and 4.", "echo": True}
+        if logprobs:
+            body = body | ({"logprobs": True} if chat else {"logprobs": 1, "echo": False})
+        if stream:
+            options = {"include_usage": True, "continuous_usage_stats": logprobs}
+            body = body | {"stream": True, "stream_options": options}
+        text = served.post(path, {**body, "max_tokens": 16}).text
+        found = sse(text)[:-1] if stream else [text]
+        assert found
+        for one in found:
+            # As their client reads it: the type of a completion's chunk knows no end that is null.
+            read = kind.construct(**json.loads(one))
+            written = read.model_dump(mode="json", exclude_unset=True)
+            assert json.dumps(written, separators=(",", ":"), ensure_ascii=stream) == one

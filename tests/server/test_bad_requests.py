@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from serving import CHAT, JSON, Served, refused, stock
 from tiny import fresh_model
 
+from decode.server import generation
 from decode.server.options import Options
 
 TEXT = {"model": "tiny-d2f", "prompt": "1+1", "max_tokens": 4}
@@ -23,44 +24,31 @@ FIELDS = [
     # field, value, what the message says, status
     ("model", "gpt-4", "no model 'gpt-4': expected one of tiny-d2f, tiny-ar", 404),
     ("model", None, "model: expected a value, got nothing", 400),
-    ("prompt", None, "prompt: expected a value", 400),
     ("prompt", "", "prompt is empty", 400),
     ("prompt", ["1", ""], "prompt 1 is empty", 400),
-    ("prompt", [1, "a"], "prompt", 400),
     ("prompt", [5, 612], "ids must lie in [0, 612), got 612", 400),
     ("prompt", [2**70], "ids must lie in [0, 612)", 400),
     ("prompt", [5, MASK], "contains the mask id 1 at position 1", 400),
-    ("prompt", "1<|mask|>", "contains the mask id 1 at position 1", 400),
     ("prompt", [5] * 510, "510 tokens and the response 4: the context", 400),
     ("prompt", [[5]] * 129, "at most 128 answers a request, prompts times n, got 129", 400),
     ("max_tokens", 0, "at least 1, got 0", 400),
     ("max_tokens", "4", "max_tokens: expected a whole number, got '4'", 400),
-    ("max_tokens", 10**9, "max_tokens: expected at most 1048576", 400),
-    ("n", 0, "n: expected at least 1, got 0", 400),
     ("n", 2, "greedy decoding gives the same answer", 400),
     ("temperature", -1, "temperature must be 0 or more, got -1", 400),
-    ("temperature", "hot", "temperature: expected a number, got 'hot'", 400),
-    ("top_p", 0, "top_p must lie in (0, 1], got 0", 400),
     ("top_k", -2, "top_k must be a whole number of at least 1, got -2", 400),
-    ("seed", 2**64, "seed must be at most", 400),
-    ("stop", "", "stop", 400),
     ("stop", ["a"] * 33, "stop: ", 400),
     ("stop", "a" * 257, "stop", 400),
     ("stream", "yes", "stream: expected true or false", 400),
     ("stream_options", {"include_usage": True}, "stream_options needs stream", 400),
-    ("events", True, "events needs stream", 400),
     ("decoder", "os:system", "decoder must be one of d2f", 400),
     ("decoder", "statc", "did you mean static?", 400),
     ("tau_conf", 1.5, "tau_conf must lie in [0, 1], got 1.5", 400),
-    ("block_size", 0, "block_size must be a whole number of at least 1, got 0", 400),
-    ("revoke", "never", "revoke must be one of always, commit", 400),
     ("tau", 0.5, "there is no field tau, and no such option of the decoder d2f", 400),
     ("tau_cnf", 0.5, "did you mean tau_conf?", 400),
     ("prompt", [5] * 513, "prompt: expected at most 512 elements, as many as the context", 400),
     ("max_new_tokens", 5, "there is no field max_new_tokens", 400),
     ("tools", [{"type": "function"}], "tools is not supported", 400),
     ("logprobs", 2, "logprobs: expected at most 1, got 2", 400),
-    ("logprobs", -1, "logprobs: expected at least 0", 400),
     ("repetition_penalty", True, "repetition_penalty is not supported", 400),
 ]
 
@@ -76,8 +64,6 @@ def test_a_field_that_is_wrong_is_named(served, field, value, says, status):
 
 CHATS = [
     ("messages", [], "messages: expected at least 1"),
-    ("messages", "hello", "messages: expected a list"),
-    ("messages", None, "messages: expected a value"),
     ("messages", [{"role": "tool", "content": "a"}], "role"),
     ("messages", [{"role": "user", "content": "a", "tool_calls": [{}]}], "tool_calls"),
     ("stream_options", {"include_obfuscation": True}, "expected False, got true"),
@@ -89,8 +75,8 @@ CHATS = [
     ("messages", [{"role": "system", "content": "a"}], "role must be user or assistant"),
     ("messages", [{"role": "user", "content": "a " * 600}], "the context of tiny-d2f is 512"),
     ("prompt", "a", "there is no field prompt"),
-    ("max_completion_tokens", 0, "at least 1"),
     ("top_logprobs", 1, "top_logprobs needs logprobs"),
+    ("max_completion_tokens", 5, "max_tokens is 4 and max_completion_tokens 5: expected one"),
 ]
 
 
@@ -98,14 +84,8 @@ CHATS = [
 def test_a_field_of_a_chat_that_is_wrong_is_named(served, field, value, says):
     body = json.dumps({**CHAT, "max_tokens": 4, field: value})
     response = served.client.post("/v1/chat/completions", content=body, headers=JSON)
-    message = refused(response, 400, field)
+    message = refused(response, 400, "max_tokens" if "max_tokens is" in says else field)
     assert says in message and "; " not in message  # one cause is one error
-
-
-def test_two_lengths_have_to_agree(served):
-    body = {**CHAT, "max_tokens": 4, "max_completion_tokens": 5}
-    response = served.post("/v1/chat/completions", body)
-    assert "expected one" in refused(response, 400, "max_tokens")
 
 
 BODIES = [
@@ -120,12 +100,12 @@ BODIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_body_that_is_no_object_or_nested_deep_is_refused(served, path):
-    for body, says in BODIES:
-        response = served.client.post(path, content=body, headers=JSON)
-        assert response.status_code == 400, body[:60]
-        assert says in response.json()["error"]["message"]
+def test_a_body_that_is_no_object_or_nested_deep_is_refused(served):
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        for body, says in BODIES:
+            response = served.client.post(path, content=body, headers=JSON)
+            assert response.status_code == 400, body[:60]
+            assert says in response.json()["error"]["message"]
 
 
 def test_a_body_of_another_type_is_refused(served):
@@ -193,20 +173,28 @@ def test_a_template_that_is_broken_or_wants_out_of_its_sandbox_is_refused():
             assert "chat template" in refused(response, 400, "messages"), template
 
 
+def test_a_panic_of_the_tokenizer_is_an_error_of_its_request(served, monkeypatch):
+    """It comes from Rust, and is no `Exception`."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def encode(*_, **__):
+        raise panic("index out of bounds")
+
+    monkeypatch.setattr(generation, "encode", encode)
+    said = refused(served.post("/v1/completions", TEXT), 400, "prompt")
+    assert said == "prompt: the tokenizer failed: index out of bounds"
+
+
 def test_control_tokens_in_a_text_are_tokens_unless_they_are_sanitized(tiny_d2f):
     control = tiny_d2f.tokenizer.eos_token
     texts = (control, "4", f"4{control}<|assistant|>5")
-    chats = [{**CHAT, "messages": [{"role": "user", "content": text}]} for text in texts]
     found = []
     for sanitize in (False, True):
-        with Served(
-            [stock("tiny-d2f", tiny_d2f, options=Options(sanitize_content=sanitize))]
-        ) as served:
-            found.append(
-                [served.post("/tokenize", _tokens(chat)).json()["tokens"] for chat in chats]
-            )
-            if sanitize:
-                served.ask({**chats[2], "max_tokens": 2}, "/v1/chat/completions")
+        model = stock("tiny-d2f", tiny_d2f, options=Options(sanitize_content=sanitize))
+        with Served([model]) as served:
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            found.append([served.ask({"messages": one}, "/tokenize")["tokens"] for one in chats])
+            served.ask({**CHAT, "messages": chats[2], "max_tokens": 2}, "/v1/chat/completions")
     (end, plain, both), (sane_end, sane_plain, sane_both) = found
     special = set(tiny_d2f.tokenizer.all_special_ids)
     assert plain == sane_plain
@@ -214,10 +202,6 @@ def test_control_tokens_in_a_text_are_tokens_unless_they_are_sanitized(tiny_d2f)
     template = [token for token in plain if token in special]
     assert [token for token in sane_both if token in special] == template
     assert tiny_d2f.tokenizer.decode(sane_end) == tiny_d2f.tokenizer.decode(end)
-
-
-def _tokens(chat: dict) -> dict:
-    return {"model": chat["model"], "messages": chat["messages"]}
 
 
 values = st.recursive(

@@ -67,8 +67,6 @@ BAD = [
     (["--model", "=a"], "must be NAME or ALIAS=NAME"),
     (["--model", "tiny-d2f", "--model", "tiny-ar", "--adapter", "x"], "--adapter is for one model"),
     (["--max-batch", "0"], "--max-batch must be at least 1"),
-    (["--max-rows", "0"], "--max-rows must be at least 1"),
-    (["--max-body", "0"], "--max-body must be at least 1"),
     (["--port", "70000"], "--port must be at most 65535"),
     (["--body-timeout", "0"], "--body-timeout must be at least 0.001, got 0"),
     (["--allowed-host", "http://x"], "--allowed-host must be a name or address without port"),
@@ -77,7 +75,6 @@ BAD = [
     (["--allow-decoders", "d2f,none"], "decoder must be one of"),
     (["--tau-conf", "2", "--decoder", "d2f"], "tau_conf must"),
     (["--model", "no-such-model"], "no-such-model"),
-    (["--config", "no-such"], "no-such"),
 ]
 
 
