@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 
 import pytest
@@ -233,23 +234,22 @@ async def test_a_request_fails_alone(prompt, decoder, kind, said):
 
 
 def test_event_loops_in_several_threads():
-    model, found = random_model("llada"), {}
+    model = random_model("llada")
     engine = decode.AsyncEngine(model, batch_size=4)
 
-    async def main(name: int):
+    def main(name: int) -> list:
         jobs = [([9 + name, 20 + i], decoder) for i, decoder in enumerate(DECODERS)]
-        found[name] = jobs, await asyncio.gather(*(ask(engine, *job) for job in jobs))
 
-    threads = [threading.Thread(target=lambda i=i: run(main(i))) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
+        async def all_of_them():
+            return await asyncio.gather(*(ask(engine, *job) for job in jobs))
+
+        return [*zip(run(all_of_them()), jobs, strict=True)]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [pair for pairs in threads.map(main, range(3)) for pair in pairs]
     run(engine.close())
-    assert sorted(found) == [0, 1, 2]
-    for jobs, answers in found.values():
-        for events, (prompt, decoder) in zip(answers, jobs, strict=True):
-            same(events, alone(model, decoder, prompt))
+    for events, (prompt, decoder) in found:
+        same(events, alone(model, decoder, prompt))
 
 
 @asynchronous
@@ -262,7 +262,7 @@ async def test_a_reader_who_never_reads_holds_up_nobody():
         found = await asyncio.gather(*(ask(engine, *job) for job in jobs))
         await engine.close()
         assert engine.stats.finished == 7
-        jobs, found, late = jobs, found, events + await read(never)
+        late = events + await read(never)
     for events, (prompt, decoder) in zip(found, jobs, strict=True):
         same(events, alone(model, decoder, prompt))
     same(late, alone(model))
@@ -486,8 +486,8 @@ async def test_a_request_waits_for_slots(gated, instantly):
 @asynchronous
 async def test_without_a_queue_there_is_still_room_in_the_batch():
     """Also after all have left in the middle."""
-    options = {"batch_size": 1, "slots": 50, "max_waiting": 0}
-    async with decode.AsyncEngine(random_model("llada"), **options) as engine:
+    model = random_model("llada")
+    async with decode.AsyncEngine(model, batch_size=1, slots=50, max_waiting=0) as engine:
         for _ in range(3):
             async for _ in engine.generate(PROMPT, LONG):
                 break

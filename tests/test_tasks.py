@@ -344,8 +344,10 @@ def test_chat_template(tokenizer):
     prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert text.startswith(prompt)
     assert prompt.endswith("<|assistant|>")
-    with pytest.raises(Exception, match="role must be user or assistant, got system"):
-        tokenizer.apply_chat_template([{"role": "system", "content": ""}], tokenize=False)
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    assert tokenizer.apply_chat_template([system, *messages], tokenize=False) == text
+    with pytest.raises(Exception, match="role must be user or assistant, got tool"):
+        tokenizer.apply_chat_template([{"role": "tool", "content": ""}], tokenize=False)
 
 
 def test_command_saves_the_same_bytes_twice(tokenizer, tmp_path, capsys):

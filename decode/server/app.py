@@ -102,7 +102,8 @@ async def _prepare(
     request: Request, asked: CompletionRequest | ChatRequest, field: str
 ) -> Generation:
     """Check everything, and encode the prompts. field: the one that they came in."""
-    state, record = state_of(request), Record.of(request)
+    state = state_of(request)
+    record: Record = request.scope["d2f.record"]
     options, prompts = state.options, asked.prompts
     if options.log_prompts:
         record.prompts = prompts

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from logging.handlers import QueueHandler
 from typing import Any, Literal
 
-from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -130,12 +129,6 @@ class Record:
     generation: Generation | None = None
     prompts: Any = None
     error: str | None = None
-
-    @staticmethod
-    def of(request: Request) -> Record:
-        """Return the record of a request."""
-        record: Record = request.scope["d2f.record"]
-        return record
 
 
 class RequestFrame:

@@ -72,7 +72,6 @@ CHATS = [
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         "messages.0.content: images are not supported",
     ),
-    ("messages", [{"role": "system", "content": "a"}], "role must be user or assistant"),
     ("messages", [{"role": "user", "content": "a " * 600}], "the context of tiny-d2f is 512"),
     ("prompt", "a", "there is no field prompt"),
     ("top_logprobs", 1, "top_logprobs needs logprobs"),
@@ -130,6 +129,15 @@ def test_a_neutral_value_of_what_is_not_supported_is_taken(served):
         "user": "me", "seed": 3, "safety_identifier": "me", "prompt_cache_key": "mine",
     }  # fmt: skip
     assert served.ask({**TEXT, **neutral})["choices"] == served.ask(TEXT)["choices"]
+
+
+def test_a_system_message_changes_no_answer_of_a_bundled_model(served):
+    told = [{"role": "system", "content": "You are a helpful assistant."}, *CHAT["messages"]]
+    plain, with_system = (
+        served.ask({**CHAT, "messages": messages}, "/v1/chat/completions")["choices"]
+        for messages in (CHAT["messages"], told)
+    )
+    assert plain == with_system
 
 
 def test_an_answer_of_another_server_may_be_sent_back(served):
