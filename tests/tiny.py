@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import weakref
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -98,3 +101,32 @@ def poisoned_model() -> DiffusionModel:
 
     model.backbone.lm_head.register_forward_hook(rule_out)
     return model
+
+
+class Gate:
+    """Hold a model's forwards until some, or all, are let through."""
+
+    patience = 30.0  # seconds after which a forward goes on: a test that fails comes to its end
+
+    def __init__(self, model: DiffusionModel):
+        self._real = model.decode_rows
+        self._passes = threading.Semaphore(0)
+        self.error: Exception | None = None  # raised in place of a forward
+        self.activations: weakref.ref | None = None  # what that forward had in memory
+        model.decode_rows = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, *arguments: Any) -> Any:
+        self._passes.acquire(timeout=self.patience)
+        if self.error is not None:
+            activations = torch.zeros(1)
+            self.activations = weakref.ref(activations)
+            raise self.error
+        return self._real(*arguments)
+
+    def let(self, forwards: int = 1) -> None:
+        """Let some through."""
+        self._passes.release(forwards)
+
+    def open(self) -> None:
+        """Let all through from now on."""
+        self._passes.release(10**6)

@@ -128,29 +128,3 @@ def wait_until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.005)
-
-
-class Gate:
-    """Hold a model's forwards until it is opened."""
-
-    def __init__(self, model: DiffusionModel):
-        self._real = model.decode_rows
-        self._open = threading.Event()
-        self._passes = threading.Semaphore(0)
-        model.decode_rows = self._forward  # type: ignore[method-assign]
-
-    def _forward(self, *arguments: Any) -> Any:
-        end = time.monotonic() + PATIENCE  # a test that fails comes to its end
-        while not self._open.is_set() and not self._passes.acquire(timeout=0.005):
-            if time.monotonic() > end:
-                break
-        return self._real(*arguments)
-
-    def let(self, forwards: int = 1) -> None:
-        """Let some through."""
-        for _ in range(forwards):
-            self._passes.release()
-
-    def open(self) -> None:
-        """Let all through from now on."""
-        self._open.set()

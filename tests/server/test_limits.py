@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from prometheus_client import generate_latest
-from serving import JSON, Gate, Served, listening, pieces, refused, sse, stock, wait_until
-from tiny import fresh_model, random_model
+from serving import JSON, Served, listening, pieces, refused, sse, stock, wait_until
+from tiny import Gate, fresh_model, random_model
 
 import decode
 from decode.server import app, generation, run

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from serving import Gate, listening, stock
-from tiny import fresh_model
+from serving import listening, stock
+from tiny import Gate, fresh_model
 
 import d2f
 import decode
