@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import sys
 import time
@@ -22,8 +23,9 @@ from decode.server.state import ServerState
 SWITCH_SECONDS = 0.0005
 HEADER_SECONDS = 30.0  # until a request's headers must have come
 SECONDS_TO_CLOSE = 5  # for the last answers to be read
-BACKLOG = 128  # connections that wait, and may be accepted at once
-FILES_KEPT = 2 * BACKLOG  # for those, and other things than connections
+ACCEPTED = 32  # connections that the event loop accepts at a time, before it looks at any
+FILES_KEPT = 256  # for those, and other things than connections
+BACKLOG = 1024  # connections that wait to be accepted
 MOST_FILES = 1 << 20
 
 
@@ -66,6 +68,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for one in sockets or []:
+            one.listen(BACKLOG)
             say(f"serving on {url_of(*one.getsockname()[:2])}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -112,6 +115,7 @@ def run_server(app: FastAPI, listener: socket.socket) -> None:
         longest = min(int(2000 * state.options.send_timeout), 2**31 - 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, longest)
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.freeze()  # models stay: a request that makes many objects has the collector pass them by
     Connection.most = max(16, raise_file_limit() - FILES_KEPT)
     config = uvicorn.Config(
         app,
@@ -119,7 +123,7 @@ def run_server(app: FastAPI, listener: socket.socket) -> None:
         access_log=False,
         loop="asyncio",
         http=Connection,
-        backlog=BACKLOG,
+        backlog=ACCEPTED,
         server_header=False,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
     )

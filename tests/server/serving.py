@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from fastapi.testclient import TestClient
 from d2f.model import DiffusionModel
 from decode.cli import DecoderSettings
 from decode.engine.async_engine import AsyncEngine
+from decode.server import run
 from decode.server.app import create_app
 from decode.server.models import ServedModel, serve_model
 from decode.server.options import Options
@@ -107,17 +109,16 @@ def refused(response, status: int, param: str | None = None, code: str | None = 
 def listening(app: FastAPI, **more: Any) -> Iterator[str]:
     """Serve an application in a thread, and yield its address. more: options of uvicorn."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, **more
-    )
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(app, log_config=None, access_log=False, **more)
+    server = app.state.uvicorn = run.Server(config, app.state.server)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        for _ in range(2):  # the second cancels what still runs
+            server.handle_exit(signal.SIGTERM, None)
         thread.join(PATIENCE)
         assert not thread.is_alive()
 

@@ -122,15 +122,6 @@ def test_ignore_eos_decodes_to_the_length(served):
     assert pieces(chunks) == whole["choices"][0]["text"]
 
 
-def test_echo_begins_with_the_prompt(served, tiny_d2f):
-    ids = tiny_d2f.tokenizer(QUESTION)["input_ids"]
-    for prompt in (QUESTION, ids):
-        body = {"model": "tiny-d2f", "prompt": prompt, "max_tokens": 8}
-        plain = served.ask(body)["choices"][0]["text"]
-        assert served.ask({**body, "echo": True})["choices"][0]["text"] == QUESTION + plain
-        assert pieces(served.chunks({**body, "echo": True})) == QUESTION + plain
-
-
 def test_usage_comes_when_it_is_asked_for(served):
     def usages(**options):
         more = {"stream_options": options} if options else {}
@@ -200,24 +191,6 @@ def test_a_length_that_nobody_said_fits_the_context(tiny_d2f):
         ids = tiny_d2f.tokenizer(RAW)["input_ids"]
         answer = served.ask({"model": "m", "prompt": [RAW, [5]], "ignore_eos": True})
         assert answer["usage"]["completion_tokens"] == 20 - len(ids) + 19
-
-
-def test_log_probabilities_go_with_the_text_that_they_are_of(served, tiny_d2f):
-    """Whole and in pieces the same, of each token of the answer, and none of a stop string."""
-    body = {"model": "tiny-d2f", "prompt": RAW, "stop": "=", "max_tokens": 64}
-    (result,) = decode.generate(tiny_d2f, RAW, decode.D2F(stop="=", max_new_tokens=64), raw=True)
-    (choice,) = served.ask({**body, "logprobs": 1})["choices"]
-    found = choice["logprobs"]
-    names = [tiny_d2f.tokenizer.decode([token]) for token in result.tokens]
-    assert found["tokens"] == names and "".join(names) == choice["text"] == result.text
-    assert all(-3 < one <= 0 for one in found["token_logprobs"])
-    tops = zip(names, found["token_logprobs"], strict=True)
-    assert found["top_logprobs"] == [{name: logprob} for name, logprob in tops]
-    chunks = served.chunks({**body, "logprobs": 1})
-    for key, values in found.items():
-        parts = [chunk["choices"][0]["logprobs"][key] for chunk in chunks]
-        assert [one for part in parts for one in part] == values
-    assert served.ask({**body, "logprobs": 0})["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
