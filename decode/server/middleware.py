@@ -46,15 +46,10 @@ class LineFormatter(logging.Formatter):
         if self._form == "json":
             fields |= {} if trace is None else {"trace": trace}
             return json.dumps({"time": when, "level": level, "message": message} | fields)
-        parts = [f"{name}={_quoted(value)}" for name, value in fields.items()]
+        # Quoted as JSON: no path looks like other fields, or like another line.
+        parts = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
         text = " ".join([when, level, one_line(message), *parts])
         return text if trace is None else f"{text}\n{trace}"
-
-
-def _quoted(value: Any) -> str:
-    """Quote a value that has a space or a quote, so that no path looks like other fields."""
-    plain = isinstance(value, str) and value.isprintable() and not set(value) & set(" \"='")
-    return value if plain else one_line(json.dumps(value, ensure_ascii=False))
 
 
 class LogQueue(QueueHandler):

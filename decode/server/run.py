@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from types import FrameType
+from typing import ClassVar
 
 import h11
 import uvicorn
@@ -30,29 +31,39 @@ MOST_FILES = 1 << 20
 
 
 class Connection(H11Protocol):
-    """Close a connection that sends no whole header in time, for which uvicorn waits without end,
-    and one that comes when `most` are open: without files none at all could be accepted."""
+    """Close a connection that sends no whole header in time, for which uvicorn waits without end.
+    Where more than `most` are open, close the one that has waited longest for a request: without
+    files none at all could be accepted."""
 
     most = MOST_FILES
-    _timer: asyncio.TimerHandle | None = None
+    idle: ClassVar[dict[Connection, asyncio.TimerHandle]] = {}  # without a header, oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            transport.abort()
         self._watch()
+        if len(self.connections) > self.most:
+            oldest = next(iter(self.idle))
+            oldest._forget()
+            oldest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
     def _watch(self) -> None:
         """Start the clock while a header is awaited, and stop it when it is there."""
-        if self.conn.their_state is h11.IDLE:
-            self._timer = self._timer or self.loop.call_later(HEADER_SECONDS, self.transport.close)
-        elif self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self.conn.their_state is not h11.IDLE:
+            self._forget()
+        elif self not in self.idle:
+            self.idle[self] = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self in self.idle:
+            self.idle.pop(self).cancel()
 
 
 class Server(uvicorn.Server):

@@ -141,7 +141,7 @@ def test_prompts_are_logged_where_that_is_asked_for(lines):
         served.client.get("/a status=200 b", headers={"x-request-id": "mine"})
     one, other = written()
     assert "prompts=" in one and "break" in one and "\x1b" not in one
-    assert "status=200" in one and "decoder=d2f" in one
+    assert "status=200" in one and 'decoder="d2f"' in one
     assert 'path="/a status=200 b"' in other and " status=404" in other
 
 
