@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     try:
         values = read_mapping(find_config(options.config, *ABLATIONS))
-        override(values, overrides)
+        override(values, overrides, Ablation)
         ablation = check(Ablation, values, options.config)
         plan = list(ablation.plan(options.runs or Path("runs") / options.output.name))
         chosen = [run for run in plan if fnmatchcase(run.folder.name, options.only)]

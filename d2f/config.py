@@ -3,66 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-)
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from d2f.device import MOST_THREADS
 from d2f.errors import InputError, did_you_mean, one_line
 
 MOST_SHOWN = 6  # faults in an error
-MOVED = {"learning_rate": "lr", "rank": "r", "lora_alpha": "alpha", "max_steps": "steps"}
-"""Names of other projects' keys, and ours; too far apart to be told by their letters."""
-_MARKS = {  # a key that only one kind of file has at its top, what that file is, what reads it
-    "objective": ("a training configuration", "distill/train.py"),
-    "entries": ("a comparison configuration", "python -m decode.compare"),
-    "variants": ("an ablation configuration", "python -m benchmarks.ablation"),
-    "judge": ("a task file", "--tasks"),
-    "tau_conf": ("a file of decoder options", "python -m decode.pipeline --config"),
-    "decoder": ("a file of decoder options", "python -m decode.pipeline --config"),
-    "distributed_type": ("a configuration of accelerate", "accelerate launch --config_file"),
-}
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a section of keys",
-    "literal_error": "{expected}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "too_short": "at least {min_length} of them",
-    "too_long": "at most {max_length} of them",
-    "missing": "a value",
-    "string_too_short": "text that is not empty",
-    "string_too_long": "text of at most {max_length} characters",
-    "string_pattern_mismatch": "text like {pattern}",
-    "union_tag_invalid": "{discriminator} to be one of {expected_tags}",
-    "union_tag_not_found": "the key {discriminator}",
-}
 
 
 class Section(BaseModel):
@@ -80,24 +32,10 @@ Config = TypeVar("Config", bound=BaseModel)
 def check(kind: type[Config], values: dict[str, Any], source: str) -> Config:
     """Check a configuration. Raises InputError, in one line, that names each key, what was expected
     and what came. source: what the error begins with."""
-    needed = [name for name, field in kind.model_fields.items() if field.is_required()]
-    refuse_another_kind(values, kind.model_fields, source, f"the keys {', '.join(needed)}")
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise InputError(f"{source}: {explain(error, values, kind=kind)}") from error
-
-
-def refuse_another_kind(
-    values: Mapping[str, Any], known: Collection[str], source: str, here: str
-) -> None:
-    """Raise InputError where the keys are those of another kind of file than the one that has the
-    known ones. here: what was expected."""
-    for mark, (what, command) in _MARKS.items():
-        if mark in values and mark not in known:
-            raise InputError(
-                f"{source} looks like {what} (key {mark}), which `{command}` takes: expected {here}"
-            )
 
 
 def explain(
@@ -105,28 +43,26 @@ def explain(
     values: Any,
     whole: str = "configuration",
     kind: type[BaseModel] | None = None,
+    within: str = "",
 ) -> str:
-    """Put the faults of values into one line. whole: what all of them together are. kind: whose
-    keys an unknown one is compared with."""
+    """Put the faults of values into one line, "" for none. whole: what all of them together are.
+    kind: whose keys an unknown one is compared with. within: of this key alone (with a dot)."""
     found: dict[str, list[str]] = {}
-    expected: dict[str, tuple[list[str], Any]] = {}
+    expected: dict[str, tuple[list[str], str]] = {}
     for fault in error.errors(include_url=False):
-        parts = _keys(fault, values)
-        path, what = ".".join(map(str, parts)), fault["type"]
+        path, unknown = _path(fault, values), fault["type"] == "extra_forbidden"
+        if not f"{path}.".startswith(within) and not (unknown and within.startswith(f"{path}.")):
+            continue
         said = found.setdefault(path, [])
-        if what == "extra_forbidden":
-            said.append(f"there is no such key{_nearest(kind, parts)}")
-        elif what in _EXPECTED:
+        if unknown:
+            said.append(f"there is no such key{did_you_mean(within[:-1] or path, _keys(kind))}")
+        elif text := _expected(fault["type"], fault["msg"]):
             # A union has a fault for each of its forms: expected this or that.
-            texts, _ = expected.setdefault(path, ([], fault["input"]))
-            bounds = {name: _plain(value) for name, value in fault.get("ctx", {}).items()}
-            texts.append(_EXPECTED[what].format(**bounds))
-            if what == "missing":
-                expected[path] = texts, ...
+            came = "nothing" if fault["type"] == "missing" else shown(fault["input"])
+            expected.setdefault(path, ([], came))[0].append(text)
         else:  # from a validator of ours: it says what is wrong in its own words
             said.append(fault["msg"].removeprefix("Value error, "))
     for path, (texts, came) in expected.items():
-        came = "nothing" if came is ... else shown(came)
         found[path].append(f"expected {' or '.join(dict.fromkeys(texts))}, got {came}")
     # Where one of several forms was meant, what is wrong within it says more than the others.
     deepest = [path for path in found if not any(p.startswith(f"{path}.") for p in found)]
@@ -135,15 +71,41 @@ def explain(
     return one_line("; ".join(lines) + (f"; and {more} more" if more else ""))
 
 
-def _plain(bound: Any) -> Any:
-    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
+def _expected(fault: str, message: str) -> str | None:
+    """Shorten what pydantic expected."""
+    if fault == "missing":
+        return "a value"
+    if found := re.fullmatch(r"([a-z]+)_(type|parsing|from_float)", fault):
+        return _TYPES.get(found[1])
+    found = re.fullmatch(r"\w+ should (?:be |have )?(.*?)(?: after validation.*)?", message)
+    text = found[1] if found else ""
+    for long, short in _SHORTER.items():
+        text = text.replace(long, short)
+    return text
+
+
+_SHORTER = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater": "more",
+    "match pattern": "text like",
+}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping",
+    "model": "a section of keys",
+}
 
 
 def shown(value: object) -> str:
     """Write a value as an error shows it: short, as YAML says it, what is nested by its size."""
     if isinstance(value, dict):
-        keys = one_line(", ".join(str(key)[:20] for key in list(value)[:3]))
-        return f"a mapping of {len(value)} keys ({keys}{', ...' if len(value) > 3 else ''})"
+        return f"a mapping of {len(value)} keys ({', '.join(map(str, value)):.40})"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if value is None or isinstance(value, bool):
@@ -152,7 +114,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _keys(fault: Any, values: Any) -> list[str | int]:
+def _path(fault: Any, values: Any) -> str:
     """Return a fault's place without what is no key: pydantic's names for a union's members."""
     found: list[str | int] = []
     for part in fault["loc"]:
@@ -160,113 +122,68 @@ def _keys(fault: Any, values: Any) -> list[str | int]:
         if inside or (isinstance(values, list) and isinstance(part, int) and part < len(values)):
             values = values[part]
             found.append(part)
-    return [*found, fault["loc"][-1]] if fault["type"] == "missing" else found
+    if fault["type"] == "missing":
+        found.append(fault["loc"][-1])
+    return ".".join(map(str, found))
 
 
-def _nearest(kind: type[BaseModel] | None, parts: Sequence[str | int]) -> str:
-    """Say which key was meant; of a union's sections any one's."""
-    sections = [] if kind is None else [kind]
-    for part in parts[:-1]:
-        if any(str(part) in one.model_fields for one in sections):  # else a place in a list
-            sections = [inner for one in sections for inner in _below(one, str(part))]
-    known = {name for one in sections for name in one.model_fields}
-    *above, name = (str(part) for part in parts)
-    moved = MOVED.get(name, "")
-    near = f"; did you mean {moved}?" if moved in known else did_you_mean(name, sorted(known))
-    return near.replace("mean ", "mean " + "".join(f"{part}." for part in above))
-
-
-def _below(section: type[BaseModel], key: str) -> Iterator[type[BaseModel]]:
-    """List the sections that the value of a key may be."""
-    field = section.model_fields.get(key)
-    return _sections(field.annotation) if field is not None else iter(())
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+def _keys(annotation: Any, above: str = "") -> Iterator[str]:
+    """List the keys of a section and of those below it, with dots; of a union's sections all."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
+        for name, field in annotation.model_fields.items():
+            yield above + name
+            yield from _keys(field.annotation, f"{above}{name}.")
     for part in get_args(annotation):
-        yield from _sections(part)
+        yield from _keys(part, above)
 
 
 # Overrides: --key value.
 
 
-def override(
-    values: dict[str, Any], arguments: Sequence[str], kind: type[BaseModel] | None = None
-) -> None:
+def override(values: dict[str, Any], arguments: Sequence[str], kind: type[BaseModel]) -> None:
     """Put ``--key value`` pairs into values: dots lead into sections, a list's member is named by
     its number or its `name`. A text is taken to the letter, any other value is YAML. kind: of what
-    the values are, so that a fault is the flag's and not a file's. Raises InputError."""
+    the values are; a fault is the flag's and not a file's. Raises InputError."""
     if len(arguments) % 2 or any(not key.startswith("--") for key in arguments[::2]):
         raise InputError(f"overrides must be pairs --key value, got {' '.join(arguments)!r:.200}")
     for flag, text in zip(arguments[::2], arguments[1::2], strict=True):
-        field = _field(kind, flag)
-        types = set() if field is None else _types(field.annotation)
-        if types and types <= {str, NoneType}:
-            value = None if text == "null" and NoneType in types else text
-        else:
-            value = load(text, flag)
-            # What YAML takes for text is meant as it stands: here a # begins no comment.
-            value = text if isinstance(value, str) else value
-        if field is not None:
-            try:
-                whole: Any = Annotated[field.annotation, field]
-                TypeAdapter(whole).validate_python(value)
-            except ValidationError as error:
-                raise InputError(explain(error, value, flag)) from error
-        put(values, flag.removeprefix("--"), value)
+        read: Any = text
+        with suppress(InputError):
+            read = load(text, flag)
+        # What YAML takes for text is meant as it stands: here a # begins no comment.
+        fault = _fault(values, flag, text if isinstance(read, str) else read, kind)
+        if fault and _fault(values, flag, text, kind):  # a folder may have the name 2024
+            raise InputError(fault)
 
 
-def _field(kind: type[BaseModel] | None, flag: str) -> FieldInfo | None:
-    """Find the field that a flag puts a value in, None where that is not known before the check.
-    Raises InputError for a key that is not there."""
-    parts = flag.removeprefix("--").replace("-", "_").split(".")
-    annotation: Any = kind
-    field = None
-    for number, part in enumerate(parts, 1):
-        sections = list(_sections(annotation))
-        fields = {name: found for one in sections for name, found in one.model_fields.items()}
-        if any(get_origin(one) in (list, tuple) for one in _types(annotation)) or not sections:
-            return None
-        if part not in fields:
-            if annotation is not kind and any(one.__subclasses__() for one in sections):
-                return None  # of one of several sections, which the check finds out
-            raise InputError(f"{flag}: there is no such key{_nearest(kind, parts[:number])}")
-        field = fields[part]
-        annotation = field.annotation
-    return field
+def _fault(values: dict[str, Any], flag: str, value: Any, kind: type[BaseModel]) -> str:
+    """Put the value of a flag in its place; say what is wrong with it, "" for nothing."""
+    key = put(values, flag.removeprefix("--"), value)
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        fault = explain(error, values, kind=kind, within=f"{key}.")
+        return f"--{fault}" if fault else ""
+    return ""
 
 
-def _types(annotation: Any) -> set[Any]:
-    """List the types that an annotation allows."""
-    if get_origin(annotation) is Annotated:
-        return _types(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return set().union(*map(_types, get_args(annotation)))
-    return {annotation}
-
-
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Put one value in its place; key: as `override` takes it, without ``--``. Raises
-    InputError."""
-    flag = f"--{key}"
+def put(values: dict[str, Any], key: str, value: Any) -> str:
+    """Put one value in its place; key: as `override` takes it, without ``--``. Return the key with
+    the numbers of lists' members. Raises InputError."""
     *sections, last = key.replace("-", "_").split(".")
     place: Any = values
+    path: list[str | int] = []
     for section in sections:
-        if isinstance(place, list):
-            place = place[_member(place, section, flag)]
-        else:
-            place = place.setdefault(section, {})
+        path.append(_member(place, section, key) if isinstance(place, list) else section)
+        place = place[path[-1]] if isinstance(place, list) else place.setdefault(section, {})
         if not isinstance(place, dict | list):
-            raise InputError(one_line(f"{flag}: {section} is not a section"))
-    if isinstance(place, list):
-        place[_member(place, last, flag)] = value
-    else:
-        place[last] = value
+            raise InputError(one_line(f"--{key}: {section} is not a section"))
+    path.append(_member(place, last, key) if isinstance(place, list) else last)
+    place[path[-1]] = value
+    return ".".join(map(str, path))
 
 
-def _member(members: list[Any], name: str, flag: str) -> int:
+def _member(members: list[Any], name: str, key: str) -> int:
     """Find a list's member by number or `name`; hyphens and underscores are one."""
     if name.isdecimal() and int(name) < len(members):
         return int(name)
@@ -274,7 +191,7 @@ def _member(members: list[Any], name: str, flag: str) -> int:
     plain = [n.replace("-", "_") for n in names]
     if name not in plain:
         raise InputError(
-            f"{flag}: expected one of {', '.join(names)} or a number, got {name!r}"
+            f"--{key}: expected one of {', '.join(names)} or a number, got {name!r}"
             f"{did_you_mean(name, names)}"
         )
     return plain.index(name)
@@ -341,26 +258,14 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         values = load(Path(path).read_bytes(), source)
     except OSError as error:
         raise InputError(f"{source}: cannot be read: {error.strerror}") from error
-    if values is None:
-        raise InputError(f"{source}: expected a mapping of keys, the file is empty")
     if not isinstance(values, dict):
-        raise InputError(f"{source}: expected a mapping of keys, got {shown(values)}")
+        came = "an empty file" if values is None else shown(values)
+        raise InputError(f"{source}: expected a mapping of keys, got {came}")
     return values
 
 
 # The kinds of values that configurations hold, with their bounds: wide enough for any run that can
 # be meant, so that a slip of the hand is an error before anything of its size is made.
-
-
-def _printable(name: str) -> str:
-    if not name.isprintable():
-        raise ValueError(f"expected printable characters, got {name!r}")
-    return name
-
-
-Switch = bool
-Text = Annotated[str, Field(min_length=1, max_length=1000)]
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 
 
 def _no_switch(value: object) -> object:
@@ -370,6 +275,9 @@ def _no_switch(value: object) -> object:
 
 
 NO_SWITCH = BeforeValidator(_no_switch)
+Switch = bool
+Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Name = Annotated[str, Field(max_length=200, pattern=r"^\P{C}+$")]  # printable
 Whole = Annotated[int, Field(ge=0, le=10**9), NO_SWITCH]
 Positive = Annotated[int, Field(ge=1, le=10**9), NO_SWITCH]
 Threads = Annotated[int, Field(ge=1, le=MOST_THREADS), NO_SWITCH]

@@ -39,123 +39,40 @@ def load_rows(
     path = Path(place)
     if path.exists() and not path.is_file() and (is_file or not path.is_dir()):
         raise InputError(f"{path}: expected a file of rows, got a folder, a pipe or a device")
-    if not is_file:
-        found = _load(place, config, split)
+    if is_file:
+        found = _load_file(path)
+    elif any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        if config is not None:
+            raise InputError(f"dataset_config: {place} is a saved data set, which has none")
+        found = _load_saved(place, split)
     else:
-        try:
-            with path.open("rb") as file:
-                first = file.read(4096).lstrip()[:1]
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-        if not first:
-            raise InputError(f"{place}: expected at least one row, got none")
-        kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "text")
-        if path.suffix == ".json" and first == b"[":
-            kind = "json"
-        # What is not UTF-8 becomes an escape that JSON does not have.
-        coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
-        # The path itself: it may have the characters of a pattern.
-        files = {"data_files": glob.escape(str(path))}
-        found = _read(kind, path, **files, **(coded if kind == "text" else {}))
-        if kind == "text":
-            found = found.rename_column("text", LINE)
+        found = _read(place, place, name=config, split=split or "train")
     if len(found) == 0:
         raise InputError(f"{place}: expected at least one row, got none")
     return found
 
 
-class Source:
-    """Give rows by number, as Python values. name: what errors call it. digest: of its content."""
-
-    def __init__(self, rows: Dataset, name: str, digest: str | None = None):
-        self.name, self.digest = name, digest or str(rows._fingerprint)
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def record(self, number: int) -> Any:
-        """Read row `number`, counted from 0. Raises BadRecord."""
-        try:
-            return self._rows[number]
-        except (OSError, ValueError) as error:  # as Arrow's errors are; text that is not UTF-8
-            raise BadRecord(f"cannot be read: {_first(error)}") from error
-
-    def attempt(self, number: int) -> Any:
-        """Read row `number`, a BadRecord where it cannot be read."""
-        try:
-            return self.record(number)
-        except BadRecord as error:
-            return error
-
-    def where(self, number: int) -> str:
-        """Say where a row is found."""
-        return f"{self.name}, row {number}"
-
-
-class Table(Source):
-    """Give the rows of a table. columns: all that are there."""
-
-    def __init__(self, rows: Dataset, name: str, digest: str | None = None):
-        super().__init__(rows, name, digest)
-        self.columns: list[str] = rows.column_names
-        self._whole = rows
-
-    def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns: others (images, embeddings) are not decoded with each row."""
-        self._rows = self._rows.select_columns(list(columns))
-
-    def arrow(self, numbers: Sequence[int]) -> Any:
-        """Take rows as they are stored, all columns of them: a `pyarrow.Table`."""
-        rows = self._whole.with_format("arrow")[list(numbers)]
-        return rows.replace_schema_metadata(None)  # which says what `datasets` makes of columns
-
-
-class JsonLines(Source):
-    """Give the lines of a JSONL file, but for blank ones."""
-
-    def __init__(self, path: Path, rows: Dataset | None = None):
-        rows = load_rows(str(path), is_file=True) if rows is None else rows
+def _load_file(path: Path) -> Dataset:
+    try:
         with path.open("rb") as file:
-            super().__init__(rows, str(path), hashlib.file_digest(file, "sha256").hexdigest())
-        self._numbers = [i for i, line in enumerate(rows[LINE]) if line.strip()]
-        if not self._numbers:
-            raise InputError(f"{path}: expected at least one row, got none")
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def where(self, number: int) -> str:
-        return f"{self.name}, line {self._numbers[number] + 1}"
-
-    def record(self, number: int) -> Any:
-        line = self._rows[self._numbers[number]][LINE]
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(f"not JSON ({error}): {line[:60]!r}") from error
+            first = file.read(4096).lstrip()[:1]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    if not first:
+        raise InputError(f"{path}: expected at least one row, got none")
+    # The path itself: it may have the characters of a pattern.
+    options = {"data_files": glob.escape(str(path)), "split": "train"}
+    kind = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix)
+    if kind is None and path.suffix == ".json" and first == b"[":
+        kind = "json"
+    if kind is not None:
+        return _read(kind, path, **options)
+    # What is not UTF-8 becomes an escape that JSON does not have.
+    coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
+    return _read("text", path, **options, **coded).rename_column("text", LINE)
 
 
-def open_records(
-    place: str, *, is_file: bool, config: str | None = None, split: str | None = None
-) -> Source:
-    """Open the rows that `load_rows` finds. Raises InputError."""
-    rows = load_rows(place, is_file=is_file, config=config, split=split)
-    if not is_file:
-        return Table(rows, f"{place} ({split or 'train'})")
-    if rows.column_names == [LINE]:
-        return JsonLines(Path(place), rows)
-    with Path(place).open("rb") as file:
-        return Table(rows, place, hashlib.file_digest(file, "sha256").hexdigest())
-
-
-def _load(place: str, config: str | None, split: str | None) -> Any:
-    """A data set saved with save_to_disk, or one that load_dataset finds."""
-    folder = Path(place)
-    if not any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return _read(place, place, name=config, split=split or "train")
-    if config is not None:
-        raise InputError(f"dataset_config: {place} is a saved data set, which has none")
+def _load_saved(place: str, split: str | None) -> Dataset:
     datasets = _library()
     try:
         saved = datasets.load_from_disk(place)
@@ -164,20 +81,21 @@ def _load(place: str, config: str | None, split: str | None) -> Any:
     # A single saved data set stands for the split that it names, or for the one asked for.
     if not isinstance(saved, datasets.DatasetDict):
         saved = {str(saved.split or split): saved}
-    if (split or "train") in saved:
-        return saved[split or "train"]
-    if split is None and len(saved) == 1:
-        return next(iter(saved.values()))
-    raise InputError(f"{place}: expected split among {', '.join(saved)}, got {split}")
+    only = next(iter(saved)) if split is None and len(saved) == 1 else "train"
+    if (split or only) not in saved:
+        raise InputError(f"{place}: expected split among {', '.join(saved)}, got {split}")
+    found: Dataset = saved[split or only]
+    return found
 
 
-def _read(kind: str, place: str | Path, **options: Any) -> Any:
+def _read(kind: str, place: str | Path, **options: Any) -> Dataset:
     datasets = _library()
     try:
-        return datasets.load_dataset(kind, **({"split": "train"} | options))
+        found: Dataset = datasets.load_dataset(kind, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ or error
         raise InputError(f"{place}: cannot be loaded as a data set: {_first(cause)}") from error
+    return found
 
 
 def _library() -> Any:
@@ -192,3 +110,67 @@ def _library() -> Any:
 def _first(error: BaseException) -> str:
     """Join the first lines of an error."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class Source:
+    """Give the rows of a file or data set by number, as Python values.
+
+    name: what errors call it. digest: of its content. columns: of a table; None for lines of JSON,
+    of which blank ones are no rows. The arguments are those of `load_rows`.
+    """
+
+    def __init__(
+        self, place: str, *, is_file: bool, config: str | None = None, split: str | None = None
+    ):
+        self._rows = self._read = load_rows(place, is_file=is_file, config=config, split=split)
+        self.name = place if is_file else f"{place} ({split or 'train'})"
+        self.digest = str(self._rows._fingerprint)
+        if is_file:
+            with Path(place).open("rb") as file:
+                self.digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.columns: list[str] | None = None
+        self._numbers: Sequence[int] = range(len(self._rows))
+        if self._rows.column_names != [LINE]:
+            self.columns = self._rows.column_names
+        else:
+            self._numbers = [i for i, line in enumerate(self._rows[LINE]) if line.strip()]
+        if not self._numbers:
+            raise InputError(f"{place}: expected at least one row, got none")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def where(self, number: int) -> str:
+        """Say where a row is found."""
+        place = f"row {number}" if self.columns else f"line {self._numbers[number] + 1}"
+        return f"{self.name}, {place}"
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns: others (images, embeddings) are not decoded with each row."""
+        self._read = self._rows.select_columns(list(columns))
+
+    def record(self, number: int) -> Any:
+        """Read row `number`, counted from 0. Raises BadRecord."""
+        try:
+            row = self._read[self._numbers[number]]
+        except (OSError, ValueError) as error:  # as Arrow's errors are; text that is not UTF-8
+            raise BadRecord(f"cannot be read: {_first(error)}") from error
+        if self.columns is not None:
+            return row
+        try:
+            # NaN and Infinity, which Python writes and JSON has not, are null.
+            return json.loads(row[LINE], parse_constant=lambda name: None)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(f"not JSON ({error}): {row[LINE][:60]!r}") from error
+
+    def attempt(self, number: int) -> Any:
+        """Read row `number`, a BadRecord where it cannot be read."""
+        try:
+            return self.record(number)
+        except BadRecord as error:
+            return error
+
+    def arrow(self, numbers: Sequence[int]) -> Any:
+        """Take rows of a table as they are stored, all columns of them: a `pyarrow.Table`."""
+        rows = self._rows.with_format("arrow")[list(numbers)]
+        return rows.replace_schema_metadata(None)  # which says what `datasets` makes of columns

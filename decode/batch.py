@@ -12,11 +12,9 @@ options. The folder of --output has a ledger of the answers as they come, and at
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -26,13 +24,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import arg
 
 from d2f.command import command, say
-from d2f.data import LINE, load_rows
+from d2f.data import BadRecord, Source
 from d2f.errors import InputError, one_line
 from d2f.files import locked, writing
-from d2f.flags import Switch, check_least
+from d2f.flags import Switch
 from d2f.quiet import quiet
 from decode import cli
 from decode.cli import (
+    BatchOptions,
     DecoderOptions,
     ModelOptions,
     WorkerOptions,
@@ -79,20 +78,11 @@ class InputOptions:
 
 
 @dataclass(kw_only=True)
-class OutputOptions:
+class OutputOptions(BatchOptions):
     """Run it, and write results."""
 
     output: Annotated[str, arg(metavar="DIR")]
     """folder for the answers; one of another run is refused"""
-    batch_size: Annotated[int, arg(metavar="N")] = 32
-    """rows that each worker decodes together, at least 1; the tokens do not depend on it"""
-    max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
-    tokens do not depend on it (default: a constant for the kind of device)"""
-
-    def check(self) -> None:
-        """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1, max_rows=1)
 
 
 @dataclass(kw_only=True)
@@ -113,86 +103,48 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     return cli.parse(Options, arguments, usual="python -m decode.batch")
 
 
-class Rows:
-    """Open the rows of --input. Raises InputError.
-
-    digest: of their content. is_table: they are parquet or a data set, not JSONL.
-    """
+class Rows(Source):
+    """The rows of --input. Raises InputError."""
 
     def __init__(self, place: str, config: str | None, split: str | None, column: str | None):
         is_file = Path(place).is_file() or place.endswith((".jsonl", ".json", ".parquet"))
         if is_file and (config is not None or split is not None):
             raise InputError("--split and --dataset-config are for data sets, not for a file")
-        self.rows = load_rows(place, is_file=is_file, config=config, split=split)
-        self.is_table = LINE not in self.rows.column_names
-        self.name = place if is_file else f"{place} ({split or 'train'})"
-        self.digest = str(self.rows._fingerprint)
-        if is_file:
-            with Path(place).open("rb") as file:
-                self.digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.columns: tuple[str, ...] = COLUMNS if column is None else (column,)
-        self.asking = self.rows
-        if self.is_table:
-            renamed(self.rows.column_names)
-            names = self.rows.column_names
-            self.columns = tuple(name for name in self.columns if name in names)
-            if not self.columns:
+        super().__init__(place, is_file=is_file, config=config, split=split)
+        self.asking: Sequence[str] = COLUMNS if column is None else [column]
+        if self.columns is not None:
+            there = [name for name in self.asking if name in self.columns]
+            if not there:
                 raise InputError(
-                    f"{self.name}: expected the column {column or ' or '.join(COLUMNS)}, it has "
-                    f"{', '.join(names)}; --column names another"
+                    f"{self.name}: expected the column {' or '.join(self.asking)}, it has "
+                    f"{', '.join(self.columns)}; --column names another"
                 )
-            # Others (images, embeddings) are not decoded with each row.
-            self.asking = self.rows.select_columns(list(self.columns))
-            self.numbers = list(range(len(self.rows)))
-        else:
-            lines = self.rows[LINE]
-            self.numbers = [n for n, line in enumerate(lines) if line.strip()]
-        if not self.numbers:
-            raise InputError(f"{self.name}: expected at least one row, got none")
-        reason = ""
+            self.asking = there
+            self.select(there)
+        errors = []
         for number in range(min(len(self), LOOKED_AT)):
             try:
                 self.prompt(number)
                 return
-            except InputError as error:
-                reason = reason or str(error)
-        raise InputError(f"{self.where(0)}: {reason}; so are all rows looked at")
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def where(self, number: int) -> str:
-        """Say where a row is."""
-        if self.is_table:
-            return f"{self.name}, row {number}"
-        return f"{self.name}, line {self.numbers[number] + 1}"
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """Read a row; of a table the columns that may ask. Raises InputError."""
-        try:
-            row = self.asking[self.numbers[number]]
-        except (OSError, ValueError) as error:  # Arrow's errors are
-            raise InputError(f"cannot be read: {error}") from error
-        if self.is_table:
-            return dict(row)
-        try:
-            # NaN and Infinity, which Python writes and JSON has not, are null.
-            values = json.loads(row[LINE], parse_constant=lambda name: None)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"not JSON ({error}): {row[LINE][:60]!r}") from error
-        if not isinstance(values, dict):
-            raise InputError(f"expected an object of columns, got {row[LINE][:60]!r}")
-        return values
+            except BadRecord as error:
+                errors.append(error)
+        raise InputError(f"{self.where(0)}: {errors[0]}; so are all rows looked at")
 
     def prompt(self, number: int) -> Any:
-        """Return what a row asks. Raises InputError."""
-        row = self[number]
-        renamed(row)  # its answer must have a place, too
-        for name in self.columns:
+        """Return what a row asks. Raises BadRecord."""
+        row = self.record(number)
+        if not isinstance(row, dict):
+            raise BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
+        for name in self.asking:
             if row.get(name) is not None:
                 return row[name]
         keys = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items())
-        raise InputError(f"expected {' or '.join(self.columns)}, got the keys {keys}")
+        raise BadRecord(f"expected {' or '.join(self.asking)}, got the keys {keys}")
+
+    @property
+    def answers_name(self) -> str:
+        """Name the file of the answers, of the input's kind."""
+        return "answers.jsonl" if self.columns is None else "answers.parquet"
 
 
 def answer(row: int, result: Result) -> dict[str, Any]:
@@ -210,17 +162,12 @@ def answer(row: int, result: Result) -> dict[str, Any]:
     }
 
 
-def bad_row(row: int, error: InputError) -> dict[str, Any]:
-    """Make the ledger's line of a row that nothing can be decoded for."""
-    return answer(row, Result.failed(error)) | {"error": one_line(str(error))[:400]}
-
-
 def run(options: Options) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
     # From the cheapest check to the dearest: flags, rows, the model's shape, whose the folder is.
     settings = read_settings(options)
-    settings.check([DEFAULT_MAX_NEW_TOKENS])
+    settings.check([DEFAULT_MAX_NEW_TOKENS], options)
     rows = Rows(options.input, options.dataset_config, options.split, options.column)
     shape = checked_outline(options)
     # Without a length where none was given: what the context leaves.
@@ -228,7 +175,7 @@ def run(options: Options) -> None:
     decoder.check(shape.contract)
     facts = {"input": rows.digest, "rows": len(rows)}
     with locked(check_folder(options.output)) as folder:
-        for name in (_answers_name(rows), BAD):
+        for name in (rows.answers_name, BAD):
             if (folder / name).exists() and not (folder / LEDGER).exists():
                 raise InputError(
                     f"{folder / name} exists and is not of this command; nothing was written, give "
@@ -242,7 +189,7 @@ def run(options: Options) -> None:
             with Ledger(folder / LEDGER, run, key="row", fields=kept) as ledger:
                 ledger.say_what_is_there(len(rows), "rows")
                 _answer(options, crew, shape, ledger, rows, decoder)
-        write_files(ledger.path, rows, folder)
+        _write_files(rows, folder)
         _say_what_is_there(ledger, rows, folder)
 
 
@@ -276,23 +223,22 @@ def _answer(
     ledger.start()
     with ShownProgress(standard_output(), "rows") as shown:
         shown.begin(len(left))
-        count = 0
 
         def keep(line: dict[str, Any]) -> None:
-            nonlocal count
             ledger.add(line)
-            count += 1
             shown.advance()
-            if not shown.is_live and count * 10 // len(left) > (count - 1) * 10 // len(left):
-                shown.say(f"{count} of {len(left)} rows")
+            done = len(left) - (len(rows) - len(ledger.rows))
+            if not shown.is_live and done * 10 // len(left) > (done - 1) * 10 // len(left):
+                shown.say(f"{done} of {len(left)} rows")
 
         def items() -> Iterator[tuple[int, EncodedPrompt]]:
             for number in left:
                 try:
                     prompt = rows.prompt(number)
                     ids, own = checked(shape, prompt, decoder, f"row {number}", raw=options.raw)
-                except InputError as error:
-                    keep(bad_row(number, error))
+                except (BadRecord, InputError) as error:
+                    said = one_line(str(error))[:400]
+                    keep(answer(number, Result.failed(error)) | {"error": said})
                 else:
                     yield number, (ids, own.sampled(number, 0))
 
@@ -302,39 +248,40 @@ def _answer(
             keep(answer(number, result))
 
 
-def renamed(names: Iterable[str]) -> list[str]:
-    """Name the input's fields beside ours. Raises InputError."""
-    names = list(names)
-    found = [INPUT + name if name in FIELDS else name for name in names]
-    for name in FIELDS:
-        if name in names and INPUT + name in names:
-            raise InputError(f"cannot have both {name} and {INPUT}{name}")
-    return found
+# The files at the end.
 
 
-def write_files(ledger: Path, rows: Rows, folder: Path) -> None:
+def _write_files(rows: Rows, folder: Path) -> None:
     """Write the answers in the order of the rows, and the bad rows. Raises OutputError."""
-    good = (line for line in _in_order(ledger) if line["error"] is None)
-    with writing(folder / _answers_name(rows)) as file:
-        if rows.is_table:
+    good = (line for line in _in_order(folder / LEDGER) if line["error"] is None)
+    with writing(folder / rows.answers_name) as file:
+        if rows.columns is not None:
             _write_parquet(good, rows, file)
         else:
             for line in good:
-                row = rows[line["row"]]
+                row = rows.record(line["row"])
                 own = dict(zip(renamed(row), row.values(), strict=True))
                 file.write(json_line(own | {name: line[name] for name in FIELDS}).encode())
     with writing(folder / BAD) as file:
-        for line in _in_order(ledger):
+        for line in _in_order(folder / LEDGER):
             if line["error"] is not None:
                 number = line["row"]
                 said = {"row": number, "where": rows.where(number), "error": line["error"]}
-                with suppress(InputError):  # it cannot be read
-                    said["input"] = rows[number]
+                row = rows.attempt(number)
+                if not isinstance(row, BadRecord):
+                    said["input"] = row
                 file.write(json.dumps(said, default=str).encode() + b"\n")
 
 
-def _answers_name(rows: Rows) -> str:
-    return "answers.parquet" if rows.is_table else "answers.jsonl"
+def renamed(names: Collection[str]) -> list[str]:
+    """Name the input's fields beside ours."""
+    found = []
+    for name in names:
+        if name in FIELDS:
+            while (name := INPUT + name) in names:
+                pass
+        found.append(name)
+    return found
 
 
 def _in_order(ledger: Path) -> Iterator[dict[str, Any]]:
@@ -353,21 +300,13 @@ def _write_parquet(answers: Iterator[dict[str, Any]], rows: Rows, file: Any) -> 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    ours = pa.schema(
-        {
-            "row": pa.int64(),
-            "text": pa.string(),
-            "tokens": pa.list_(pa.int32()),
-            "forwards": pa.int32(),
-            "finish_reason": pa.string(),
-            "seed": pa.uint64(),
-        }
-    )
-    stored = rows.rows.with_format("arrow")
+    kinds = (
+        pa.int64(), pa.string(), pa.list_(pa.int32()), pa.int32(), pa.string(), pa.uint64()
+    )  # fmt: skip
+    ours = pa.schema(list(zip(FIELDS, kinds, strict=True)))
     writer = None
     while (some := list(islice(answers, CHUNK))) or writer is None:
-        # Without the metadata that say what `datasets` makes of the columns.
-        table = stored[[line["row"] for line in some]].replace_schema_metadata(None)
+        table = rows.arrow([line["row"] for line in some])
         table = table.rename_columns(renamed(table.column_names))
         columns = pa.Table.from_pylist(some, ours)
         for name in FIELDS:
@@ -381,12 +320,10 @@ def _say_what_is_there(ledger: Ledger, rows: Rows, folder: Path) -> None:
     bad = [row for row in ledger.rows.values() if row["error"] is not None]
     good = len(ledger.rows) - len(bad)
     forwards = sum(row["forwards"] for row in ledger.rows.values())
-    print(f"{folder / _answers_name(rows)}: {good} rows answered in {forwards} forwards")
+    print(f"{folder / rows.answers_name}: {good} rows answered in {forwards} forwards")
     if bad:
         first = min(bad, key=lambda row: int(row["row"]))
-        say(
-            f"notice: {len(bad)} rows could not be answered, {folder / BAD} says why; of the first:"
-        )
+        say(f"notice: {len(bad)} rows could not be answered, {folder / BAD} says why; the first:")
         say(f"notice: {rows.where(first['row'])}: {one_line(first['error'])}")
     if not good:
         raise InputError(f"none of the {len(bad)} rows could be answered")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
 from d2f import flags as command_line
 from d2f.command import say
-from d2f.config import read_mapping, refuse_another_kind
+from d2f.config import read_mapping
+from d2f.contract import FILE_NAME, Contract
 from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.flags import Switch, Verbose, check_least, check_model_name
-from d2f.models import names
+from d2f.models import names, resolve
 from d2f.rank_number import check_processes, rank
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
@@ -29,7 +33,6 @@ from decode.decoders.base import Option, common_options, options_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from d2f.contract import Contract
     from d2f.model import DiffusionModel
 
 DEFAULT_MODEL = "tiny-d2f"
@@ -98,19 +101,21 @@ class ModelOptions:
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
         check_model_name(self.model)
-        if not self.merge and self.adapter is None:
-            raise InputError("--no-merge needs --adapter")
-        for flag, given in (("quantize", self.quantize is not None), ("compile", self.compile)):
-            if given and not self.merge:
-                raise InputError(f"--{flag} needs a merged adapter, not --no-merge")
         check_least(self, tensor_parallel=1)
         if isinstance(self.threads, int):
             check_least(self, threads=1)
-        if self.tensor_parallel > 1:
+        apart, shared = not self.merge, self.tensor_parallel > 1
+        for what, is_so in {
+            "--no-merge without --adapter": apart and self.adapter is None,
+            "--quantize with --no-merge": apart and self.quantize is not None,
+            "--compile with --no-merge": apart and self.compile,
+            "--no-merge with --tensor-parallel": apart and shared,
+            "--compile with --tensor-parallel": self.compile and shared,
+        }.items():
+            if is_so:
+                raise InputError(f"{what} is not possible")
+        if shared:
             check_processes(self.tensor_parallel)
-            for flag, given in (("--compile", self.compile), ("--no-merge", not self.merge)):
-                if given:
-                    raise InputError(f"{flag} is not for --tensor-parallel")
 
 
 @dataclass(kw_only=True)
@@ -142,17 +147,30 @@ class WorkerOptions:
             if self.address is not None:
                 raise InputError("--address is of a Ray cluster, for more --workers than 1")
             return
-        if self.tensor_parallel > 1:
-            raise InputError(
-                "--tensor-parallel is one model's processes: not with several --workers"
-            )
         require_ray()
         self.address = self.address or os.environ.get("RAY_ADDRESS")
+        if self.tensor_parallel > 1:
+            raise InputError("--tensor-parallel is not for several --workers")
         if ":" in (self.device or ""):
             raise InputError(
                 f"--device {self.device}: each of several --workers has a GPU of its own: expected "
                 "cuda, which CUDA_VISIBLE_DEVICES may narrow"
             )
+
+
+@dataclass(kw_only=True)
+class BatchOptions:
+    """Run it."""
+
+    batch_size: Annotated[int, arg(metavar="N")] = 32
+    """prompts that are decoded together, at least 1; the tokens do not depend on it"""
+    max_rows: Annotated[int | None, arg(metavar="N")] = None
+    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
+    tokens do not depend on it (default: a constant for the kind of device)"""
+
+    def check(self) -> None:
+        """Raise InputError for a value out of range."""
+        check_least(self, batch_size=1, max_rows=1)
 
 
 @dataclass(kw_only=True)
@@ -231,13 +249,6 @@ def parse(kind: type[Options], arguments: Sequence[str] | None = None, *, usual:
     of each decoder, also of one of the user's own that --decoder names. Raises InputError."""
     kinds = offered(arguments)
     flags = decoder_flags(kinds, options_by_name(kinds))
-    taken = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    for name in (flag[0] for flag in flags):
-        if name in taken:
-            raise InputError(
-                f"the decoder {kinds[-1].name} cannot have an option {name}: "
-                f"--{name.replace('_', '-')} is one of the command already"
-            )
     return command_line.parse(kind, arguments, usual=usual, more={DecoderOptions: flags})
 
 
@@ -305,40 +316,31 @@ class DecoderSettings:
     name: str | None
     given: dict[str, Any]
 
-    def check(self, lengths: Iterable[int]) -> None:
-        """Raise InputError where no model could be decoded with the options for responses of these
-        lengths, or of the one that was given. It needs no model, so it comes before anything is
-        read."""
+    def check(self, lengths: Iterable[int], model: ModelOptions | None = None) -> None:
+        """Raise InputError where responses of these lengths, or of the one that was given, could
+        not be decoded with the options. It comes before torch is loaded: where the model's contract
+        is not at hand, some decoder must take them."""
+        contract = None if model is None else _peek(model.adapter or model.model)
+        if self.name is not None:
+            kinds = [find_decoder(self.name)]
+        elif contract is not None:
+            kinds = [default_decoder(contract)]
+        else:
+            kinds = [kind for kind in DECODERS.values() if {*self.given} <= {*option_names(kind)}]
+            if not kinds:
+                raise InputError(f"no decoder has all of the options {', '.join(self.given)}")
         if "max_new_tokens" in self.given:
             lengths = [self.given["max_new_tokens"]]
-        kinds = self._able() if self.name is None else [find_decoder(self.name)]
         for length in lengths:
-            refused: dict[str, str] = {}
+            faults = []
             for kind in kinds:
                 try:
-                    self._build(kind, length)
+                    self._build(kind, length, contract)
+                    break
                 except InputError as error:
-                    refused.setdefault(str(error), kind.name)
-                else:
-                    break  # which decoder it is follows from the model
+                    faults.append(error)
             else:
-                texts = [f"{name}: {text}" for text, name in refused.items()]
-                raise InputError("; ".join(texts if len(texts) > 1 else refused))
-
-    def _able(self) -> list[Kind]:
-        """Return the decoders with all of the options that some model has by default."""
-        able = [kind for kind in DECODERS.values() if set(self.given) <= set(option_names(kind))]
-        # `Decoder.is_default_for` itself is false for every model.
-        if found := [kind for kind in able if "is_default_for" in vars(kind)]:
-            return found
-        common = [*common_options(), "max_new_tokens", "stop"]
-        given = ", ".join(name for name in self.given if name not in common)
-        if not able:
-            raise InputError(f"no decoder has all of the options {given}")
-        raise InputError(
-            f"no model is decoded with the options {given} by default: name a decoder that has "
-            f"them, {' or '.join(kind.name for kind in able)}"
-        )
+                raise faults[0]
 
     def decoder(self, model: DiffusionModel, length: int | None = None) -> Decoder:
         """Return the decoder that was named, else the model's default one, with every option
@@ -368,6 +370,13 @@ class DecoderSettings:
         return kind(**values if length is None else values | {"max_new_tokens": length})
 
 
+def _peek(model: str) -> Contract | None:
+    """Read a contract where it is a file of this machine; what is wrong with it `load` says."""
+    with suppress(OSError, ValueError, TypeError):
+        return Contract(**json.loads(Path(resolve(model), FILE_NAME).read_bytes()))
+    return None
+
+
 def option_names(decoder: Kind) -> list[str]:
     """Return the names of a decoder's options."""
     return [field.name for field in fields(decoder)]
@@ -388,24 +397,18 @@ def split(
     where: named in errors. decoder: one that is named elsewhere. Raises InputError for a key that
     no decoder has.
     """
-    known = ["decoder", *(name for kind in DECODERS.values() for name in option_names(kind))]
-    refuse_another_kind(values, known, where, "options of a decoder")
-    name = values.get("decoder")
-    if "decoder" in values:
-        try:
-            known += option_names(find_decoder(name))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-    if decoder is not None:
-        known += option_names(find_decoder(decoder))
+    kinds = list(DECODERS.values())
+    try:
+        named = (values.get("decoder"), decoder)
+        kinds += [find_decoder(name) for name in named if name is not None]
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    known = {"decoder", *(name for kind in kinds for name in option_names(kind))}
     for key in values:
         if key not in known:
-            expected = ", ".join(dict.fromkeys(known))
-            raise InputError(
-                f"{where}: unknown key {str(key)[:60]}{did_you_mean(str(key), known)}; expected "
-                f"some of {expected}"
-            )
-    return name, {key: value for key, value in values.items() if key != "decoder"}
+            near = did_you_mean(key, known)
+            raise InputError(f"{where}: no decoder has an option {str(key)[:60]}{near}")
+    return values.get("decoder"), {key: values[key] for key in values if key != "decoder"}
 
 
 # The model of a run, and the identity of its weights. From here on torch is loaded.

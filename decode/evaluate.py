@@ -28,6 +28,7 @@ from d2f.quiet import quiet
 from d2f.tasks import Problem, Task, find_task
 from decode import cli
 from decode.cli import (
+    BatchOptions,
     DecoderOptions,
     ModelOptions,
     TaskOptions,
@@ -98,14 +99,9 @@ class ProblemOptions:
 
 
 @dataclass(kw_only=True)
-class OutputOptions:
+class OutputOptions(BatchOptions):
     """Run it, and write results."""
 
-    batch_size: Annotated[int, arg(metavar="N")] = 32
-    """problems decoded together, at least 1; the tokens do not depend on it"""
-    max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
-    tokens do not depend on it (default: a constant for the kind of device)"""
     output: Annotated[str | None, arg(metavar="DIR")] = None
     """folder for answers.jsonl (every answer as it comes; the same command again goes on where it
     stopped) and report.json"""
@@ -117,7 +113,8 @@ class OutputOptions:
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1, max_rows=1, judge_jobs=1)
+        super().check()
+        check_least(self, judge_jobs=1)
 
 
 @dataclass(kw_only=True)
@@ -157,7 +154,7 @@ def run(options: Options) -> dict[str, Any]:
 def _run(options: Options, folder: Path | None) -> dict[str, Any]:
     # From the cheapest check to the dearest: flags, data, the model's shape, whose the folder is.
     settings = read_settings(options)
-    settings.check(task.response_length for task in options.chosen)
+    settings.check((task.response_length for task in options.chosen), options)
     sources = {}
     for task in options.chosen:
         problems = draw_problems(task, options.split, options.problems or task.default_count)

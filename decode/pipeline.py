@@ -25,6 +25,7 @@ from d2f.flags import Switch, check_least
 from d2f.quiet import quiet
 from decode import cli
 from decode.cli import (
+    BatchOptions,
     DecoderOptions,
     ModelOptions,
     TaskOptions,
@@ -92,14 +93,11 @@ class PromptOptions:
 
 
 @dataclass(kw_only=True)
-class OutputOptions:
+class OutputOptions(BatchOptions):
     """Run it, and write results."""
 
     batch_size: Annotated[int, arg(metavar="N")] = 1
-    """prompts decoded together, at least 1; the tokens do not depend on it"""
-    max_rows: Annotated[int | None, arg(metavar="N")] = None
-    """rows that one forward should have, which bounds how wide lossless decoders speculate; the
-    tokens do not depend on it (default: a constant for the kind of device)"""
+    """prompts that are decoded together, at least 1; the tokens do not depend on it"""
     output: Annotated[str | None, arg(metavar="FILE")] = None
     """JSONL: the run's settings, then a line a result as it comes; the same command again goes on
     where it stopped"""
@@ -107,13 +105,13 @@ class OutputOptions:
     """JSON of every forward: rows fed, block states, tokens, confidences"""
     pause: Annotated[float | None, arg(metavar="SECONDS")] = None
     """how long each forward stays on the screen, in a terminal and one prompt at a time; not
-    counted in any time (default: 0.05 at first, then less and less, 3 seconds in all)"""
+    counted in any time (default: 0.05, until that was 3 seconds in all)"""
     quiet: Switch = False
     """only the totals; with --prompt only the response"""
 
     def check(self) -> None:
         """Raise InputError for a value out of range."""
-        check_least(self, batch_size=1, max_rows=1)
+        super().check()
         if self.pause is not None and not 0 <= self.pause <= 60:
             raise InputError(f"--pause must lie in [0, 60] seconds, got {self.pause}")
 

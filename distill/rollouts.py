@@ -134,7 +134,7 @@ def run(options: Options) -> None:
     check_place(Path(options.output))
     # All of the response is wanted, also what follows the end token.
     settings = DecoderSettings(options.decoder, options.given | {"early_exit": False})
-    settings.check([task.response_length for task in options.chosen])
+    settings.check([task.response_length for task in options.chosen], options)
     shape = checked_outline(options)
     jobs = make_jobs(shape, settings, options.chosen, options.problems, options.seed)
     ledger: dict[str, Any] = {"key": "unique_id", "header": HEADER}

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from d2f.config import Section, Seed, Switch, Text, Tokens
-from d2f.data import BadRecord, Source, Table, open_records
+from d2f.data import BadRecord, Source
 from d2f.errors import InputError
 from d2f.tasks.judges import Judge, Own
 from d2f.tasks.problem import Message, Problem, columns_of, render
@@ -227,7 +227,7 @@ class TaskRows:
         path = self._path(file.data)
         if path is None:
             folder = self.folder / file.data
-            source = open_records(
+            source = Source(
                 str(folder) if folder.is_dir() else file.data,
                 is_file=False,
                 config=file.dataset_config,
@@ -242,9 +242,9 @@ class TaskRows:
                     f"splits: expected a share or another file, got {place!r}: {file.data} is a "
                     "file, which has no splits of its own"
                 )
-            source = open_records(str(other), is_file=True)
-        if isinstance(source, Table):
-            self._select(source)
+            source = Source(str(other), is_file=True)
+        if source.columns is not None:
+            self._select(source, source.columns)
         return source
 
     def _path(self, name: str) -> Path | None:
@@ -256,18 +256,16 @@ class TaskRows:
             raise InputError(f"{name}: there is no such file")
         return None
 
-    def _select(self, table: Table) -> None:
+    def _select(self, table: Source, there: list[str]) -> None:
         """Read only the columns needed. Raises InputError for one that is missing."""
         if self.columns is None:
             return
-        lacking = sorted(self.columns - set(table.columns))
+        lacking = sorted(self.columns - set(there))
         if lacking:
             raise InputError(
-                f"{table.name} has no column {', '.join(lacking)}, it has "
-                f"{', '.join(table.columns)}"
+                f"{table.name} has no column {', '.join(lacking)}, it has {', '.join(there)}"
             )
-        usual = {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(table.columns)
-        table.select(sorted(self.columns | usual))
+        table.select(sorted(self.columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
 
 
 def read_row(place: Place) -> Row:

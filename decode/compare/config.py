@@ -306,7 +306,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     could take.
     """
     values = read_mapping(find_config(path, *COMPARISON))
-    override(values, overrides)
+    override(values, overrides, CompareConfig)
     config = check(CompareConfig, values, str(path))
     for entry in config.entries:
         for task in config.chosen or (None,):

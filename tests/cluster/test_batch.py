@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 from batch_runs import BAD, ROWS, answered, command, files, write_rows
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import POISON, poisoned_model
 
 from decode import batch
-from decode.batch import FIELDS
+from decode.batch import FIELDS, renamed
 from decode.engine import prompts
 
 
@@ -110,13 +108,9 @@ def test_a_table_comes_back_as_parquet_with_all_its_columns(saved, tmp_path, kin
     assert [made[i]["tokens"] for i in range(2)] == [line["tokens"] for line in lines]
 
 
-def test_a_row_whose_answer_has_no_place_beside_its_fields_is_a_bad_row(saved, tmp_path):
-    rows = [{"prompt": "2 + 3"}, {"prompt": "2 + 3", "text": "own", "input_text": "another"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = answered(saved, tmp_path / "rows.jsonl", tmp_path / "out")
-    (bad,) = lines_of(found["bad.jsonl"])
-    assert bad["error"] == "cannot have both text and input_text" and bad["input"] == rows[1]
-    assert [answer["row"] for answer in lines_of(found["answers.jsonl"])] == [0]
+def test_fields_of_ones_own_keep_a_name_each():
+    assert renamed(["text", "row", "x"]) == ["input_text", "input_row", "x"]
+    assert renamed(["text", "input_text"]) == ["input_input_text", "input_text"]
 
 
 def test_what_is_written_is_json_where_a_row_is_not_quite(saved, tmp_path):
@@ -164,14 +158,7 @@ def unloadable(monkeypatch):
         (["--column", "question"], "column was None, now 'question'"),
         (["--column", "nothing"], "expected nothing, got the keys id, prompt, text; so are all"),
         (["--split", "test"], "--split and --dataset-config are for data sets"),
-        (["--workers", "0"], "--workers must be at least 1, got 0"),
         (["--workers", "9999"], "--workers 9999: there are cores for "),
-        (
-            ["--workers", "2", "--address", "127.0.0.1:1"],
-            "no Ray cluster can be used at 127.0.0.1:1",
-        ),
-        (["--workers", "2", "--address", "here"], "expected HOST:PORT, ray://HOST:PORT or auto"),
-        (["--address", "127.0.0.1:1"], "--address is of a Ray cluster, for more --workers than 1"),
         (["--workers", "2", "--device", "cuda:1"], "expected cuda, which CUDA_VISIBLE_DEVICES"),
         (["--decoder", "autoregressive"], "no option"),
     ],
@@ -189,25 +176,9 @@ def test_bad_input_is_found_before_weights_are_read(
     assert files(folder) == before == expected
 
 
-def test_without_ray_several_workers_are_an_error_that_names_the_extra(
-    saved, unloadable, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("decode.cli.find_spec", lambda name: None)
-    rows = write_rows(tmp_path / "rows.jsonl")
-    assert batch.main(command(saved, rows, tmp_path / "out", "--workers", "2")) == 2
-    assert "pip install 'd2f-toolkit[ray]'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_rows_none_of_which_fits_the_model_are_an_error(saved, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('\n{"ids": [9999]}\n')
     assert batch.main(command(saved, tmp_path / "rows.jsonl", tmp_path / "out")) == 2
     assert "none of the 1 rows could be answered" in capsys.readouterr().err
     (bad,) = lines_of((tmp_path / "out" / "bad.jsonl").read_bytes())
     assert bad["where"].endswith("rows.jsonl, line 2")
-
-
-def test_one_worker_needs_neither_ray_nor_torch_to_begin():
-    code = "import sys; import decode.batch; print({'ray', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
