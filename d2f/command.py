@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import ParamSpec
 
 import d2f
@@ -73,38 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS)
         return say(f"error: no command {repr_of(name)}{hint} (d2f --help lists them)", BAD_INPUT)
-    # Before the import: a user's decode.py in the working folder would be run in its place.
-    try:
-        require("decode", "distill", "triton_kernels")
-    except HiddenPackageError as error:
-        return say(f"error: {error}", BAD_INPUT)
     global _called_as
     _called_as = f"d2f {name}"
     sys.argv[1:] = given[1:]  # a command reads its own arguments there, as under python -m
     status: int | None = import_module(COMMANDS[name][0]).main()
     return status
-
-
-# A user's file of the same name can hide one of the toolkit's packages.
-
-
-class HiddenPackageError(ImportError):
-    """Python finds something else by the name of one of the toolkit's packages."""
-
-
-def require(*names: str) -> None:
-    """Raise HiddenPackageError where Python would import something else by one of these names."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for name in names:
-        spec = find_spec(name)
-        if spec is None:
-            continue
-        found, own = [*(spec.submodule_search_locations or ()), spec.origin][0], f"{here}/{name}"
-        if os.path.realpath(str(found)) != os.path.realpath(own):
-            raise HiddenPackageError(
-                f"{found} hides the package {name} of d2f-toolkit ({own}): rename it, or call the "
-                "command d2f, which does not look in the working folder"
-            )
 
 
 # The end of a command: what went wrong is a line on standard error and an exit status.

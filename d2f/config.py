@@ -172,15 +172,16 @@ def put(values: dict[str, Any], key: str, value: Any) -> str:
     the numbers of lists' members. Raises InputError."""
     *sections, last = key.replace("-", "_").split(".")
     place: Any = values
-    path: list[str | int] = []
+    path: list[str] = []
     for section in sections:
-        path.append(_member(place, section, key) if isinstance(place, list) else section)
-        place = place[path[-1]] if isinstance(place, list) else place.setdefault(section, {})
+        at: Any = _member(place, section, key) if isinstance(place, list) else section
+        place = place[at] if isinstance(place, list) else place.setdefault(at, {})
+        path.append(str(at))
         if not isinstance(place, dict | list):
             raise InputError(one_line(f"--{key}: {section} is not a section"))
-    path.append(_member(place, last, key) if isinstance(place, list) else last)
-    place[path[-1]] = value
-    return ".".join(map(str, path))
+    at = _member(place, last, key) if isinstance(place, list) else last
+    place[at] = value
+    return ".".join([*path, str(at)])
 
 
 def _member(members: list[Any], name: str, key: str) -> int:

@@ -6,10 +6,9 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,58 +108,24 @@ def busy() -> bool:
     import psutil
 
     shares = psutil.cpu_percent(0.1, percpu=True)
-    affine = getattr(os, "sched_getaffinity", None)
-    usable = affine(0) if affine is not None else range(len(shares))
-    own = [shares[cpu] for cpu in usable if cpu < len(shares)]
-    return bool(own) and sum(own) / len(own) >= 90.0
+    if hasattr(os, "sched_getaffinity"):
+        shares = [shares[cpu] for cpu in os.sched_getaffinity(0) if cpu < len(shares)]
+    return bool(shares) and sum(shares) / len(shares) >= 90.0
 
 
-def usable_cpus(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Count the processors that the process may use, at most its control groups' quota: a container
-    with a quota of two and a half has two.
-
-    own: the file in which Linux names a process's groups. root: the folder of all groups.
-    """
+def usable_cpus(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Count the processors that the process may use, at most the quota of its container: with a
+    quota of two and a half it is two. groups: where Linux has the control groups."""
     affine = getattr(os, "sched_getaffinity", None)
     count = len(affine(0)) if affine is not None else os.cpu_count() or 1
-    quota = cpu_quota(own, root)
-    return count if quota is None else max(1, min(count, math.floor(quota)))
-
-
-def cpu_quota(own: Path, root: Path) -> float | None:
-    """Return the processors' worth of time of the process's control groups, None without limit."""
-    quotas = [quota for folder in _groups(own, root) if (quota := _quota(folder)) is not None]
-    return min(quotas, default=None)
-
-
-def _groups(own: Path, root: Path) -> Iterator[Path]:
-    """Yield the process's group and all around it, in version 2's hierarchy and in version 1's.
-    In a container its own group is mounted as the root."""
-    names = [line.split(":")[-1] for line in (_read(own) or "").splitlines()]
-    for base in (root, root / "cpu"):
-        yield base
-        for name in names:
-            parts = [part for part in name.split("/") if part]
-            yield from (base.joinpath(*parts[: i + 1]) for i in range(len(parts)))
-
-
-def _quota(group: Path) -> float | None:
-    # Version 2: "max 100000" or "250000 100000"; version 1: a file each, -1 for no limit.
-    text = _read(group / "cpu.max")
-    if text is None:
-        text = f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
-    try:
-        quota, period = (float(word) for word in text.split())
-    except ValueError:
-        return None
-    return quota / period if quota > 0 and period > 0 else None
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # no such version, or "max": no limit
+            quota, period = (
+                int(n) for n in " ".join((groups / f).read_text() for f in files).split()
+            )
+            if quota > 0:  # -1: no limit
+                return max(1, min(count, quota // period))
+    return count
 
 
 # Between two parallel loops OpenMP's threads spin, each on a core, to be ready at once. Where

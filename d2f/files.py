@@ -1,14 +1,12 @@
 """Write files and folders whole or not at all, and hold an output for one command at a time.
 
-What is written first has a name of its own beside its place (``NAME.HEX.writing``) and is renamed
-when it is on disk. The next write to the same place removes what a killed command left there.
+What is written first has a name of its own beside its place (``NAME.writing``) and is renamed when
+it is on disk. The next write to the same place takes over what a killed command left there.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,9 +30,9 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     """
     with says_what_is_kept(path):
         path = path.resolve()  # a link stays one
-        beside = _beside(path)
+        beside = path.with_name(f"{path.name}.writing")
         try:
-            with beside.open("xb") as file:
+            with beside.open("wb") as file:
                 yield file
                 # After a power cut the name must not lead to data that is not on disk.
                 file.flush()
@@ -54,28 +52,33 @@ def writing_folder(place: Path) -> Iterator[Path]:
     """
     with says_what_is_kept(place):
         place = place.resolve()  # a link stays one
-        beside = _beside(place)
+        put_back(place)
+        beside = place.with_name(f"{place.name}.writing")
+        shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
-        old = place.with_name(f"{place.name}.{secrets.token_hex(8)}.replaced")
         try:
             yield beside
             if place.exists():
-                place.rename(old)
+                place.rename(_replaced(place))
             beside.rename(place)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             put_back(place)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(_replaced(place), ignore_errors=True)
 
 
 def put_back(place: Path) -> None:
     """Restore a folder that a kill left beside its place (`writing_folder`)."""
-    for old in _leftovers(place, "replaced"):
-        if place.exists():  # both renames were done, only the removal was not
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(place)
+    old = _replaced(place)
+    if place.exists():  # both renames were done, only the removal was not
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.exists():
+        old.rename(place)
+
+
+def _replaced(place: Path) -> Path:
+    return place.with_name(f"{place.name}.replaced")
 
 
 class GrowingFile:
@@ -183,16 +186,3 @@ def says_what_is_kept(place: Path, kept: str | None = None) -> Iterator[None]:
         there = "what was there before is untouched" if place.exists() else "nothing is there"
         reason = getattr(error, "strerror", None) or error
         raise OutputError(f"{what} could not be written: {reason}; {kept or there}") from error
-
-
-def _beside(path: Path) -> Path:
-    """Name what is written first, and remove what killed commands left of it."""
-    put_back(path)
-    for left in _leftovers(path, "writing"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.writing")
-
-
-def _leftovers(path: Path, suffix: str) -> list[Path]:
-    pattern = re.compile(re.escape(path.name) + rf"\.[0-9a-f]{{16}}\.{suffix}")
-    return [path.with_name(name) for name in os.listdir(path.parent) if pattern.fullmatch(name)]

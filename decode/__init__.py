@@ -8,16 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-try:
-    from d2f import command as siblings
-except ImportError as error:  # of a d2f.py of the user's
-    import d2f
-
-    _place = next(iter(getattr(d2f, "__path__", None) or [d2f.__file__]))
-    raise ImportError(f"{_place} hides the package d2f of d2f-toolkit: rename it") from error
-
-siblings.require("d2f")
-
 if TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` finds them
     from d2f.errors import QueueFullError
     from decode.api import generate, stream

@@ -95,21 +95,16 @@ class Record:
     @staticmethod
     def of(job: Job, result: Result, seconds: float, right: bool | None) -> Record:
         """Make the record of a result. right: the verdict on its text."""
+        same = ("text", "finish_reason", "prompt_tokens", "forwards", "counts", "tokens")
         return Record(
+            **{name: getattr(result, name) for name in (*same, "raw_tokens")},
             id=job.source.id,
             task=job.source.problem.task if job.source.problem else None,
             question=job.source.question,
-            text=result.text,
             right=right,
-            finish_reason=result.finish_reason,
-            prompt_tokens=result.prompt_tokens,
             max_new_tokens=job.decoder.length,
-            forwards=result.forwards,
             rows=sum(rows for rows, _ in result.calls),
-            counts=result.counts,
             seconds=seconds,
-            tokens=result.tokens,
-            raw_tokens=result.raw_tokens,
         )
 
     @property
@@ -136,8 +131,7 @@ class Record:
     @property
     def line(self) -> str:
         """All of it in one line, without control characters."""
-        name, text = one_line(str(self.id)), one_line(self.shown)
-        return f"{name}  {self.verdict}  {self.numbers}  {text}"
+        return one_line(f"{self.id}  {self.verdict}  {self.numbers}  {self.shown}")
 
 
 # Problems of tasks.
@@ -216,10 +210,8 @@ def read_prompts(path: str) -> list[Source]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = data.decode("utf-8-sig")  # a byte order mark is no part of the first line
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}: cannot be read: {error}") from error
     sources: dict[int | str, Source] = {}
     # Not splitlines: JSON text may hold U+2028 and other characters that it would break at.
     for number, line in enumerate(text.split("\n"), 1):

@@ -125,17 +125,16 @@ def _verdicts(
     waiting: Sequence[tuple[Job, Result, float]], judges: JudgePool | None
 ) -> list[bool | None]:
     """Judge the responses; None for a prompt of one's own."""
-    asked = {
-        place: (job.source.task, job.source.problem, result.text or "")
-        for place, (job, result, _) in enumerate(waiting)
+    asked = [
+        (job.source.task, job.source.problem, result.text or "")
+        for job, result, _ in waiting
         if job.source.task is not None and job.source.problem is not None
-    }
+    ]
     if judges is None:
-        right = [task.right(problem, text) for task, problem, text in asked.values()]
+        right = iter([task.right(problem, text) for task, problem, text in asked])
     else:
-        right = judges.right(list(asked.values()))
-    by_place = dict(zip(asked, right, strict=True))
-    return [by_place.get(place) for place in range(len(waiting))]
+        right = iter(judges.right(asked))
+    return [None if job.source.task is None else next(right) for job, _, _ in waiting]
 
 
 def _warm_up(model: DiffusionModel, job: Job) -> None:

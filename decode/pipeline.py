@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -78,13 +78,13 @@ class PromptOptions:
 
     def check(self) -> None:
         """Raise InputError for flags that do not go together."""
-        prompts = self.prompt is not None or self.prompts_file is not None
+        own = self.prompt is not None or self.prompts_file is not None
         if self.prompt is not None and self.prompts_file is not None:
             raise InputError("--prompt and --prompts-file exclude each other: expected one")
         for name in ("tasks", "data", "problems"):
-            if prompts and getattr(self, name) is not None:
+            if own and getattr(self, name) is not None:
                 raise InputError(f"--{name} is for held-out problems, not for prompts of your own")
-        if self.raw and not prompts:
+        if self.raw and not own:
             raise InputError("--raw needs --prompt or --prompts-file")
         if self.prompt == "":
             raise InputError("--prompt is empty: expected at least one token")
@@ -145,42 +145,50 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
 
 def run(options: Options, console: Console | None = None) -> None:
     """Decode what the options say. Raises InputError before any work, RankError."""
+    # From the cheapest check to the dearest: flags, files, the model's shape, then its weights.
     settings = read_settings(options)
-    _check_paths(options)
+    for flag, place in (("--output", options.output), ("--trace", options.trace)):
+        if place is not None:
+            check_place(Path(os.path.realpath(place)), flag)
     sources = read_sources(options)
-    settings.check(s.task.response_length if s.task else DEFAULT_MAX_NEW_TOKENS for s in sources)
+    lengths = (s.task.response_length if s.task else DEFAULT_MAX_NEW_TOKENS for s in sources)
+    settings.check(lengths, options)
     if followed(options):
         return
     console = console or standard_output()
-    trace = None if options.trace is None else Trace(options.trace)
+    live = is_live(console) and not options.quiet
     with ExitStack() as stack:
-        with _waiting(options, console):
-            # From the cheapest check to the dearest: the model's shape, then its weights.
+        loading = console.status(Text(f"loading {options.model}")) if live else nullcontext()
+        with loading:
             shape = checked_outline(options)
-            samples = ("--n", options.n)
-            jobs = make_jobs(shape, sources, settings, raw=options.raw, samples=samples)
+            jobs = make_jobs(shape, sources, settings, raw=options.raw, samples=("--n", options.n))
             if options.output is not None:
                 refuse_early(options.output, header(options, shape, "", jobs))
             model, weights = load(options)
-            run = header(options, model, weights, jobs)
-            ledger = None
-            if options.output is not None:
-                ledger = stack.enter_context(Ledger(options.output, run))
+        run = header(options, model, weights, jobs)
+        ledger = None
+        if options.output is not None:
+            ledger = stack.enter_context(Ledger(options.output, run))
         give_notices(dict.fromkeys(source.task for source in sources if source.task is not None))
         if (doubt := doubt_of(model, jobs[0].decoder)) is not None:
             say(f"notice: {doubt}")
         if ledger is not None:
             ledger.say_what_is_there(len(jobs), "prompts")
-            if ledger.rows and trace is not None:
-                say("notice: they will not be in the trace")
-        shown = _display(options, console, model)
+        # Several prompts at once would each wait for the others' pauses.
+        pause = options.pause if options.batch_size == 1 else 0.0
+        shown: list[Display] = []
+        if live:
+            shown.append(LiveDisplay(console, model.tokenizer, model.end_ids, pause=pause))
+        elif not options.quiet:
+            shown.append(Plain(console))
+        trace = None if options.trace is None else Trace(options.trace)
         decoded = decode_jobs(
             OneWorker(model),
             jobs,
             batch_size=options.batch_size,
             max_rows=options.max_rows,
             ledger=ledger,
-            displays=[shown] if trace is None else [trace, shown],
+            displays=shown if trace is None else [trace, *shown],
         )
     _report(options, console, model, decoded)
     if trace is not None and decoded.new:
@@ -199,22 +207,6 @@ def read_sources(options: Options) -> list[Source]:
         for task in options.chosen
         for source in task_sources(task, draw_problems(task, "heldout", count))
     ]
-
-
-def _check_paths(options: Options) -> None:
-    """Raise InputError where two options name one file, or a result cannot be put where it is to
-    be."""
-    seen: dict[str, str] = {}
-    for name in ("config", "prompts_file", "output", "trace"):
-        value = getattr(options, name)
-        if value is None or value == "-":
-            continue
-        flag, place = "--" + name.replace("_", "-"), os.path.realpath(value)
-        if place in seen:
-            raise InputError(f"{seen[place]} and {flag} are the same file, {value}")
-        seen[place] = flag
-        if name in ("output", "trace"):
-            check_place(Path(place), flag)
 
 
 class Trace(Display):
@@ -249,23 +241,6 @@ class Trace(Display):
         """Write the file, whole or not at all."""
         content = {"run": run, "requests": list(self._requests.values())}
         write_beside(self.path, json.dumps(content) + "\n")
-
-
-def _display(options: Options, console: Console, model: DiffusionModel) -> Display:
-    if options.quiet:
-        return Display()
-    if not is_live(console):
-        return Plain(console)
-    # Several prompts at once would each wait for the others' pauses.
-    pause = options.pause if options.batch_size == 1 else 0.0
-    return LiveDisplay(console, model.tokenizer, model.end_ids, pause=pause)
-
-
-def _waiting(options: Options, console: Console) -> AbstractContextManager[object]:
-    """Say in a terminal that the model is being loaded."""
-    if options.quiet or not is_live(console):
-        return nullcontext()
-    return console.status(Text(f"loading {options.model}"))
 
 
 def _report(options: Options, console: Console, model: DiffusionModel, decoded: Decoded) -> None:

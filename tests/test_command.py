@@ -1,4 +1,4 @@
-"""Every command: its name, its help without torch, how it ends, and who hides its package."""
+"""Every command: its name, its help without torch, how it ends, and its status."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ import torch
 
 import d2f
 from d2f import command as command_line
-from d2f.command import COMMANDS, HiddenPackageError, command, main, require
+from d2f.command import COMMANDS, command, main
 from d2f.errors import InputError, NonFiniteLogitsError, OutputError
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "accelerate", "peft", "triton", "datasets")
 
 
-def started(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
+def started(code: str) -> list[str]:
+    """The lines that a fresh Python prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-
-
-def heavy_after(code: str) -> list[str]:
-    done = started("-c", f"import sys\n{code}\nprint('heavy:', *set(sys.modules) & set({HEAVY}))")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].split()[1:]
+    return done.stdout.splitlines()
 
 
 def test_importing_a_package_brings_nothing_heavy():
-    assert heavy_after("import d2f, decode, distill, triton_kernels, decode.decoders") == []
+    code = "import sys, d2f, decode, distill, triton_kernels, decode.decoders, decode.batch\n"
+    assert started(f"{code}print(set(sys.modules) & set({HEAVY}))") == ["set()"]
 
 
 def test_version_and_help_list_the_commands(capsys):
@@ -53,19 +49,20 @@ def test_the_readme_names_every_command():
     assert re.findall(r"`([\w-]+)`", listed) == list(COMMANDS)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_commands_help_shows_its_name_and_comes_without_torch(name):
-    code = f"sys.argv[1:] = ['{name}', '--help']\nfrom d2f.command import main\n"
-    code += "try: main()\nexcept SystemExit as end: assert not end.code\n"
-    done = started("-c", f"import sys\n{code}print('heavy:', *set(sys.modules) & set({HEAVY}))")
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    assert lines[0].startswith((f"usage: d2f {name}", f"d2f {name}")) and lines[-1] == "heavy:"
-
-
-def test_train_as_a_file_shows_the_line_that_runs_the_file():
-    done = started(str(ROOT / "distill" / "train.py"), "--help")
-    assert done.stdout.startswith("usage: accelerate launch distill/train.py")
+def test_every_help_shows_its_command_and_comes_without_torch():
+    code = f"""
+import sys
+from d2f.command import COMMANDS, main
+for name in COMMANDS:
+    sys.argv[1:] = [name, "--help"]
+    try: main()
+    except SystemExit as end: assert not end.code
+    print("heavy:", *set(sys.modules) & set({HEAVY}))
+"""
+    lines = started(code)
+    usages = [line for line in lines if line.startswith(("usage: d2f ", "d2f "))]
+    assert all(any(f"d2f {name}" in line for line in usages) for name in COMMANDS)
+    assert [line for line in lines if line.startswith("heavy:")] == ["heavy:"] * len(COMMANDS)
 
 
 def test_a_command_gets_its_words_and_gives_its_status(monkeypatch, capsys):
@@ -135,46 +132,6 @@ def test_a_reader_who_left_is_no_traceback():
             cwd=ROOT, text=True,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def hidden(folder: Path, name: str) -> Path:
-    """A user's own file, or folder for a name that ends with a slash."""
-    path = folder / name
-    if name.endswith("/"):
-        path.mkdir()
-        (path / "__init__.py").touch()
-    else:
-        path.write_text("mine = 1\n")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("decode.py", ["-m", "d2f", "evaluate", "--help"]),
-        ("d2f.py", ["-c", "import decode; decode.generate"]),
-        ("d2f/", ["-c", "from distill.train import train"]),
-    ],
-)
-def test_a_file_that_hides_a_package_is_named(name, words, tmp_path):
-    place = hidden(tmp_path, name)
-    done = started(*words, folder=tmp_path)
-    package = name.rstrip("/").removesuffix(".py")
-    assert (
-        done.returncode
-        and f"{place} hides the package {package} of d2f-toolkit" in (done.stderr.splitlines()[-1])
-    )
-
-
-def test_a_hidden_package_that_is_not_needed_is_no_error(tmp_path, monkeypatch):
-    hidden(tmp_path, "distill.py")
-    done = started("-c", "import d2f, decode; print(decode.D2F().name)", folder=tmp_path)
-    assert done.stdout == "d2f\n", done.stderr
-    (tmp_path / "hidden_by_a_file.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    require("distill_of_nobody", "no_package_of_this_name")
-    with pytest.raises(HiddenPackageError, match=r"hidden_by_a_file\.py hides the package"):
-        require("no_package_of_this_name", "hidden_by_a_file")
 
 
 def test_public_names_are_there_when_asked_for():

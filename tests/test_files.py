@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from d2f.errors import OutputError
 from d2f.files import (
     GrowingFile,
     locked,
     locked_file,
-    says_what_is_kept,
     write_beside,
     writing,
     writing_folder,
@@ -41,24 +41,18 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 def test_what_a_killed_command_left_does_not_stay(tmp_path):
-    script = (
-        "import os, sys, pathlib, d2f.files as f\n"
-        "place = pathlib.Path(sys.argv[1])\n"
-        "with f.writing(place / 'file') as file, f.writing_folder(place / 'folder') as folder:\n"
-        "    file.write(b'half'); file.flush(); (folder / 'half').write_text('half')\n"
-        "    os._exit(9)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)])
-    assert done.returncode == 9 and len(list(tmp_path.iterdir())) == 2
-    (tmp_path / "other.0123456789abcdef.writing").write_text("another's")
+    (tmp_path / "file.writing").write_text("half")
+    (tmp_path / "folder.writing").mkdir()
+    (tmp_path / "folder.writing" / "half").touch()
     write_beside(tmp_path / "file", "whole")
     fill_folder(tmp_path / "folder")
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["file", "folder", "other.0123456789abcdef.writing"]
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == [
+        "file", "folder", "folder/new",
+    ]  # fmt: skip
 
 
 def test_a_folder_that_a_kill_left_beside_its_place_is_put_back(tmp_path):
-    place, old = tmp_path / "model", tmp_path / "model.0123456789abcdef.replaced"
+    place, old = tmp_path / "model", tmp_path / "model.replaced"
     old.mkdir()
     (old / "old").write_text("old")
     with pytest.raises(KeyboardInterrupt):
@@ -102,22 +96,11 @@ def test_a_folder_is_as_it_was_where_the_disk_is_full(tmp_path, monkeypatch):
 
 def test_weights_that_the_disk_does_not_take(tmp_path):
     """safetensors has an error of its own for it."""
-    script = (
-        "import pathlib, resource, sys\n"
-        "import numpy as np\n"
-        "from safetensors.numpy import save_file\n"
-        "from d2f.errors import OutputError\n"
-        "from d2f.files import writing_folder\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try:\n"
-        "    with writing_folder(pathlib.Path(sys.argv[1])) as folder:\n"
-        "        save_file({'w': np.zeros(9999)}, folder / 'w')\n"
-        "except OutputError as error:\n"
-        "    print(error)\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert "model could not be written: " in done.stdout and "too large" in done.stdout, done.stderr
+    with pytest.raises(OutputError, match=r"model could not be written: I/O error: No space"):
+        with writing_folder(tmp_path / "model"):
+            raise SafetensorError("I/O error: No space left on device")
+    with pytest.raises(SafetensorError, match="shape"), writing_folder(tmp_path / "model"):
+        raise SafetensorError("a shape")
     assert not list(tmp_path.iterdir())
 
 
@@ -138,19 +121,6 @@ def test_a_growing_file_has_whole_lines_only(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match=r"log could not.*No space left.*before is kept"):
             file.write("third\n")
         assert (tmp_path / "log").read_text() == "one\nsecond\n"
-
-
-def test_the_file_that_failed_is_named_not_the_folder_it_was_for(tmp_path):
-    part, full_disk = tmp_path / "part", "No space left on device"
-    for error in (OSError(errno.ENOSPC, full_disk, str(part)), OSError(full_disk)):
-        named = part if error.filename else tmp_path
-        with (
-            pytest.raises(
-                OutputError, match=f"^{named} could not be written: {full_disk}; as it was"
-            ),
-            says_what_is_kept(tmp_path, "as it was"),
-        ):
-            raise error
 
 
 # Locks.
@@ -203,9 +173,3 @@ def test_a_file_is_held_by_a_lock_beside_it(tmp_path):
             pass
         assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl.lock"]
     assert not list(tmp_path.iterdir())
-
-
-def test_what_cannot_be_locked(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="file cannot be made"), locked(tmp_path / "file"):
-        raise AssertionError("it is no folder")

@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, teacher, objective, 
     train(settings(tmp_path / "whole", objective, **changes))
     for _ in range(6 // killed_after):
         train(settings(tmp_path / "killed", objective, **changes), stop_after=killed_after)
-        left = f"checkpoints/step-0000002.{'0' * 16}.writing"
+        left = "checkpoints/step-0000002.writing"
         (tmp_path / "killed" / left).mkdir(exist_ok=True)
     assert same(tmp_path / "whole", tmp_path / "killed")
     lines = [json.loads(line) for line in (tmp_path / "killed" / "log.jsonl").open()]

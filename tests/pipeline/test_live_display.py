@@ -71,7 +71,9 @@ def test_a_run_in_a_low_terminal(student):
     assert re.search(r"lines \d+ to \d+ of", frames) and "answer" in frames
 
 
-@pytest.mark.parametrize(("pause", "forwards", "said"), [(None, 10, 0.5), (None, 400, 3), (1, 9, 9)])
+@pytest.mark.parametrize(
+    ("pause", "forwards", "said"), [(None, 10, 0.5), (None, 400, 3), (1, 9, 9)]
+)
 def test_the_pauses_of_a_run_are_bounded_unless_they_are_asked_for(
     monkeypatch, pause, forwards, said
 ):
