@@ -138,7 +138,7 @@ NONSENSE = {
         "--model tiny-teacher --output o --temperatures x": "--temperatures must be numbers",
         "--model tiny-teacher --output o --decoder block": "--decoder: expected one of",
     },
-    "convert": {"--model tiny-ar": "expected --family, --output"},
+    "convert": {"--model tiny-ar": "expected --output"},
     "data": {"--config tiny-d2f": "expected --inspect", "--inspect": "expected --config"},
 }  # fmt: skip
 CASES = [(*line.split(" ", 1), said) for line, said in NEAREST.items()]
