@@ -29,7 +29,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test fuzz mutate lint format models compare vllm clean
+.PHONY: help install run test mutate lint format models compare vllm clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,10 +41,6 @@ run: $(INSTALLED) ## Decode a few held-out problems with the bundled D2F model
 
 test: $(INSTALLED) ## Run every test
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
-
-fuzz: $(INSTALLED) ## Run the fuzzers for long, from a seed that is printed at the end
-	D2F_FUZZ_EXAMPLES=$${D2F_FUZZ_EXAMPLES:-3000} D2F_FUZZ_SEED=$${D2F_FUZZ_SEED:-random} \
-		$(PY) -m pytest -n $(JOBS) tests/fuzz $(ARGS)
 
 mutate: $(INSTALLED) ## Count the small faults that the tests miss (settings: pyproject.toml)
 	$(PY) -m mutmut run $(ARGS)
