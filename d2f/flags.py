@@ -43,13 +43,13 @@ def check_least(options: object, **least: float) -> None:
             raise InputError(f"--{flag} must be at least {bound:g}, got {value}")
 
 
-def check_model_name(name: str) -> None:
+def check_model_name(name: str, flag: str = "--model") -> None:
     """Raise InputError unless a model may have this name; a hub is not asked."""
     owner, *rest = name.split("/")
     is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
     if not os.path.isdir(resolve(name)) and not is_hub_name:
         raise InputError(
-            f"--model {name}: expected a folder, a hub name as owner/name, or one of "
+            f"{flag} {name}: expected a folder, a hub name as owner/name, or one of "
             f"{', '.join(names())}{did_you_mean(name, names())}"
         )
 

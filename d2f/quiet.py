@@ -46,20 +46,17 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 def loading_bars(weights: bool, downloads: bool | None = None) -> Iterator[None]:
     """Show or hide transformers' bars while it reads weights, and the hub's for downloads (None:
     as they were)."""
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers.utils.logging import is_progress_bar_enabled
+    from huggingface_hub import utils as hub
+    from transformers.utils import logging as transformers
 
-    before = is_progress_bar_enabled(), not are_progress_bars_disabled()
-    _show_bars(weights, before[1] if downloads is None else downloads)
+    def show(weights: bool, downloads: bool) -> None:
+        # transformers' switch sets that of downloads, too.
+        (transformers.enable_progress_bar if weights else transformers.disable_progress_bar)()
+        (hub.enable_progress_bars if downloads else hub.disable_progress_bars)()
+
+    before = transformers.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    show(weights, before[1] if downloads is None else downloads)
     try:
         yield
     finally:
-        _show_bars(*before)
-
-
-def _show_bars(weights: bool, downloads: bool) -> None:
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
-
-    (enable_progress_bar if weights else disable_progress_bar)()  # sets those of downloads, too
-    (enable_progress_bars if downloads else disable_progress_bars)()
+        show(*before)

@@ -44,15 +44,15 @@ def find_config(given: str | Path, *folders: str) -> Path:
     name = text.removesuffix(".yaml")
     if name in known:
         return known[name]
-    wrong = "a folder" if os.path.isdir(text) else "no such file"
     stem = Path(text).stem
-    if stem in known:
-        wrong += f"; the package's own is found by its name, {stem} ({known[stem]})"
     other = shipped().get(stem)
-    of_another = f" (one of {other.parent.name} has)" if other is not None else ""
+    hint = did_you_mean(stem, known)
+    if other is not None:
+        hint = f"; {stem} is one of {other.parent.name}, {other}"
+    wrong = "a folder" if os.path.isdir(text) else "no such file"
     raise InputError(
-        f"{text}: cannot be read: {wrong}, and no configuration has this name here{of_another}"
-        f"{did_you_mean(stem, known)}; there are {', '.join(known)}"
+        f"{text}: cannot be read: {wrong}, and no configuration has this name here{hint}; there "
+        f"are {', '.join(known)}"
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -31,8 +31,6 @@ from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder
 from decode.decoders.base import Option, common_options, options_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from d2f.model import DiffusionModel
 
 DEFAULT_MODEL = "tiny-d2f"
@@ -101,6 +99,8 @@ class ModelOptions:
     def check(self) -> None:
         """Raise InputError for a model that cannot be, or flags that do not go together."""
         check_model_name(self.model)
+        if self.adapter is not None:
+            check_model_name(self.adapter, "--adapter")
         check_least(self, tensor_parallel=1)
         if isinstance(self.threads, int):
             check_least(self, threads=1)
@@ -153,8 +153,8 @@ class WorkerOptions:
             raise InputError("--tensor-parallel is not for several --workers")
         if ":" in (self.device or ""):
             raise InputError(
-                f"--device {self.device}: each of several --workers has a GPU of its own: expected "
-                "cuda, which CUDA_VISIBLE_DEVICES may narrow"
+                f"--device {self.device}: several --workers have a GPU each: expected cuda, which "
+                "CUDA_VISIBLE_DEVICES may narrow"
             )
 
 
@@ -505,29 +505,22 @@ def followed(options: ModelOptions, each: Iterable[ModelOptions] = ()) -> bool:
 
 def weights_hash(model: DiffusionModel) -> str:
     """Hash the name, shape and first, middle and last row of every loaded tensor, adapter included,
-    or of the parts of them that this process has."""
+    or of the parts of them that this process has; of a quantised weight its values and scales."""
     import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     from d2f.tensor_parallel import own_part
 
     digest = hashlib.sha256()
-    own = {name: own_part(tensor) for name, tensor in model.backbone.state_dict().items()}
-    for name, tensor in sorted(stored_tensors(own)):
-        rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
-        # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
-        sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def stored_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor; for a quantised weight those that it is made of, values and scales."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    for name, tensor in tensors.items():
+    for name, whole in sorted(model.backbone.state_dict().items()):
+        tensor = own_part(whole)
+        parts = {name: tensor}
         if is_traceable_wrapper_subclass(tensor):
-            parts, _ = tensor.__tensor_flatten__()
-            yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts)
-        else:
-            yield name, tensor
+            parts = {f"{name}.{p}": getattr(tensor, p) for p in tensor.__tensor_flatten__()[0]}
+        for part, values in parts.items():
+            rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+            # Three rows of each tensor: all weights of an 8B model are gigabytes to hash.
+            sample = rows[[0, len(rows) // 2, -1]].cpu().contiguous()  # [3, columns]
+            digest.update(f"{part}{list(values.shape)}".encode())
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

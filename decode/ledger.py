@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,30 +79,26 @@ class Ledger:
         self._started = bool(self.rows)
 
     def _read(self, ignored: set[str]) -> None:
-        if not self.path.exists() or not self.path.stat().st_size:
-            return
-        with self.path.open("rb") as file:
-            first = file.readline()
-            try:
-                there = dict(json.loads(first)[self._header])
-            except (ValueError, LookupError, TypeError) as error:
-                raise InputError(
-                    f"{self.path} exists and is not an output of this command; nothing was written"
-                ) from error
-            whole = len(first)
-            for number, line in enumerate(file, 2):
-                if not line.endswith(b"\n"):
-                    self.torn = True
-                    break
+        there: dict[str, Any] = {}
+        with self.path.open("rb") if self.path.exists() else nullcontext([]) as lines:
+            for number, line in enumerate(lines, 1):
                 try:
-                    self._keep(json.loads(line))
+                    if number == 1:
+                        there = dict(json.loads(line)[self._header])
+                    elif line.endswith(b"\n"):
+                        self._keep(json.loads(line))
+                    else:
+                        self.torn = True
+                        break
                 except (ValueError, LookupError, TypeError) as error:
-                    self._refuse_another_run(there, ignored)  # the likely reason
-                    raise InputError(f"{self.path}, line {number}: not a row of it") from error
-                whole += len(line)
+                    self._refuse_another_run(there or self.run, ignored)  # the likely reason
+                    raise InputError(
+                        f"{self.path}, line {number}, is not an output of this command; nothing "
+                        "was written"
+                    ) from error
+                self._whole += len(line)
         if self.rows:
             self._refuse_another_run(there, ignored)
-        self._whole = whole
 
     def _refuse_another_run(self, there: dict[str, Any], ignored: set[str]) -> None:
         different = [
@@ -167,21 +163,15 @@ def json_line(values: dict[str, Any]) -> str:
 
 def check_place(path: Path, option: str = "--output") -> None:
     """Raise InputError if no file can be put at `path`."""
-    if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: the folder {path.parent} does not exist")
-    if path.exists() and not path.is_file():
-        raise InputError(f"{option} {path} is not a file")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"{option} {path}: the folder {path.parent} cannot be written")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not path.is_file()):
+        raise InputError(f"{option} {path}: expected a file in a folder that can be written")
 
 
 def check_folder(output: str | Path) -> Path:
     """Return the real path of an output folder. Raises InputError if it cannot be one."""
     folder = Path(os.path.realpath(output))
-    if not str(output):
-        raise InputError("--output is empty: expected a folder")
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output {output}: no folder can be there: it is a file")
-    if folder.exists() and not os.access(folder, os.W_OK):
-        raise InputError(f"--output {output}: the folder cannot be written")
+    if not str(output) or (
+        folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK))
+    ):
+        raise InputError(f"--output {output}: expected a folder that can be written")
     return folder

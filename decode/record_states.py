@@ -1,8 +1,4 @@
-"""python -m decode.record_states --model tiny-d2f --tasks story,sudoku --output runs/states.json
-
-Decodes problems of the tiny tasks with D2F's pipeline and records, at each forward, the mask ratio
-of each open block: what training with `noise.schedule: pipeline` and `noise.states` draws from.
-"""
+"""python -m decode.record_states --model tiny-d2f --tasks story,sudoku --output runs/states.json"""
 
 from __future__ import annotations
 

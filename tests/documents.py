@@ -1,41 +1,40 @@
-"""Commands that stand in documents, run in small."""
+"""Commands that stand in documents, run in small and in this process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import contextlib
+import io
+import shlex
+from importlib import import_module
 from pathlib import Path
+from unittest import mock
+
+from d2f.command import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(arguments: list[str], folder: Path) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def in_small(command: str, smaller: dict[str, str]) -> list[str]:
-    """The arguments of a command, with more behind it where it starts with a key of `smaller`."""
-    words = command.split('"')  # documents quote with double quotes only
-    arguments = [
-        part
-        for i, text in enumerate(words)
-        for part in ([text] if i % 2 else text.split())
-    ]  # fmt: skip
-    for start, more in smaller.items():
+def run(command: str, folder: Path, smaller: dict[str, str] | None = None) -> str:
+    """Run a command in a folder, with more behind it where it starts with a key of `smaller`;
+    return what it printed."""
+    words = shlex.split(command)
+    for start, more in (smaller or {}).items():
         if command.startswith(start) and "--prompt" not in command:
-            arguments += more.split()
-    arguments = [str(ROOT / a) if a.startswith(("distill/", "configs/")) else a for a in arguments]
-    if arguments[0] == "python":
-        return [sys.executable, *arguments[1:]]
-    if arguments[0] == "d2f":
-        return [sys.executable, "-m", *arguments]
-    if arguments[:2] == ["accelerate", "launch"]:
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-        return [*launch, *arguments[2:]]
-    raise AssertionError(f"a document has a command that no test knows: {command}")
+            words += more.split()
+    if words[0] == "d2f":
+        module, words = COMMANDS[words[1]][0], words[2:]
+    elif words[:2] == ["python", "-m"]:
+        module, words = words[2], words[3:]
+    elif words[:2] == ["accelerate", "launch"]:
+        module, words = "distill.train", words[2 + (words[2] == "-m") + 1 :]
+    else:
+        raise AssertionError(f"a document has a command that no test knows: {command}")
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
+    printed = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        mock.patch("sys.argv", [module, *words]),
+    ):
+        assert not import_module(module).main(), printed.getvalue()
+    return printed.getvalue()

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from documents import ROOT, in_small, run
+from documents import ROOT, run
 
 import d2f
 from benchmarks.tables import BLOCKS, with_block
@@ -22,7 +22,7 @@ def test_the_way_from_an_autoregressive_checkpoint_runs(tmp_path):
         "python -m decode.pipeline": "--problems 1 --tasks sudoku",
     }
     for command in block.splitlines():
-        out = run(in_small(command, smaller), tmp_path)
+        out = run(command, tmp_path, smaller)
     assert "tokens/forward" in out
     made = {name: tmp_path / "runs" / "from-ar" / name for name in ("start", "teacher", "student")}
     assert d2f.load(made["start"], device="meta").contract.objective == "next_token"
@@ -45,7 +45,7 @@ def test_the_way_to_a_scored_checkpoint_runs(tmp_path):
     ]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "my_task.yaml").write_text(found["yaml"])
-    said = [run(in_small(command, {}), tmp_path) for command in found["bash"].splitlines()]
+    said = [run(command, tmp_path) for command in found["bash"].splitlines()]
     assert "of 20 right" in said[0] and "of 29 right" in said[1]
     assert all("pass@4" in text for text in said[3:])
     for folder in ("sums", "sums-sampled"):

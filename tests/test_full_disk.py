@@ -168,5 +168,5 @@ def test_a_comparison_whose_output_is_a_file(tmp_path, capsys):
     path = compare_config(tmp_path, "http://127.0.0.1:9/v1")
     (tmp_path / "out").write_text("mine")
     assert main(["--config", path]) == 2
-    assert "no folder can be there: it is a file" in capsys.readouterr().err
+    assert "expected a folder that can be written" in capsys.readouterr().err
     assert (tmp_path / "out").read_text() == "mine"

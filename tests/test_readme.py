@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
+from importlib.util import find_spec
 
 import pytest
-from documents import ROOT, in_small, run
+from documents import ROOT, run
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -31,37 +31,28 @@ SMALLER = {
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith("make ")])
 def test_a_command_of_the_readme_runs(command, tmp_path):
     smaller = {start: more.format(tmp=tmp_path) for start, more in SMALLER.items()}
-    assert run(in_small(command, smaller), tmp_path) or "train" in command
+    assert run(command, tmp_path, smaller) or "train" in command
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
 def test_a_make_target_of_the_readme_runs_a_command_that_exists(command, tmp_path):
-    """`make run` is run; the others would run this test again, or train for hours, so the module
-    that they start is asked for its help."""
     target = command.split()[1]
     # What the make that runs these tests was given (`make test ARGS=-x`) is not for this one.
     ours = ("MAKE", "MFLAGS", "ARGS")
     free = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    done = ["-o", ".venv/.installed", "-o", ".venv-vllm/.installed"]
     recipe = subprocess.run(
-        ["make", "-n", "-o", ".venv/.installed", "-o", ".venv-vllm/.installed", target],
-        cwd=ROOT,
-        env=free,
-        capture_output=True,
-        text=True,
+        ["make", "-n", *done, target], cwd=ROOT, env=free, capture_output=True, text=True
     )
     assert recipe.returncode == 0, recipe.stderr
     words = recipe.stdout.strip().splitlines()[-1].split()
-    assert words[:2] == [".venv/bin/python", "-m"]
-    if target == "run":
-        output = run([sys.executable, *words[1:], "--problems", "1"], tmp_path)
-        assert "tokens" in output
-    else:
-        assert run([sys.executable, "-m", words[2], "--help"], tmp_path)
+    assert words[:2] == [".venv/bin/python", "-m"] and find_spec(words[2])
 
 
-def test_the_python_of_the_readme_runs(tmp_path):
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     (program,) = blocks("python")
-    assert run([sys.executable, "-c", program], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
 
 
 def test_the_folders_that_the_readme_names_exist():

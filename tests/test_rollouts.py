@@ -229,7 +229,7 @@ def test_a_file_of_another_run_is_refused_and_kept(trusting, saved, tmp_path, ca
         (["--temperatures", "0,warm"], "--temperatures must be numbers of 0 or more, got '0,warm'"),
         (["--tau1", "0.9"], "tau1 must be below tau2"),
         (["--decoder", "d2f", "--tau1", "0.5"], "the decoder d2f has no option tau1"),
-        (["--output", "nowhere/out.jsonl"], "the folder"),
+        (["--output", "nowhere/out.jsonl"], "expected a file in a folder"),
     ],
 )
 def test_a_bad_command_line_is_an_error_before_any_work(

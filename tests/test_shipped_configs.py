@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
@@ -69,8 +68,12 @@ def test_each_is_read_by_its_name_with_all_that_it_refers_to(path):
             pytest.skip("math-verify is missing")
         assert find_task(name, allow_code_execution=True).name == name
     elif path.parent.name in DECODING:
-        given = read_settings(parse(["--config", name, "--tau-conf", "0.5"])).given
-        assert given["tau_conf"] == 0.5
+        assert (
+            read_settings(parse(["--config", name, "--tau-conf", "0.5"])).given["tau_conf"] == 0.5
+        )
+        decoder, given = split(read_mapping(path), name)
+        made = DECODERS[decoder or "d2f"](**given)
+        assert all(getattr(made, key) == value for key, value in given.items())
         assert given.get("block_size") == yaml.safe_load(path.read_text()).get("block_size")
     elif path.parent.name == "ray":
         (made,) = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text())).applications
@@ -126,10 +129,8 @@ def test_in_an_installed_package_they_lie_inside(tmp_path, monkeypatch):
     ("given", "said"),
     [
         ("tiny-d2g", r"^tiny-d2g: cannot be read: no such file.* did you mean tiny-d2f.*llada-8b"),
-        ("configs/tiny-d2f.yaml", r"no such file; .*by its name, tiny-d2f \(.*training.tiny-d2f"),
-        ("compare-tiny", r"one of comparison has\); .*there are .*tiny-ar"),
-        ("../comparison/compare-tiny", "no such file"),
-        ("", "no such file"),
+        ("configs/tiny-d2f.yaml", "no such file.*tiny-d2f is one of training, .*training.tiny-d2f"),
+        ("compare-tiny", "is one of comparison, .*there are .*tiny-ar"),
         (".", "a folder"),
     ],
 )
@@ -147,14 +148,6 @@ def test_the_list_and_the_path_of_one(capsys):
     assert capsys.readouterr().out.strip() == str(ROOT / "configs" / "accelerate" / "ddp.yaml")
     assert shipped.main(["dpp"]) == 2
     assert "did you mean ddp?" in capsys.readouterr().err
-
-
-def test_a_name_that_a_file_of_the_users_could_be_is_not_another_options_file(tmp_path):
-    """--output tiny-d2f-story beside --config tiny-d2f-story is no clash: one is the package's."""
-    from decode.pipeline import _check_paths
-
-    line = ["--config", "tiny-d2f-story", "--output", "tiny-d2f-story", "--problems", "1"]
-    _check_paths(parse(line))
 
 
 def texts() -> list[Path]:
@@ -177,34 +170,6 @@ def test_the_configurations_that_documents_name_are_there():
     assert {"tiny-d2f", "compare-tiny", "llada-8b-d2f", "d2f", "tiny-d2f-long-sudoku"} <= named
     assert named <= shipped.shipped().keys()
     assert paths and all((ROOT / path).is_file() for path in paths)
-
-
-def test_a_run_starts_from_a_bundled_adapter_by_its_name():
-    """tiny-wino-plus-d2f goes on training the adapter of tiny-d2f, wherever it is called."""
-    from safetensors.torch import load_file
-
-    from distill.export import prepare_model
-
-    model = prepare_model(read_config("tiny-wino-plus-d2f"))
-    stored = load_file(
-        ROOT / "d2f" / "models" / "tiny-d2f" / "adapter" / "adapter_model.safetensors"
-    )
-    trained = {
-        "base_model.model." + name.replace(".default", ""): weight
-        for name, weight in model.backbone.named_parameters()
-        if weight.requires_grad
-    }
-    assert trained.keys() == stored.keys()
-    assert all(torch.equal(trained[name], stored[name].float()) for name in stored)
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parent.name in DECODING], ids=lambda path: path.stem
-)
-def test_a_preset_is_taken_whole(path):
-    name, given = split(read_mapping(path), str(path))
-    decoder = DECODERS[name or "d2f"](**given)
-    assert all(getattr(decoder, key) == value for key, value in given.items())
 
 
 def test_the_published_settings_of_d2f_are_there():

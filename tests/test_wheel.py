@@ -110,39 +110,15 @@ def test_the_wheel_has_what_the_repository_has(installed):
 def test_the_command_decodes_trains_and_finds_configurations_by_name(installed):
     assert installed.run("d2f", "--version") == f"d2f-toolkit {d2f.__version__}\n"
     words = ("decode", "--model", "tiny-d2f", "--problems", "1", "--tasks", "story", "--quiet")
-    plain = installed.run("d2f", *words)
-    assert "tokens" in plain
-    tuned = installed.run("d2f", *words, "--config", "tiny-d2f-story")
-    assert "tokens" in tuned
-    checked = installed.run("d2f", "train", "--config", "tiny-d2f", *SMALL, "--check")
-    assert "d2f on dream" in checked
+    assert "tokens" in installed.run("d2f", *words, "--config", "tiny-d2f-story")
     assert "usage: d2f compare" in installed.run("d2f", "compare", "--help")
     assert not list(installed.folder.iterdir())
     path = Path(installed.run("d2f", "configs", "ddp").strip())
     assert path == installed.packages / "d2f" / "configs" / "accelerate" / "ddp.yaml"
 
 
-def test_a_comparison_by_name_measures(installed):
-    """compare-tiny names tuned decoder options, of which one is read in a process of its own."""
-    entry = '[{"name": "D2F", "kind": "ours", "model": "tiny-d2f", "config": "tiny-d2f-{task}"}]'
-    few = ("--problems", "1", "--accuracy-problems", "0", "--repetitions", "1", "--warmup", "1")
-    words = ("--tasks", "[story]", "--concurrency", "[1]", "--figures", "false", *few)
-    installed.run(
-        "d2f", "compare", "--config", "compare-tiny", "--baseline", "D2F", "--entries", entry,
-        "--output", "out", *words,
-    )  # fmt: skip
-    report = (installed.folder / "out" / "report.md").read_text()
-    assert "d2f compare --config compare-tiny" in report
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("d2f", "train"),
-        ("-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "distill.train"),
-    ],
-)
-def test_training_outside_the_repository(installed, words):
+def test_training_outside_the_repository(installed):
+    words = ("-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "distill.train")
     installed.run(*words, "--config", "tiny-d2f", *SMALL, "--output", "run")
     assert (installed.folder / "run" / "model" / "model.safetensors").is_file()
     card = (installed.folder / "run" / "model" / "README.md").read_text()
