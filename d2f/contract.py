@@ -42,9 +42,10 @@ class Contract:
     applied in fp32 whatever the model's dtype (LLaDA). prompt_rule: what the prompt attends to, one
     of `PROMPT_RULES`; under D2F it is one block that sees itself (``block``).
     objective: how it was trained, one of `OBJECTIVES`, None where not known. block_size: size of
-    the blocks that it was trained to decode. noise: lowest and highest mask ratio of D2F
-    training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights that an
-    adapter belongs to; None for a whole model.
+    the blocks that it was trained to decode. response_length: the longest response that it was
+    trained on, in tokens; a prompt gets it where no length is given. noise: lowest and highest mask
+    ratio of D2F training. base, base_hash: name and fingerprint (`d2f.adapters`) of the weights
+    that an adapter belongs to; None for a whole model.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
@@ -57,6 +58,7 @@ class Contract:
     prompt_rule: Annotated[str, _one_of(*PROMPT_RULES)]
     objective: Annotated[str, _one_of(*OBJECTIVES)] | None = None
     block_size: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
+    response_length: Annotated[int, Field(ge=1, le=MOST_BLOCK_SIZE)] | None = None
     noise: tuple[_Ratio, _Ratio] | None = None
     base: str | None = None
     base_hash: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None

@@ -15,7 +15,7 @@ from decode.decoders.base import boolean, one_of, whole_number
 from decode.engine.engine import Engine, default_slots
 from decode.engine.prompts import Prompt, as_many, checked
 from decode.engine.request import Request
-from decode.report import doubt_of
+from decode.report import doubt_of, empty_notice
 from decode.step import Event, Result
 
 DEFAULT_BATCH_SIZE = 16
@@ -54,8 +54,13 @@ def generate(
         and no tokens, the others are what they would be.
     """
     events = Events(model, prompts, decoder, n, raw, batch_size, max_rows, on_error, views=False)
-    results = {event.request: event.result for event in events if event.result is not None}
-    return [results[i] for i in sorted(results)]
+    found = {event.request: event.result for event in events if event.result is not None}
+    results = [found[i] for i in sorted(found)]
+    empty = [result for result in results if not result.tokens and result.error is None]
+    longest = max((len(result.raw_tokens) for result in empty), default=0)
+    if (notice := empty_notice(model, len(empty), longest)) is not None:
+        warnings.warn(notice, stacklevel=2)
+    return results
 
 
 def stream(

@@ -50,7 +50,7 @@ from decode.jobs import (
 )
 from decode.ledger import Ledger, check_place, refuse_early
 from decode.loop import WARM_UP_FORWARDS, Decoded, decode_jobs
-from decode.report import doubt_of
+from decode.report import doubt_of, empty_notice
 from decode.step import Event
 from decode.workers import OneWorker
 
@@ -245,6 +245,10 @@ class Trace(Display):
 
 def _report(options: Options, console: Console, model: DiffusionModel, decoded: Decoded) -> None:
     """Print the totals and what was counted; for a quiet single prompt its response instead."""
+    empty = [record for record in decoded.new if not record.tokens]
+    longest = max((record.max_new_tokens for record in empty), default=0)
+    if (notice := empty_notice(model, len(empty), longest)) is not None:
+        say(f"notice: {notice}")
     if options.prompt is not None and options.quiet:
         for record in decoded.records:
             print(record.shown, file=console.file)

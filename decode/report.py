@@ -162,6 +162,18 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> 
     return [head, "|---" * len(columns) + "|", *rest]
 
 
+def empty_notice(model: DiffusionModel, count: int, length: int) -> str | None:
+    """Say why `count` answers of at most `length` tokens may be empty; None for none."""
+    if not count:
+        return None
+    trained = model.contract.response_length
+    if trained is not None and length > trained:
+        reason = f"{length} tokens were asked of a model that was trained on at most {trained}"
+    else:
+        reason = "the model may not know such a task, or be asked for another length than it learnt"
+    return f"{count} {'answer is' if count == 1 else 'answers are'} empty: {reason}"
+
+
 _warned: WeakSet[DiffusionModel] = WeakSet()
 
 

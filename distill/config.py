@@ -35,7 +35,7 @@ from d2f.errors import InputError, did_you_mean
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
-from d2f.tasks.task import TASKS
+from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from distill.objectives import OBJECTIVES
 
 MaskRatio = Annotated[float, Field(gt=0, le=1)]
@@ -279,6 +279,13 @@ class Data(Section):
                 "one of data.dataset, data.tasks and data.file must be given, and only one"
             )
         return self
+
+    @property
+    def longest_response(self) -> int | None:
+        """The longest response that is trained on, in tokens; None where only the rows say it."""
+        if self.tasks is not None:
+            return max(RESPONSE_LENGTH[task] for task in self.tasks)
+        return self.max_response
 
     @property
     def layout(self) -> Columns | None:

@@ -224,7 +224,7 @@ def as_trained(
 ) -> DiffusionModel:
     """Return the same modules with the contract of what the run makes of them. hashed: with the
     hash of an adapter's base, which reads some of its weights."""
-    changes = config.objective.contract()
+    changes = config.objective.contract() | {"response_length": config.data.longest_response}
     if model.adapter is not None:
         assert config.init is not None and model.path is not None
         here = Path(config.init)

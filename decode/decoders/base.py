@@ -125,8 +125,8 @@ def max_new_tokens_option() -> Any:
     return option(
         None,
         "longest response, in tokens, at least 1, kept exactly",
-        shown=f"the task's, for prompts {DEFAULT_MAX_NEW_TOKENS}, less where the context leaves "
-        "less",
+        shown=f"the task's, for prompts the longest that the model was trained on, else "
+        f"{DEFAULT_MAX_NEW_TOKENS}, less where the context leaves less",
     )
 
 
@@ -186,7 +186,8 @@ class Decoder(abc.ABC):
     seed: the same one gives the same tokens whatever else is in the batch. Prompts and samples that
         share the decoder each get a seed made from it.
     stop: strings that end the text, themselves not in it.
-    max_new_tokens: the longest response; None takes 256, less where the context leaves less.
+    max_new_tokens: the longest response; None takes what the model was trained on, else 256, less
+        where the context leaves less.
 
     A decoder also says of itself: name; summary, for --help; labels, what the states of its blocks
     are called where a person reads them.

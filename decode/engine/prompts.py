@@ -76,8 +76,9 @@ def _listed(value: Any) -> list[Any] | None:
 
 
 def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: str) -> Decoder:
-    """Set the decoder's max_new_tokens where it says none: 256, less where the context leaves less.
-    Raises InputError where it leaves none."""
+    """Set the decoder's max_new_tokens where it says none: the longest response that the model was
+    trained on, else 256, less where the context leaves less. Raises InputError where it leaves
+    none."""
     if decoder.max_new_tokens is not None:
         return decoder
     room = model.context_length - len(ids) - decoder.extra_positions
@@ -86,7 +87,8 @@ def fitted(model: DiffusionModel, ids: Sequence[int], decoder: Decoder, where: s
             f"{where} has {len(ids)} tokens, the model's context is {model.context_length}: no "
             "room for a response"
         )
-    length: Any = {"max_new_tokens": min(DEFAULT_MAX_NEW_TOKENS, room)}  # a field of every decoder
+    usual = model.contract.response_length or DEFAULT_MAX_NEW_TOKENS
+    length: Any = {"max_new_tokens": min(usual, room)}  # a field of every decoder
     return replace(decoder, **length)
 
 

@@ -39,7 +39,9 @@ def make_jobs(
             ids, own = encode_prompt(served, prompt, where), decoder
             room = served.context_length - len(ids) - decoder.extra_positions
             if not fixed:
-                length: Any = {"max_new_tokens": min(decoder.length, max(room, 1))}
+                usual = served.model.contract.response_length or decoder.length
+                longest = decoder.max_new_tokens or usual
+                length: Any = {"max_new_tokens": min(longest, max(room, 1))}
                 own = replace(decoder, **length)  # a field of every decoder, not of their base
             if own.length > room:
                 after = own.extra_positions

@@ -130,6 +130,22 @@ def test_default_length_is_what_the_context_leaves(student, tmp_path):
     assert lines_of(out)[1]["max_new_tokens"] == 3
 
 
+def test_the_default_length_is_what_the_model_was_trained_on(capsys):
+    """And not 256 tokens, at which tiny-teacher says nothing."""
+    line = ["--model", "tiny-teacher", "--decoder", "static", "--quiet", "--device", "cpu"]
+    line += ["--prompt", "Use 3, 5 and 7 to make 22."]
+    assert main(line) == 0
+    said = capsys.readouterr()
+    assert said.out == "7+5=12\n12+3=22\n" and "empty" not in said.err
+    assert main([*line, "--max-new-tokens", "256"]) == 0
+    said = capsys.readouterr()
+    reason = "256 tokens were asked of a model that was trained on at most 64"
+    assert said.out == "\n" and f"notice: 1 answer is empty: {reason}" in said.err
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    with pytest.warns(UserWarning, match="1 answer is empty: the model may not know such a task"):
+        decode.generate(d2f.load("tiny-d2f", device="cpu"), [prompt], decode.D2F())
+
+
 def test_default_length_leaves_room_for_what_is_fed_behind_it(tmp_path):
     """Where `decode.generate` answers, so does the command: the official window goes beyond."""
     model = wedlm(True, 0)
