@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from d2f.config import Section, dump, load, override, put, read_mapping
 from d2f.errors import LONGEST, InputError, brief
-from decode import Block, Static
 from decode.cli import DecoderSettings, split
 from decode.compare.config import read_config as read_comparison
 from distill.config import read_config
@@ -210,9 +209,3 @@ def test_an_error_quotes_the_ends_of_what_is_long():
     said = brief("a" + "\u2028b" * LONGEST + "z")
     assert said.startswith(r"a\u2028b") and said.endswith("bz") and len(said) < LONGEST
     assert brief("a\nb") == r"a\nb"
-
-
-def test_a_decoder_that_would_count_for_ever_is_refused():
-    for make in (lambda: Block(block_size=10**9), lambda: Static(steps=2 * 10**9, block_size=8)):
-        with pytest.raises(InputError, match="1048576"):
-            make()

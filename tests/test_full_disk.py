@@ -8,7 +8,6 @@ import os
 import pytest
 import yaml
 
-from d2f.errors import OutputError
 from tests.comparison.endpoint import answering, endpoint
 
 FULL = "No space left on device"
@@ -83,15 +82,6 @@ def test_the_numbers_of_an_evaluation_are_printed_instead(tmp_path, disk, capsys
     assert path.read_text() == "before"
 
 
-def test_a_place_where_no_file_can_be_is_known_before_the_evaluation(monkeypatch, capsys, tmp_path):
-    from decode.evaluate import main
-
-    monkeypatch.setattr("decode.evaluate.run", lambda options: pytest.fail("work was done"))
-    for place in (tmp_path / "none" / "x.json", tmp_path):
-        assert main(["--json", str(place)]) == 2
-        assert f"error: --json {place}" in capsys.readouterr().err
-
-
 def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
     from distill.rollouts import main
 
@@ -109,24 +99,6 @@ def test_rollouts_are_kept_and_go_on(tmp_path, disk, capsys):
     disk.room = 10**9
     assert main(arguments) == 0
     assert out.read_bytes() == whole
-
-
-def test_a_figure_and_the_states_stay_as_they_were(tmp_path, disk):
-    from matplotlib.figure import Figure
-
-    from d2f.noise import PipelineStates
-    from decode.plots import save
-
-    for name in ("fig.png", "states"):
-        (tmp_path / name).write_text("before")
-    disk.room = 0
-    with pytest.raises(OutputError, match=rf"fig.png could not be written: {FULL}"):
-        save(Figure(), tmp_path / "fig")
-    with pytest.raises(OutputError, match=rf"states could not be written: {FULL}"):
-        PipelineStates({8: [(1.0,)]}).save(tmp_path / "states")
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == dict.fromkeys(
-        ("fig.png", "states"), "before"
-    )
 
 
 def compare_config(folder, url):
@@ -160,13 +132,3 @@ def test_a_comparison_keeps_its_runs_and_goes_on(tmp_path, disk, capsys, room, d
         assert len(server.bodies) == 3 * (done + 3 - kept)
     (speed,) = json.loads((tmp_path / "out" / "summary.json").read_text())["speeds"]
     assert speed["repetitions"] == 3
-
-
-def test_a_comparison_whose_output_is_a_file(tmp_path, capsys):
-    from decode.compare.__main__ import main
-
-    path = compare_config(tmp_path, "http://127.0.0.1:9/v1")
-    (tmp_path / "out").write_text("mine")
-    assert main(["--config", path]) == 2
-    assert "expected a folder that can be written" in capsys.readouterr().err
-    assert (tmp_path / "out").read_text() == "mine"

@@ -91,12 +91,6 @@ def test_early_only_settings_that_need_no_weights_are_compared(path):
         refuse_early(path, RUN | {"seed": 1})
 
 
-def test_two_at_a_time_are_refused(path):
-    with Ledger(path, RUN), pytest.raises(OutputError, match="is being written by"):
-        Ledger(path, RUN)
-    Ledger(path, RUN).close()
-
-
 @pytest.mark.parametrize("call", ["os.write", "os.fsync"])
 def test_a_full_disk_leaves_what_was_there(path, monkeypatch, call):
     def full(*_):
@@ -119,14 +113,6 @@ def test_fields_limit_what_stays_in_memory(path):
         ledger.add({"id": "d", "text": "long"})
         assert ledger.rows["d"] == {"id": "d"}
     assert path.read_text().endswith('{"id": "d", "text": "long"}\n')
-
-
-def test_a_link_is_followed(path, tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    with Ledger(link, RUN) as ledger:
-        ledger.add({"id": "d"})
-    assert link.is_symlink() and len(path.read_text().splitlines()) == 5
 
 
 def test_rows_after_a_torn_first_row_stay(tmp_path):

@@ -7,7 +7,6 @@ of its own, which finds its dependencies where this one does but not this one's 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -131,34 +130,3 @@ def test_files_of_the_same_names_in_the_working_folder_do_not_disturb_the_comman
     assert "d2f evaluate" in installed.run("d2f", "evaluate", "--help")
     said = installed.run("-c", "import distill", status=1)
     assert "mine" in said
-
-
-def test_types_are_exported(installed):
-    """A user's mypy knows the types of every package."""
-    (installed.folder / "mypy.ini").write_text(
-        "[mypy]\n[mypy-torch.*,transformers.*,peft.*,numpy.*,accelerate.*,pydantic.*,rich.*]\n"
-        "follow_imports = skip\n"
-    )
-    (installed.folder / "user.py").write_text(
-        "import d2f\nimport decode\nimport distill.train\nimport triton_kernels.dispatch\n"
-        "reveal_type(d2f.load)\n"
-        "reveal_type(decode.generate)\n"
-        "reveal_type(distill.train.parse)\n"
-        "reveal_type(triton_kernels.dispatch.use_kernel)\n"
-    )
-    python = installed.environment / "bin" / "python"
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--python-executable", str(python), "user.py"],
-        cwd=installed.folder,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    revealed = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    returned = [text.rpartition(" -> ")[2] for text in revealed]
-    assert returned == [
-        "d2f.model.DiffusionModel",
-        "list[decode.step.Result]",
-        "tuple[distill.config.TrainConfig, distill.train.Options]",
-        "bool",
-    ]
