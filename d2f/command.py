@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import ParamSpec
 
 import d2f
+from d2f.device import rank
 from d2f.errors import (
     InputError,
     NonFiniteLogitsError,
@@ -23,7 +24,6 @@ from d2f.errors import (
     out_of_memory,
     repr_of,
 )
-from d2f.rank_number import rank
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130  # exit statuses
 SECONDS_TO_SPEAK = 60.0  # the other ranks leave the first one so long to say what is wrong

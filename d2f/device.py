@@ -150,3 +150,26 @@ def spin_briefly() -> None:
 def users_environment() -> Mapping[str, str]:
     """Return the environment without this module's addition, for other projects' programs."""
     return {name: text for name, text in os.environ.items() if not (_said and name == _SPINS)}
+
+
+# This process among those that hold a model together, by torchrun's environment.
+
+
+def rank() -> int:
+    """Return this process's number, 0 where it was started alone."""
+    return _number("RANK", 0)
+
+
+def check_processes(size: int) -> None:
+    """Raise InputError unless torchrun started this process as one of `size`."""
+    count = _number("WORLD_SIZE", 1)
+    if count != size or not 0 <= rank() < size:
+        raise InputError(
+            f"tensor parallel {size} needs {size} processes, got {count}: start them with "
+            f"torchrun --nproc-per-node {size} -m COMMAND --tensor-parallel {size}"
+        )
+
+
+def _number(variable: str, default: int) -> int:
+    found = os.environ.get(variable, "")
+    return int(found) if found.isdecimal() else default

@@ -40,9 +40,9 @@ from torch import Tensor
 
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
+from d2f.device import rank
 from d2f.errors import InputError, RankError
 from d2f.model import DiffusionModel
-from d2f.rank_number import rank
 
 SECONDS_TO_JOIN = 120
 END = ("end",)

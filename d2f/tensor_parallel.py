@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PretrainedConfig
 
 from d2f.adapters import fitting_adapter
+from d2f.device import check_processes
 from d2f.errors import InputError
 from d2f.parts import ModelParts
-from d2f.rank_number import check_processes
 
 
 def check_parallel(size: int, device: torch.device, *, quantize: bool = False) -> torch.device:

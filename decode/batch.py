@@ -55,7 +55,6 @@ COLUMNS = ("messages", "prompt", "question", "ids")
 FIELDS = ("row", "text", "tokens", "forwards", "finish_reason", "seed")  # of an answer
 INPUT = "input_"  # before a field of the input that has the name of one of ours
 LEDGER, BAD = "ledger.jsonl", "bad.jsonl"
-LOOKED_AT = 100  # rows, before any weights are read
 CHUNK = 1000  # rows of a parquet file that are written at a time
 
 
@@ -121,14 +120,6 @@ class Rows(Source):
                 )
             self.asking = there
             self.select(there)
-        errors = []
-        for number in range(min(len(self), LOOKED_AT)):
-            try:
-                self.prompt(number)
-                return
-            except BadRecord as error:
-                errors.append(error)
-        raise InputError(f"{self.where(0)}: {errors[0]}; so are all rows looked at")
 
     def prompt(self, number: int) -> Any:
         """Return what a row asks. Raises BadRecord."""

@@ -21,10 +21,10 @@ from d2f import flags as command_line
 from d2f.command import say
 from d2f.config import read_mapping
 from d2f.contract import FILE_NAME, Contract
+from d2f.device import check_processes, rank
 from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.flags import Switch, Verbose, check_least, check_model_name
 from d2f.models import names, resolve
-from d2f.rank_number import check_processes, rank
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder

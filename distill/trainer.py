@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 from d2f.attention import SpanPlan, Way
-from d2f.device import parse_threads, usable_cpus
+from d2f.device import parse_threads, rank, usable_cpus
 from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
-from d2f.rank_number import rank
 from distill import checkpoint
 from distill.checkpoint import RunFolder, flat
 from distill.config import TrainConfig

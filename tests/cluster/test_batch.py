@@ -156,7 +156,6 @@ def unloadable(monkeypatch):
         (["--input", "other.jsonl"], "input was"),
         (["--seed", "3"], "ledger.jsonl is the output of another run: options was"),
         (["--column", "question"], "column was None, now 'question'"),
-        (["--column", "nothing"], "expected nothing, got the keys id, prompt, text; so are all"),
         (["--split", "test"], "--split and --dataset-config are for data sets"),
         (["--workers", "9999"], "--workers 9999: there are cores for "),
         (["--workers", "2", "--device", "cuda:1"], "expected cuda, which CUDA_VISIBLE_DEVICES"),
