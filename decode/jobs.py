@@ -212,17 +212,11 @@ def read_prompts(path: str) -> list[Source]:
         text = data.decode("utf-8-sig")  # a byte order mark is no part of the first line
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{name}: cannot be read: {error}") from error
-    sources: dict[int | str, Source] = {}
     # Not splitlines: JSON text may hold U+2028 and other characters that it would break at.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        source = _read_line(line, number, f"{name}, line {number}")
-        if (other := sources.setdefault(source.id, source)) is not source:
-            raise InputError(f"{source.where}: the id {source.id!r} is that of {other.where}")
-    if not sources:
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
         raise InputError(f"{name}: expected at least one line, got none")
-    return list(sources.values())
+    return [_read_line(line, number, f"{name}, line {number}") for number, line in lines]
 
 
 def _read_line(line: str, number: int, where: str) -> Source:
@@ -273,12 +267,9 @@ def make_jobs(
         for sample in range(count):
             own = source if count == 1 else replace(source, id=f"{source.id}#{sample + 1}")
             jobs.append(Job(own, ids, decoder.sampled(place, sample)))
-    # An id of the file may look like one made here, such as a#2.
     name, most = Counter(job.source.id for job in jobs).most_common(1)[0]
-    if most > 1:
-        raise InputError(
-            f"{count} samples a prompt: two samples would have the id {name!r}; give other ids"
-        )
+    if most > 1:  # an id of the file may also look like one made here, such as a#2
+        raise InputError(f"two answers would have the id {name!r}: give other ids")
     if count > 1 and any(job.decoder.greedy for job in jobs):
         raise InputError(
             f"{flag} {count}: greedy answers of one problem are all the same: give a --temperature"

@@ -241,6 +241,6 @@ def test_bad_numbers_of_samples_are_refused(student, tmp_path, capsys):
     assert main(["--model", student, "--prompts-file", path, "--n", "1", "--quiet"]) == 0
     path = prompts_file(tmp_path / "p", {"ids": [5], "id": 1}, {"ids": [5], "id": "1"})
     assert main(["--model", student, "--prompts-file", path, "--n", "2"]) == 2
-    assert "two samples would have the id '1#1'" in capsys.readouterr().err
+    assert "two answers would have the id '1#1'" in capsys.readouterr().err
     assert main(["--model", student, "--prompt", "a", "--n", "2"]) == 2
     assert "--n 2: greedy answers of one problem are all the same" in capsys.readouterr().err

@@ -117,7 +117,7 @@ def test_bad_config(student, tmp_path, capsys, text, message):
         ('{"ids": [1.5]}', "line 2: ids.0: expected a whole number"),
         ('{"ids": [5, 1]}', "line 2 contains the mask id 1 at position 1"),
         ('{"ids": [99999]}', "line 2: ids must lie in"),
-        ('{"prompt": "a", "id": 1}', "line 2: the id 1 is that of"),
+        ('{"prompt": "a", "id": 1}', "two answers would have the id 1: give other ids"),
         ('{"prompt": "a", "id": null}', "line 2: id: expected a whole number or text, got null"),
     ],
 )
