@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +80,9 @@ class Ledger:
 
     def _read(self, ignored: set[str]) -> None:
         there: dict[str, Any] = {}
-        with self.path.open("rb") if self.path.exists() else nullcontext([]) as lines:
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     if number == 1:

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
+from accelerate.state import AcceleratorState
+
 from d2f.command import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -31,10 +33,12 @@ def run(command: str, folder: Path, smaller: dict[str, str] | None = None) -> st
         raise AssertionError(f"a document has a command that no test knows: {command}")
     words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
     printed = io.StringIO()
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test's training
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(printed),
         mock.patch("sys.argv", [module, *words]),
     ):
         assert not import_module(module).main(), printed.getvalue()
+    AcceleratorState._reset_state(reset_partial_state=True)
     return printed.getvalue()

@@ -21,6 +21,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 # What a command would take hours for, or do to the tree, is asked for in small and elsewhere.
 SMALLER = {
     "accelerate launch": "--steps 1 --data.rows 2 --tracker none --output {tmp}/run",
+    "d2f train": "--steps 1 --data.rows 2",
     "d2f decode": "--problems 1",
     "python -m decode.pipeline": "--problems 1",
     "d2f evaluate": "--problems 2 --tasks sudoku",
