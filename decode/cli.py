@@ -27,6 +27,7 @@ from d2f.flags import Switch, Verbose, check_least, check_model_name
 from d2f.models import names, resolve
 from d2f.shipped import DECODING, find_config
 from d2f.tasks import DEFAULT_TASKS, Task, find_tasks, task_of_data
+from d2f.tasks.judges import CodeExecution
 from decode.decoders import DECODERS, Decoder, default_decoder, find_decoder
 from decode.decoders.base import Option, common_options, options_of
 
@@ -188,12 +189,14 @@ class TaskOptions:
     your own as module:function"""
     allow_code_execution: Switch = False
     """let the judge python run what the model writes, on this machine: in a process of its own,
-    with limits, and without network where the system allows that"""
+    with limits, without network and files of yours"""
+    unsafe: Switch = False
+    """the same, also where it cannot be kept from the network and the files"""
 
     @cached_property
     def chosen(self) -> tuple[Task, ...]:
         """The tasks that the flags name. Raises InputError."""
-        allowed = self.allow_code_execution
+        allowed: CodeExecution = "unsafe" if self.unsafe else self.allow_code_execution
         if (self.data is None) != (self.judge is None):
             raise InputError("--data and --judge go together: expected both or neither")
         if self.data is None:

@@ -35,6 +35,7 @@ from d2f.errors import InputError, did_you_mean
 from d2f.files import write_beside
 from d2f.shipped import TRAINING, find_config
 from d2f.tasks import Task, find_tasks
+from d2f.tasks.judges import CodeExecution
 from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from distill.objectives import OBJECTIVES
 
@@ -98,7 +99,7 @@ class Evaluation(Section):
 
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Generated ones, or task files; default: those of data.tasks."""
-    allow_code_execution: Switch = False
+    allow_code_execution: CodeExecution = False
     """Let the judge python run what the model writes, on this machine."""
     problems: Problems = 32
     """Problems of each task."""

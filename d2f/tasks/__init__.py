@@ -14,7 +14,7 @@ from d2f.config import read_mapping
 from d2f.errors import InputError, did_you_mean
 from d2f.shipped import EVALUATION, find_config, shipped
 from d2f.tasks.data_task import DataTask, TaskFile
-from d2f.tasks.judges import make_judge
+from d2f.tasks.judges import CodeExecution, make_judge
 from d2f.tasks.problem import Problem
 from d2f.tasks.task import (
     DEFAULT_TASKS,
@@ -29,11 +29,8 @@ from d2f.tasks.task import (
     split_of,
 )
 
-# Tasks by name: a generated one, a task file by path or by the name that it ships under, or data
-# with a judge.
 
-
-def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
+def find_task(given: str, *, allow_code_execution: CodeExecution = False) -> Task:
     """Find a task by its name or YAML file; its data is not read yet.
 
     allow_code_execution: may a judge run what a model wrote? Raises InputError.
@@ -52,12 +49,13 @@ def find_task(given: str, *, allow_code_execution: bool = False) -> Task:
     judge = make_judge(
         file.judge, str(path), allow_code_execution=allow_code_execution, from_file=True
     )
-    words = ("--tasks", given, *(("--allow-code-execution",) if judge.name == "python" else ()))
+    allowed = "--unsafe" if allow_code_execution == "unsafe" else "--allow-code-execution"
+    words = ("--tasks", given, *([allowed] if judge.name == "python" else []))
     return _named(DataTask(file, judge, path.stem, words, path.parent), str(path))
 
 
 def find_tasks(
-    given: Sequence[Task | str], *, allow_code_execution: bool = False
+    given: Sequence[Task | str], *, allow_code_execution: CodeExecution = False
 ) -> tuple[Task, ...]:
     """Find several tasks, each once; a Task stays as it is. Raises InputError."""
     tasks = tuple(
@@ -65,13 +63,12 @@ def find_tasks(
         for one in given
     )
     names = [task.name for task in tasks]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None or not tasks:
+    if not tasks or len(set(names)) < len(names):
         raise InputError(f"expected tasks, each once, got {','.join(names)!r}")
     return tasks
 
 
-def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -> Task:
+def task_of_data(data: str, judge: str, *, allow_code_execution: CodeExecution = False) -> Task:
     """Make a task of a file or data set and a judge. Raises InputError."""
     file = check_config(TaskFile, {"data": data, "judge": judge}, f"--data {data}")
     made = make_judge(judge, "--judge", allow_code_execution=allow_code_execution)
@@ -81,9 +78,7 @@ def task_of_data(data: str, judge: str, *, allow_code_execution: bool = False) -
 
 def _named(task: DataTask, where: str) -> DataTask:
     if task.name in GENERATED:
-        raise InputError(
-            f"{where}: {task.name} is the name of a generated task: give this one another name"
-        )
+        raise InputError(f"{where}: {task.name} is the name of a generated task: give another name")
     return task
 
 

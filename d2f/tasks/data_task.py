@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from d2f.config import Section, Seed, Switch, Text, Tokens
-from d2f.data import BadRecord, Source
+from d2f.data import BadRecord, Source, Table, open_records
 from d2f.errors import InputError
 from d2f.tasks.judges import Judge, Own
 from d2f.tasks.problem import Message, Problem, columns_of, render
@@ -55,8 +55,6 @@ class FewShot(Section):
     def _one_source(self) -> FewShot:
         if (self.count is None) == (not self.examples):
             raise ValueError("exactly one of count and examples must be given")
-        if self.examples and self.seed is not None:
-            raise ValueError("seed draws rows of a split: leave it out where examples are written")
         return self
 
 
@@ -118,16 +116,14 @@ class TaskFile(Section):
     @model_validator(mode="after")
     def _go_together(self) -> TaskFile:
         shares = [share for share in self.splits.values() if not isinstance(share, str)]
-        named = [place for place in self.splits.values() if isinstance(place, str)]
+        places = [place for place in self.splits.values() if isinstance(place, str)]
         if sum(shares) > 1 + 1e-9:
             raise ValueError(f"splits: shares must add up to at most 1, got {sum(shares):g}")
-        twice = next((place for place in named if named.count(place) > 1), None)
-        if shares and (self.split or "train") in named:
-            twice = self.split or "train"
-        if twice is not None:
+        places += [self.split or "train"] * bool(shares)
+        if len(set(places)) < len(places):
             raise ValueError(
-                f"splits must be disjoint, got {twice!r} for two: give shares of it, or parts such "
-                "as train[:500] and train[500:]"
+                f"splits must be disjoint, got {', '.join(sorted(places))}: give shares of one, or "
+                "parts such as train[:500] and train[500:]"
             )
         if self.judge_gen_prefix and self.gen_prefix is None:
             raise ValueError("judge_gen_prefix needs a gen_prefix")
@@ -139,158 +135,15 @@ class TaskFile(Section):
         return self
 
 
-# The rows of a task file's data, by split.
-
 USUAL_PROMPTS = ("messages", "prompt", "question")
 USUAL_REFERENCES = ("reference", "answer", "response")
-_FILES = (".jsonl", ".json", ".parquet")
 Row = Mapping[str, Any]
 Place = tuple[Source, int]
 """A row: its source, and its number there."""
 
 
-class TaskRows:
-    """The rows of a task, read when they are first asked for.
-
-    name: the task's, for errors. folder: beside which data may lie. columns: those to read, None
-    for all.
-    """
-
-    def __init__(self, file: TaskFile, name: str, folder: Path, columns: set[str] | None):
-        self.file, self.name, self.folder, self.columns = file, name, folder, columns
-        self._sources: dict[str, Source] = {}
-        self._splits: dict[str, list[Place]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the open data: another process opens it itself."""
-        return {**vars(self), "_sources": {}, "_splits": {}}
-
-    def of(self, split: str) -> list[Place]:
-        """Return the rows of a split. Raises InputError for an unknown or empty one."""
-        if split not in self._splits:
-            self._splits[split] = self._of(split)
-        return self._splits[split]
-
-    def _of(self, split: str) -> list[Place]:
-        splits = {str(name): place for name, place in self.file.splits.items()}
-        shares = {name: value for name, value in splits.items() if not isinstance(value, str)}
-        if split == ALL and shares:
-            return self._whole(None)
-        place = splits.get(split)
-        if place is None:
-            known = [*splits, *([ALL] if shares else [])]
-            raise InputError(
-                f"{self.name} has no split {split}, it has {', '.join(known)}: `splits` of a task "
-                "file says where they are"
-            )
-        if isinstance(place, str):
-            return self._whole(place)
-        # The shares lie one after the other in [0, 1): where a row's hash falls is its split.
-        before = SPLITS[: SPLITS.index(split)]
-        low = sum(share for name, share in shares.items() if name in before)
-        whole = self._whole(None)
-        rows = [row for row in whole if low <= _fraction(row) < low + place]
-        if not rows:
-            raise InputError(
-                f"{self.name}: none of the {len(whole)} rows of {whole[0][0].name} fell into the "
-                f"share {place:g} of the {split} split: give it a larger one"
-            )
-        return rows
-
-    @property
-    def are_shares(self) -> bool:
-        """True if the splits are shares of one set of rows."""
-        return all(not isinstance(place, str) for place in self.file.splits.values())
-
-    @property
-    def digests(self) -> list[str]:
-        """Hash the data that the splits are in."""
-        places = {place if isinstance(place, str) else None for place in self.file.splits.values()}
-        return sorted(self._source(place).digest for place in places)
-
-    def _whole(self, place: str | None) -> list[Place]:
-        source = self._source(place)
-        return [(source, number) for number in range(len(source))]
-
-    def _source(self, place: str | None) -> Source:
-        """Open a split of the data set, or another file; None is `data` itself."""
-        kept = place or ""
-        if kept not in self._sources:
-            try:
-                self._sources[kept] = self._open(place)
-            except InputError as error:
-                raise InputError(f"{self.name}: {error}") from error
-        return self._sources[kept]
-
-    def _open(self, place: str | None) -> Source:
-        file = self.file
-        path = self._path(file.data)
-        if path is None:
-            folder = self.folder / file.data
-            source = Source(
-                str(folder) if folder.is_dir() else file.data,
-                is_file=False,
-                config=file.dataset_config,
-                split=place or file.split,
-            )
-        elif file.dataset_config is not None or file.split is not None:
-            raise InputError("dataset_config and split are for data sets, not for a file")
-        else:
-            other = path if place is None else self._path(place)
-            if other is None:
-                raise InputError(
-                    f"splits: expected a share or another file, got {place!r}: {file.data} is a "
-                    "file, which has no splits of its own"
-                )
-            source = Source(str(other), is_file=True)
-        if source.columns is not None:
-            self._select(source, source.columns)
-        return source
-
-    def _path(self, name: str) -> Path | None:
-        """Find a file beside the task's or by its path; None where the name is no file's."""
-        for path in (self.folder / name, Path(name)):
-            if path.is_file():
-                return path
-        if name.endswith(_FILES):
-            raise InputError(f"{name}: there is no such file")
-        return None
-
-    def _select(self, table: Source, there: list[str]) -> None:
-        """Read only the columns needed. Raises InputError for one that is missing."""
-        if self.columns is None:
-            return
-        lacking = sorted(self.columns - set(there))
-        if lacking:
-            raise InputError(
-                f"{table.name} has no column {', '.join(lacking)}, it has {', '.join(there)}"
-            )
-        table.select(sorted(self.columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
-
-
-def read_row(place: Place) -> Row:
-    """Read a row's columns. Raises BadRecord."""
-    source, number = place
-    row = source.record(number)
-    if not isinstance(row, Mapping):
-        raise BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
-    return row
-
-
-def key_of(row: Any) -> str:
-    """Hash a row's content."""
-    content = json.dumps(row, sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _fraction(place: Place) -> float:
-    """Place a row in [0, 1) by its content alone, so that equal rows are in one split."""
-    source, number = place
-    return int(key_of(source.attempt(number))[:13], 16) / 16**13
-
-
 class DataTask(Task):
-    """The task of a `TaskFile`.
+    """The task of a `TaskFile`; its rows are read when they are first asked for.
 
     name: used where the file gives none. words: how a command line names it. folder: the file's,
     beside which its data may lie.
@@ -304,24 +157,30 @@ class DataTask(Task):
         words: tuple[str, ...],
         folder: Path = Path(),
     ):
-        self.file, self.judge, self.words = file, judge, words
+        self.file, self.judge, self.words, self.folder = file, judge, words, folder
         self.name = file.name or name
         self.response_length, self.stop = file.max_new_tokens, file.stop
         self.judging_seconds = judge.judging_seconds
-        self.rows = TaskRows(file, self.name, folder, self._columns())
+        self._sources: dict[str | None, Source] = {}
+        self._splits: dict[str, list[Place]] = {}
 
-    @cached_property
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the open data: another process opens it itself."""
+        return {**vars(self), "_sources": {}, "_splits": {}}
+
+    @property
     def notice(self) -> str | None:  # type: ignore[override]
-        return None if self.judge.notice is None else f"{self.name}: {self.judge.notice}"
+        said = self.judge.notice
+        return said and f"{self.name}: {said}"
 
     @property
     def identity(self) -> str:  # type: ignore[override]
-        said = self.file.model_dump(mode="json")
-        parts = [said, self.judge.source, *self.rows.digests]
+        digests = sorted(self._source(place).digest for place in self._places)
+        parts = [self.file.model_dump(mode="json"), self.judge.source, *digests]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def problems(self, split: str, count: int | None, seed: int = 0) -> list[Problem]:
-        rows = self.rows.of(split)
+        rows = self._rows(split)
         if count is not None and count > len(rows):
             raise ValueError(
                 f"count must be at most {len(rows)}, the problems of the {split} split of "
@@ -332,9 +191,9 @@ class DataTask(Task):
         return [self._problem(rows[i]) for i in order.tolist()]
 
     def kept_back(self, split: str) -> int:
-        if split == ALL or not self.rows.are_shares:
+        if split == ALL or self._places != {None}:
             return 0
-        return len(self.rows.of(ALL)) - len(self.rows.of(split))
+        return len(self._rows(ALL)) - len(self._rows(split))
 
     def right(self, problem: Problem, text: str) -> bool:
         if self.file.judge_gen_prefix:
@@ -348,30 +207,98 @@ class DataTask(Task):
             text = self._prefix({}) + text
         return self.judge.answer(text)
 
-    def _columns(self) -> set[str] | None:
-        """List the columns that templates and judge read; None where the user's own judge may read
-        any."""
-        if isinstance(self.judge, Own):
-            return None
-        file = self.file
-        given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
-        return self.judge.columns.union(*(columns_of(one) for one in given if one))
+    # Rows.
+
+    @property
+    def _places(self) -> set[str | None]:
+        """Where the splits are: parts or files by name, None for shares of the data."""
+        return {at if isinstance(at, str) else None for at in self.file.splits.values()}
+
+    def _rows(self, split: str) -> list[Place]:
+        """Return the rows of a split. Raises InputError for an unknown or empty one."""
+        if split not in self._splits:
+            self._splits[split] = self._find(split)
+        return self._splits[split]
+
+    def _find(self, split: str) -> list[Place]:
+        places: dict[str, float | str] = {str(name): at for name, at in self.file.splits.items()}
+        if None in self._places:
+            places[ALL] = 1.0
+        if split not in places:
+            raise InputError(
+                f"{self.name} has no split {split}, it has {', '.join(places)}: `splits` of a task "
+                "file says where they are"
+            )
+        place = places[split]
+        source = self._source(place if isinstance(place, str) else None)
+        rows = [(source, number) for number in range(len(source))]
+        if isinstance(place, str) or split == ALL:
+            return rows
+        # The shares lie one after the other in [0, 1): where a row's hash falls is its split.
+        before = [places.get(name) for name in SPLITS[: SPLITS.index(split)]]
+        low = sum(share for share in before if isinstance(share, float))
+        found = [row for row in rows if low <= _fraction(row) < low + place]
+        if not found:
+            raise InputError(
+                f"{self.name}: none of the {len(rows)} rows of {source.name} fell into the share "
+                f"{place:g} of the {split} split: give it a larger one"
+            )
+        return found
+
+    def _source(self, place: str | None) -> Source:
+        """Open a split of the data set, or another file; None is `data` itself."""
+        if place not in self._sources:
+            try:
+                self._sources[place] = self._open(place)
+            except InputError as error:
+                raise InputError(f"{self.name}: {error}") from error
+        return self._sources[place]
+
+    def _open(self, place: str | None) -> Source:
+        file, beside = self.file, self.folder / self.file.data
+        data = beside if beside.exists() else Path(file.data)
+        if data.is_file() or data.suffix in (".jsonl", ".json", ".parquet"):
+            if file.dataset_config is not None or file.split is not None:
+                raise InputError("dataset_config and split are for data sets, not for a file")
+            if place is not None:
+                beside = self.folder / place
+                data = beside if beside.exists() else Path(place)
+            source = open_records(str(data), is_file=True)
+        else:
+            split = place or file.split
+            name = str(data) if data.is_dir() else file.data
+            source = open_records(name, is_file=False, config=file.dataset_config, split=split)
+        # The user's own judge may read any column.
+        if isinstance(source, Table) and not isinstance(self.judge, Own):
+            given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
+            columns = self.judge.columns.union(*(columns_of(one) for one in given if one))
+            if lacking := sorted(columns - set(source.columns)):
+                raise InputError(
+                    f"{source.name} has no column {', '.join(lacking)}, it has "
+                    f"{', '.join(source.columns)}"
+                )
+            usual = {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(source.columns)
+            source.select(sorted(columns | usual))
+        return source
+
+    # Problems.
 
     def _problem(self, place: Place) -> Problem:
         """Make a problem of a row. Raises InputError that names the row and what is wrong."""
         source, number = place
         try:
-            row = read_row(place)
-            question, answer = self._question(row), self._reference(row)
-            problem = Problem(self.name, question, answer, key_of(row), self._given(row), row)
+            row = _read(place)
+            question, answer = self._asked(row)[-1]["content"], self._reference(row)
+            given: str | list[Message] = self._prompt(row)
+            if self.file.gen_prefix is not None:
+                prefix, chat = self._prefix(row), not isinstance(given, str)
+                begun = {"role": "assistant", "content": prefix, "prefix": True}
+                given = [*given, begun] if chat else given + prefix  # type: ignore[operator]
+            problem = Problem(self.name, question, answer, _key_of(row), given, row)
             self.judge.check(problem)
         except BadRecord as error:
             raise InputError(f"{self.name}: {source.where(number)}: {error}") from error
         return problem
-
-    def _question(self, row: Row) -> str:
-        """Return the text that is asked."""
-        return self._asked(row)[-1]["content"]
 
     def _asked(self, row: Row) -> list[Message]:
         """Return the messages that end with what is asked."""
@@ -388,15 +315,6 @@ class DataTask(Task):
             return ""
         return str(row[_usual(row, USUAL_REFERENCES, "reference")])
 
-    def _given(self, row: Row) -> str | list[Message]:
-        """Return what the model is given: the prompt, and the beginning of the response."""
-        prompt = self._prompt(row)
-        if self.file.gen_prefix is None:
-            return prompt
-        if isinstance(prompt, str):
-            return prompt + self._prefix(row)
-        return [*prompt, _message("assistant", self._prefix(row)) | {"prefix": True}]
-
     def _prefix(self, row: Row) -> str:
         return render(self.file.gen_prefix or "", row)
 
@@ -408,7 +326,13 @@ class DataTask(Task):
         """
         file, asked = self.file, self._asked(row)
         system = [] if file.system is None else [render(file.system, row)]
-        pairs = [(self._question(shown), self._response(shown)) for shown in self._shown(row)]
+        pairs = [
+            (
+                self._asked(shown)[-1]["content"],
+                self._reference(shown) if file.example is None else render(file.example, shown),
+            )
+            for shown in self._shown(row)
+        ]
         first = [_message("system", text) for text in system]
         if file.chat and (file.few_shot is None or file.few_shot.turns):
             turns = [
@@ -424,32 +348,42 @@ class DataTask(Task):
             return file.separator.join([*system, *parts])
         return [*first, _message("user", file.separator.join(parts))]
 
-    def _response(self, row: Row) -> str:
-        """Return the response of an example."""
-        if self.file.example is not None:
-            return render(self.file.example, row)
-        return self._reference(row)
-
     def _shown(self, row: Row) -> list[Row]:
         """Choose the rows of the examples before a row; it is never one of its own."""
         few = self.file.few_shot
         if few is None or few.count is None:
             return [] if few is None else list(few.examples)
-        rows, own = self.rows.of(few.split), key_of(row)
+        rows, own = self._rows(few.split), _key_of(row)
         order: Any = range(len(rows))
         if few.seed is not None:
             order = np.random.default_rng([few.seed, int(own[:15], 16)]).permutation(len(rows))
-        found: list[Row] = []
-        for i in order:
-            shown = read_row(rows[i])
-            if key_of(shown) != own:
-                found.append(shown)
-            if len(found) == few.count:
-                return found
-        raise BadRecord(
-            f"few_shot.count must be at most {len(found)}, the other rows of {few.split}, got "
-            f"{few.count}"
-        )
+        others = (shown for i in order if _key_of(shown := _read(rows[i])) != own)
+        found = list(islice(others, few.count))
+        if len(found) < few.count:
+            raise BadRecord(
+                f"few_shot.count must be at most {len(found)}, the other rows of {few.split}, got "
+                f"{few.count}"
+            )
+        return found
+
+
+def _read(place: Place) -> Row:
+    source, number = place
+    row = source.record(number)
+    if not isinstance(row, Mapping):
+        raise BadRecord(f"expected an object of columns, got {str(row)[:60]!r}")
+    return row
+
+
+def _key_of(row: Any) -> str:
+    content = json.dumps(row, sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _fraction(place: Place) -> float:
+    """Place a row in [0, 1) by its content alone, so that equal rows are in one split."""
+    source, number = place
+    return int(_key_of(source.attempt(number))[:13], 16) / 16**13
 
 
 def _message(role: str, content: str) -> Message:
@@ -458,26 +392,26 @@ def _message(role: str, content: str) -> Message:
 
 def _usual(row: Row, names: tuple[str, ...], what: str) -> str:
     """Find the first of the names that a row has. Raises BadRecord."""
-    found = next((name for name in names if row.get(name) is not None), None)
-    if found is None:
-        raise BadRecord(
-            f"expected one of {', '.join(names)}, got the keys {', '.join(map(str, row))[:200]}: "
-            f"`{what}` of a task file names others"
-        )
-    return found
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    raise BadRecord(
+        f"expected one of {', '.join(names)}, got the keys {', '.join(map(str, row))[:200]}: "
+        f"`{what}` of a task file names others"
+    )
 
 
 def _messages(value: Any) -> list[Message]:
     """Check chat messages: they end with what is asked. Raises BadRecord."""
-    well = isinstance(value, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in value
+    turns = value if isinstance(value, list) else []
+    is_text = all(
+        isinstance(turn, dict) and isinstance(turn.get(key), str)
+        for turn in turns
+        for key in ("role", "content")
     )
-    if not well or not value or value[-1]["role"] == "assistant":
+    if not turns or not is_text or turns[-1]["role"] == "assistant":
         raise BadRecord(
             "messages must be a list of role and content that ends with what is asked, got "
             f"{str(value)[:60]!r}"
         )
-    return [_message(turn["role"], turn["content"]) for turn in value]
+    return [_message(turn["role"], turn["content"]) for turn in turns]

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,14 +20,23 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from d2f.config import Section, Switch, Text, check
 from d2f.data import BadRecord
 from d2f.errors import InputError, did_you_mean, repr_of
-from d2f.tasks.problem import Problem, columns_of, render
+from d2f.tasks.problem import Problem, bounded, columns_of, render
 from d2f.tasks.sandbox import Limits, passes, protection
 
 
 class Judge(Section):
-    """Base of all judges. The fields are the judge's options in a task file."""
+    """Base of all judges. The fields are the judge's options in a task file.
+
+    columns: of the data that it reads. judging_seconds: after which no verdict will come, None
+    where one comes at once. source: a digest of the code behind the verdicts, empty where that is
+    this toolkit. notice: a sentence that the user should read before anything is judged.
+    """
 
     name: ClassVar[str]
+    columns: ClassVar[set[str]] = set()
+    judging_seconds: ClassVar[float | None] = None
+    source: ClassVar[str] = ""
+    notice: ClassVar[str | None] = None
 
     @abstractmethod
     def right(self, problem: Problem, text: str) -> bool:
@@ -39,26 +48,6 @@ class Judge(Section):
 
     def check(self, problem: Problem) -> None:
         """Raise BadRecord for a problem that no response could solve."""
-
-    @property
-    def columns(self) -> set[str]:
-        """Columns of the data that the judge reads."""
-        return set()
-
-    @property
-    def judging_seconds(self) -> float | None:
-        """Seconds after which no verdict will come; None where one comes at once."""
-        return None
-
-    @property
-    def source(self) -> str:
-        """Digest of the code behind the verdicts; empty where that is this toolkit."""
-        return ""
-
-    @property
-    def notice(self) -> str | None:
-        """A sentence that the user should read before anything is judged."""
-        return None
 
 
 class Exact(Judge):
@@ -103,8 +92,9 @@ class Regex(Judge):
     @classmethod
     def _compiles(cls, pattern: str) -> str:
         try:
-            re.compile(pattern, re.MULTILINE)
-        except (re.error, RecursionError, OverflowError) as error:
+            with bounded():
+                re.compile(pattern, re.MULTILINE)
+        except (re.error, RecursionError, OverflowError, TimeoutError, MemoryError) as error:
             raise ValueError(f"{pattern[:60]!r} is no regular expression: {error}") from error
         return pattern
 
@@ -112,7 +102,11 @@ class Regex(Judge):
         return self.answer(text) == problem.answer.strip()
 
     def answer(self, text: str) -> str | None:
-        found = list(re.finditer(self.pattern, text, re.MULTILINE))
+        try:
+            with bounded():
+                found = list(re.finditer(self.pattern, text, re.MULTILINE))
+        except (TimeoutError, MemoryError):
+            found = []
         if not found:
             return None
         chosen = found[0 if self.take == "first" else -1]
@@ -241,6 +235,9 @@ class Math(Judge):
     math-verify, 0.333333 is 1/3, 4210_5 is 4210 and 3r^2 is 3R^2."""
 
     name: ClassVar[str] = "math"
+    # More than math-verify's own limits, 5 s each to read two texts and to compare them, which do
+    # not end what sympy computes in one long operation.
+    judging_seconds: ClassVar[float | None] = 60.0
 
     @model_validator(mode="after")
     def _installed(self) -> Math:
@@ -261,12 +258,6 @@ class Math(Judge):
             raise BadRecord(
                 f"expected an expression as the reference, got {problem.answer[-60:]!r}"
             )
-
-    @property
-    def judging_seconds(self) -> float:
-        """More than math-verify's own limits, 5 s each to read two texts and to compare them, which
-        do not end what sympy computes in one long operation."""
-        return 60.0
 
     def answer(self, text: str) -> str | None:
         found = _expressions(text)
@@ -319,7 +310,8 @@ class Python(Judge):
     seconds: Annotated[int, Field(ge=1, le=3600)] = 10
     """Time limit of a program with its tests."""
     memory_mb: Annotated[int, Field(ge=64, le=2**20)] = 1024
-    """Address space of each of its processes."""
+    """Memory of its processes together."""
+    _unsafe: bool = PrivateAttr(default=False)
 
     @field_validator("program", "tests")
     @classmethod
@@ -338,24 +330,24 @@ class Python(Judge):
             for response in (_codes(text, tests) if self.fenced else [text])
         ]
         program = next(filter(_parses, programs), programs[0])
-        return passes(program, tests, Limits(seconds=self.seconds, memory_mb=self.memory_mb))
+        limits = Limits(seconds=self.seconds, memory_mb=self.memory_mb)
+        return passes(program, tests, limits, unsafe=self._unsafe)
 
     def check(self, problem: Problem) -> None:
         render(self.program, {**problem.row, "response": ""})
         render(self.tests, problem.row)
 
     @property
-    def columns(self) -> set[str]:
+    def columns(self) -> set[str]:  # type: ignore[override]
         return (columns_of(self.program) | columns_of(self.tests)) - {"response"}
 
     @property
-    def judging_seconds(self) -> float:
-        """More than its own limit, which ends a program."""
-        return self.seconds + 60.0
+    def judging_seconds(self) -> float:  # type: ignore[override]
+        return self.seconds + 60.0  # its own limit ends a program
 
     @property
-    def notice(self) -> str:
-        return f"the code that the model writes is run here, in {protection()}"
+    def notice(self) -> str:  # type: ignore[override]
+        return f"the code that the model writes is run here, in {protection(self._unsafe)}"
 
 
 def _codes(text: str, tests: str) -> list[str]:
@@ -405,72 +397,63 @@ class Own(Judge):
     identity, what they import is not."""
 
     name: ClassVar[str] = "module:function"
-    _place: str = PrivateAttr()
-    _function: Callable[..., object] = PrivateAttr()
-    _options: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _source: str = PrivateAttr(default="")
+    place: str
+    function: Callable[..., object]
+    options: dict[str, Any]
 
     @classmethod
-    def of(cls, place: str, options: Mapping[str, Any]) -> Own:
+    def of(cls, place: str, options: dict[str, Any]) -> Own:
         """Import the function at ``module:function``. Raises InputError."""
         module, _, name = place.partition(":")
         if "" not in sys.path:
             sys.path.append("")  # the working folder, after all that is installed
         try:
-            found = getattr(import_module(module), name)
+            function = getattr(import_module(module), name)
         except Exception as error:  # whatever the module raises
             raise InputError(
                 f"judge {place}: cannot be imported: {type(error).__name__}: {error}"
             ) from error
-        if not callable(found):
-            raise InputError(f"judge {place}: expected a function, got {repr_of(found)}")
-        judge = cls()
-        judge._place, judge._function, judge._options = place, found, dict(options)
-        judge._source = _digest(module, found)
-        return judge
+        if not callable(function):
+            raise InputError(f"judge {place}: expected a function, got {repr_of(function)}")
+        return cls(place=place, function=function, options=options)
 
     @property
-    def source(self) -> str:
-        return self._source
+    def source(self) -> str:  # type: ignore[override]
+        module = self.place.partition(":")[0]
+        names = dict.fromkeys((module, getattr(self.function, "__module__", module)))
+        files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+        read = b"".join(Path(file).read_bytes() for file in files if file)
+        return hashlib.sha256(read).hexdigest()
 
     def right(self, problem: Problem, text: str) -> bool:
+        said = f"for the response {text[:60]!r}"
         try:
-            verdict = self._function(problem, text, **self._options)
+            verdict = self.function(problem, text, **self.options)
             is_one = verdict in (True, False)
         except Exception as error:  # theirs to repair, so it ends the command
             raise InputError(
-                f"judge {self._place}: raised {type(error).__name__}: {error} for the response "
-                f"{text[:60]!r}"
+                f"judge {self.place}: raised {type(error).__name__}: {error} {said}"
             ) from error
         if not is_one:  # a text or a share would count as right, a forgotten return as wrong
             raise InputError(
-                f"judge {self._place}: expected True or False, got {repr_of(verdict)} for the "
-                f"response {text[:60]!r}"
+                f"judge {self.place}: expected True or False, got {repr_of(verdict)} {said}"
             )
         return bool(verdict)
-
-
-def _digest(module: str, function: object) -> str:
-    """Hash the files of a judge: of its module, and of the module that its function comes from."""
-    names = dict.fromkeys((module, getattr(function, "__module__", module)))
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
-    found = hashlib.sha256()
-    for file in files:
-        if file is not None and Path(file).is_file():
-            found.update(Path(file).read_bytes())
-    return found.hexdigest()
 
 
 JUDGES: dict[str, type[Judge]] = {
     judge.name: judge for judge in (Exact, Numeric, Choice, Regex, Math, Contains, Python)
 }
+CodeExecution = bool | Literal["unsafe"]
+"""May code that a model wrote be run; "unsafe": also where it cannot be kept from the network and
+the files."""
 
 
 def make_judge(
     given: str | dict[str, Any],
     where: str,
     *,
-    allow_code_execution: bool,
+    allow_code_execution: CodeExecution,
     from_file: bool = False,
 ) -> Judge:
     """Make the judge of a name, or of a mapping of `name` and its options.
@@ -502,4 +485,7 @@ def make_judge(
             "--allow-code-execution (allow_code_execution: true in a configuration) if that is "
             "meant"
         )
-    return check(JUDGES[name], options, f"{where}: judge {name}")
+    judge = check(JUDGES[name], options, f"{where}: judge {name}")
+    if isinstance(judge, Python):
+        judge._unsafe = allow_code_execution == "unsafe"
+    return judge

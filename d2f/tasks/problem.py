@@ -1,9 +1,15 @@
-"""What a problem is, and what a task has to draw to make one."""
+"""What a problem is, what a task has to draw to make one, and text made of a row by a template."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -68,8 +74,22 @@ def pick_integer(rng: np.random.Generator, low: int, high: int) -> int:
 
 # Text made of a row of data, by a template in Jinja's sandbox: ``Question: {{ question }}``.
 
+SECONDS, MEGABYTES, BITS = 2.0, 512, 10_000
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        # A long operation on one large number cannot be interrupted.
+        factor = right if operator == "**" else 1
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * factor > BITS:
+            raise OverflowError(f"{operator}: the number is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 # A template is kept to the letter: the line end of its last line is part of the prompt.
-_ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+_ENVIRONMENT = _Environment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
 def columns_of(template: str) -> set[str]:
@@ -83,8 +103,41 @@ def columns_of(template: str) -> set[str]:
 def render(template: str, row: Mapping[str, Any]) -> str:
     """Render a template with a row. Raises BadRecord."""
     try:
-        text = _ENVIRONMENT.from_string(template).render(row)
+        with bounded():
+            text = _ENVIRONMENT.from_string(template).render(row)
         text.encode()
     except Exception as error:  # of the template's own arithmetic too
-        raise BadRecord(f"the template {template[:60]!r}: {error}") from error
+        raise BadRecord(
+            f"the template {template[:60]!r}: {error or type(error).__name__}"
+        ) from error
     return text
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Bound what a task file's templates and patterns take: TimeoutError after SECONDS, and
+    MemoryError beyond MEGABYTES more than there are. Time is bounded in the main thread alone."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"takes more than {SECONDS:g} seconds")
+
+    in_main = threading.current_thread() is threading.main_thread()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEGABYTES * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (_least(most, *limits), limits[1]))
+    if in_main:
+        handler = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _least(*limits: int) -> int:
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)

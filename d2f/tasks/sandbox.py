@@ -1,26 +1,33 @@
-"""Run code that a model wrote: in processes of its own, with limits, away from the rest.
+"""Run code that a model wrote, with limits and away from everything else.
 
-    this process      a temporary folder, two pipes, the verdict
-      supervisor        namespaces, limits, ends all that is left    python -I sandbox.py supervise
-        solution          loads the program, then runs its tests     python -I sandbox.py solve
+    this process    two pipes, the verdict
+      supervise     in namespaces of its own: bounds processes and memory, ends all that is left
+        solve       loads the program, then runs its tests
 
-It holds against what models write by accident or to be clever: endless loops, fork bombs, floods of
-output, `os._exit(0)`, deleted files. It is no prison for an attacker: code that knows this harness
-can look for the pipe of the verdict in its own process, and code that changes what the tests
-compare with (an `__eq__` that is always true, a patched builtin) passes them.
+bubblewrap makes the namespaces where it is installed, else `_enter` does: no network, no process
+of others, and a tree of system libraries, this Python and its packages that cannot be written to,
+beside one folder in memory. Where neither is possible nothing is run, unless told ("unsafe").
 
-The module needs nothing but the standard library, as both processes run it as a file.
+It holds against what models write, by accident or to be clever. An answer can still find its
+verdict in its own process: the pipe that it goes to, or an `__eq__` that is always true.
+
+The module needs nothing but the standard library, as the other processes run it as a file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import platform
+import re
 import resource
 import secrets
 import select
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,28 +42,35 @@ from typing import Any, NoReturn
 GRACE_SECONDS = 2.0  # for the interpreters to start and end, beside the solution's own time
 LOOK_SECONDS = 0.01  # between two looks at the solution
 LONGEST_LINE = 100
+NOBODY = "65534"
+FOLDER = "/box"  # where the program runs, and all that it can write to
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
-# From linux/sched.h: new user, network, process, IPC and mount namespaces.
+# From linux/sched.h: new user, network, process, IPC and mount namespaces; and any namespace.
 NEW_NAMESPACES = 0x10000000 | 0x40000000 | 0x20000000 | 0x08000000 | 0x00020000
+ANY_NAMESPACE = 0x7E020080
 # From sys/mount.h, linux/mount.h and sys/prctl.h.
-MOUNT_SETATTR, RECURSIVE, AT_FDCWD = 442, 0x8000, -100
-READ_ONLY, NO_SUID, NO_DEVICES, PRIVATE, BIND = 1, 2, 4, 1 << 18, 4096
-DIES_WITH_PARENT, TAKES_ORPHANS, NO_NEW_PRIVILEGES = 1, 36, 38
-NOBODY = 65534
+READ_ONLY, NO_SUID, NO_DEVICES, BIND, RECURSIVE, PRIVATE, DETACH = 1, 2, 4, 4096, 16384, 1 << 18, 2
+MOUNT_SETATTR, AT_RECURSIVE, AT_FDCWD = 442, 0x8000, -100
+DIES_WITH_PARENT, DUMPABLE, SECCOMP, TAKES_ORPHANS, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
+# By machine: its audit number, clone, and calls that are denied, as they take memory that no
+# process shows or make namespaces: shmget, msgget, unshare, memfd_create, io_uring, memfd_secret.
+CALLS = {
+    "x86_64": (0xC000003E, 56, (29, 68, 272, 319, 425, 447)),
+    "aarch64": (0xC00000B7, 220, (194, 186, 97, 279, 425, 447)),
+}
+CLONE3 = 435
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-class MountAttributes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user")]
 
 
 @dataclass(frozen=True)
 class Limits:
     """Limits of one program.
 
-    seconds: wall time, and processor time. memory_mb: address space of a process. file_mb: a file,
-    and with namespaces all that it writes. processes: with threads, at a time.
+    seconds: wall time, and processor time. memory_mb: address space of a process, and memory of all
+    of them together. file_mb: a file, and all that is written. processes: at a time.
     """
 
     seconds: int = 10
@@ -66,69 +80,69 @@ class Limits:
     open_files: int = 64
 
 
-def passes(program: str, tests: str, limits: Limits) -> bool:
+def passes(program: str, tests: str, limits: Limits, *, unsafe: bool = False) -> bool:
     """Load the program and run the tests to their end, in a process of its own within the limits.
 
-    Raises InputError where none can be started here.
+    unsafe: also where it cannot be kept from network and files. Raises InputError.
     """
-    return _passes(program, tests, limits, isolate=is_isolated())
+    return _passes(program, tests, limits, isolation(unsafe))
+
+
+def protection(unsafe: bool) -> str:
+    """Say what holds back the programs that are run here. Raises InputError."""
+    if isolation(unsafe) == "none":
+        return (
+            "a process of its own, with limits of time, memory and files; it is NOT cut off from "
+            "the network nor from the files of the user that it runs as"
+        )
+    return (
+        "a process of its own, with limits of time, memory, files and processes, without network, "
+        "and with nothing to write to but a folder in memory"
+    )
 
 
 @cache
-def is_isolated() -> bool:
-    """Find out if the system has namespaces: no network, and nothing to write to but a folder in
-    memory. Raises InputError where a program cannot be run in a process of its own."""
-    for isolate in (True, False):
+def isolation(unsafe: bool) -> str:
+    """Find out how programs are isolated here: by bwrap, by own namespaces, or by none."""
+    for way in ("bwrap", "own", *(("none",) if unsafe else ())):
         # The probe is a program that passes, and needs more than the interpreter's own modules.
         with suppress(OSError):
-            if _passes("import random, json, fractions", "random.random()", Limits(), isolate):
-                return isolate
+            if _passes("import random, json, fractions", "random.random()", Limits(), way):
+                return way
     from d2f.errors import InputError
 
-    who = f"as another user than root, who must be able to run {sys.executable}"
+    wanted = f"that another user than root may run {sys.executable}"
     raise InputError(
-        "code cannot be run in a process of its own here: expected namespaces, or that "
-        f"python can be started {who if os.getuid() == 0 else 'with limits'}"
+        "code cannot be kept from the network and the files here: expected bubblewrap (bwrap) or "
+        + (wanted if unsafe else "user namespaces; --unsafe runs it with limits alone")
     )
 
 
-def protection() -> str:
-    """Say what holds back the programs that are run here."""
-    held = "a process of its own, with limits of time, memory, files and processes"
-    if is_isolated():
-        return f"{held}, without network, and with nothing to write to but a folder in memory"
-    return (
-        f"{held}; this system gives no namespaces, so it is NOT cut off from the network nor from "
-        "the files of the user that it runs as"
-    )
-
-
-def _passes(program: str, tests: str, limits: Limits, isolate: bool) -> bool:
+def _passes(program: str, tests: str, limits: Limits, way: str) -> bool:
     with tempfile.TemporaryDirectory(prefix="d2f-", ignore_cleanup_errors=True) as folder:
-        user = _another_user() if not isolate and os.getuid() == 0 else None
-        if user is not None:
-            os.chown(folder, user, user)
+        # A user id that nobody has: its processes are this program's alone.
+        other = 2**30 + secrets.randbelow(2**29) if way == "none" and not os.getuid() else None
+        if other is not None:
+            os.chown(folder, other, other)
         result, theirs = os.pipe()
-        settings = {
-            **asdict(limits),
-            "isolate": isolate,
-            "counts": True,
-            "result": theirs,
-            "python": sys.executable,
-        }
+        settings = asdict(limits) | {"way": way, "result": theirs, "tree": _tree()}
+        command = [sys.executable, "-I", __file__, "enter", json.dumps(settings)]
+        if way == "bwrap":
+            command = [*_bubblewrap(limits), *command]
+        home = folder if way == "none" else FOLDER
         try:
             supervisor = subprocess.Popen(
-                [sys.executable, "-I", __file__, "supervise", json.dumps(settings)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # a gigabyte of output goes nowhere
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs],
                 cwd=folder,
-                env=_environment(folder),
+                env=_environment(home),
                 start_new_session=True,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
+                user=other,
+                group=other,
+                extra_groups=None if other is None else [],
             )
         except BaseException:
             os.close(result)
@@ -150,6 +164,31 @@ def _passes(program: str, tests: str, limits: Limits, isolate: bool) -> bool:
                 supervisor.communicate()
 
 
+def _environment(home: str) -> dict[str, str]:
+    """Make an environment with nothing of ours, which may hold keys and tokens."""
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": home, "TMPDIR": home, **one_thread}
+
+
+def _tree() -> list[str]:
+    """List what a program may read, parents first."""
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    paths = {*SYSTEM, sys.base_prefix, sys.prefix, *packages, __file__}
+    return [path for path in sorted(paths) if os.path.exists(path)]
+
+
+def _bubblewrap(limits: Limits) -> list[str]:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise FileNotFoundError("bwrap")
+    readable = [word for path in _tree() for word in ("--ro-bind", path, path)]
+    devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
+    space = ["--size", str(limits.file_mb * 2**20), "--tmpfs", FOLDER, "--chdir", FOLDER]
+    return [bwrap, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL",
+            "--uid", NOBODY, "--gid", NOBODY, *readable, *devices, "--proc", "/proc", *space,
+            "--remount-ro", "/proc", "--remount-ro", "/"]  # fmt: skip
+
+
 def _talk(
     supervisor: subprocess.Popen[bytes], result: int, program: str, tests: str, deadline: float
 ) -> bool:
@@ -162,13 +201,13 @@ def _talk(
     try:
         supervisor.stdin.write(json.dumps(program).encode() + b"\n")
         supervisor.stdin.flush()
-        if _line(result, deadline) != b"loaded":
+        if _line(result, deadline) != b"loaded\n":
             return False
         supervisor.stdin.write(json.dumps([tests, nonce]).encode() + b"\n")
         supervisor.stdin.flush()
     except BrokenPipeError:  # it has ended
         return False
-    return _line(result, deadline) == nonce.encode()
+    return _line(result, deadline) == nonce.encode() + b"\n"
 
 
 def _line(pipe: int, deadline: float) -> bytes:
@@ -180,45 +219,14 @@ def _line(pipe: int, deadline: float) -> bytes:
         if not byte:
             return b""
         line += byte
-    return line.removesuffix(b"\n")
+    return line
 
 
-def _another_user() -> int:
-    """Choose a user id that nobody has, so that its processes are this program's alone."""
-    return 2**30 + secrets.randbelow(2**29)
+# In the namespaces.
 
 
-def _environment(folder: str) -> dict[str, str]:
-    """Make an environment with nothing of ours, which may hold keys and tokens."""
-    return {
-        "PATH": os.defpath,
-        "HOME": folder,
-        "TMPDIR": folder,
-        "LANG": "C.UTF-8",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
-
-
-def _supervise(settings: dict[str, Any]) -> None:
-    """Take from the solution what the system lets be taken, start it with limits, and end all that
-    it started when it is done or its time is over."""
-    _process_control(DIES_WITH_PARENT, signal.SIGKILL)
-    if settings["isolate"]:
-        _isolate(settings)
-    else:
-        _process_control(TAKES_ORPHANS, 1)
-    child = os.fork()
-    if child == 0:
-        _become_solution(settings)
-    os.close(0)
-    os.close(settings["result"])
-    _watch(child, settings)
-
-
-def _isolate(settings: dict[str, Any]) -> None:
-    """Go on as the first process of namespaces without network, where nothing can be written but
-    a folder in memory, and whose processes all end with this one."""
+def _enter(settings: dict[str, Any]) -> None:
+    """Go on as the first process of namespaces that see the tree alone, as bwrap does."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", NEW_NAMESPACES)
     # As nobody within: what is started has no capabilities there, with which it could undo this.
@@ -232,65 +240,103 @@ def _isolate(settings: dict[str, Any]) -> None:
         _, status = os.waitpid(first, 0)
         os._exit(os.waitstatus_to_exitcode(status) and 1)
     _process_control(DIES_WITH_PARENT, signal.SIGKILL)
-    kept = (b"/dev/null", b"/dev/urandom")
-    for device in kept:
-        _call("mount", device, device, None, BIND, None)
-    _mount_attributes(b"/", READ_ONLY | NO_SUID | NO_DEVICES, 0, RECURSIVE)
-    for device in kept:
-        _mount_attributes(device, 0, READ_ONLY | NO_DEVICES)
-    folder, size = os.getcwd().encode(), f"size={settings['file_mb']}m,mode=700".encode()
-    _call("mount", b"tmpfs", folder, b"tmpfs", NO_SUID | NO_DEVICES, size)
-    os.chdir(folder)
-    try:
-        _call("mount", b"proc", b"/proc", b"proc", 14, None)  # the processes within, to be counted
-    except OSError:
-        # Root alone is not held by RLIMIT_NPROC; without the count nothing would hold it.
-        if user == 0:
-            raise
-        settings["counts"] = False
+    root = os.getcwd()
+    _mount("none", "/", RECURSIVE | PRIVATE)
+    _mount("tmpfs", root, NO_SUID | NO_DEVICES, "tmpfs")
+    os.chdir(root)  # the folder under the new mount is another one
+    for path in (*settings["tree"], *DEVICES):
+        place = root + path
+        os.makedirs(place if os.path.isdir(path) else os.path.dirname(place), exist_ok=True)
+        if not os.path.exists(place):
+            Path(place).touch()
+        _mount(path, place, BIND | RECURSIVE)
+        _protect(place, READ_ONLY | NO_SUID | (0 if path in DEVICES else NO_DEVICES))
+    for folder in ("/proc", FOLDER):
+        os.mkdir(root + folder)
+    _mount("proc", f"{root}/proc", NO_SUID | NO_DEVICES, "proc")
+    _protect(f"{root}/proc", READ_ONLY)  # root could write the kernel's settings
+    size = f"size={settings['file_mb']}m,mode=700"
+    _mount("tmpfs", root + FOLDER, NO_SUID | NO_DEVICES, "tmpfs", size)
+    _call("pivot_root", b".", b".")  # the old root lies on the new one, and is taken off
+    _call("umount2", b".", DETACH)
+    _protect("/", READ_ONLY, recursive=False)
+    os.chdir(FOLDER)
+
+
+def _supervise(settings: dict[str, Any]) -> None:
+    """Start the solution with limits, and end all that it started when it is done or beyond one."""
+    _process_control(DIES_WITH_PARENT, signal.SIGKILL)
+    _process_control(TAKES_ORPHANS, 1)
+    _process_control(DUMPABLE, 0)  # the solution must not write to this one's memory
+    child = os.fork()
+    if child == 0:
+        _become_solution(settings)
+    os.close(0)
+    os.close(settings["result"])
+    isolated = settings["way"] != "none"
+    deadline = time.monotonic() + settings["seconds"]
+    while time.monotonic() < deadline and not _reap(child):
+        if isolated:
+            count, kilobytes = _use()
+            if count > settings["processes"] or kilobytes > settings["memory_mb"] * 1024:
+                break
+        time.sleep(LOOK_SECONDS)
+    if isolated:
+        os._exit(0)  # the kernel kills what is left in the namespace with its first process
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    # Those that left the group; orphans become children of this process.
+    while left := children.read_text().split() if children.exists() else []:
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(pid), signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
 
 
 def _become_solution(settings: dict[str, Any]) -> NoReturn:
     os.setsid()
     mega = 2**20
-    # Within namespaces only what runs there counts, else all of this user's threads do.
-    there = 0 if settings["isolate"] else _threads(os.getuid())
     limits = {
         resource.RLIMIT_CPU: settings["seconds"],
         resource.RLIMIT_AS: settings["memory_mb"] * mega,
         resource.RLIMIT_FSIZE: settings["file_mb"] * mega,
         resource.RLIMIT_NOFILE: settings["open_files"],
-        resource.RLIMIT_NPROC: there + settings["processes"],
         resource.RLIMIT_CORE: 0,
     }
+    if settings["way"] != "none" or os.getuid() >= 2**30:  # else all of this user's would count
+        limits[resource.RLIMIT_NPROC] = settings["processes"]
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     _process_control(NO_NEW_PRIVILEGES, 1)
+    if settings["way"] != "none":
+        _deny_calls()
     os.nice(5)  # whoever floods the machine must not keep the supervisor from running
-    python, result = settings["python"], str(settings["result"])
-    os.execv(python, [python, "-I", __file__, "solve", result])
+    python = sys.executable
+    os.execv(python, [python, "-I", __file__, "solve", str(settings["result"])])
 
 
-def _watch(child: int, settings: dict[str, Any]) -> None:
-    """Wait for the solution's end, for that of its time, or for too many processes; then end all
-    of them."""
-    deadline = time.monotonic() + settings["seconds"]
-    while time.monotonic() < deadline and not _reap(child):
-        if settings["isolate"] and settings["counts"] and _processes() > settings["processes"]:
-            break
-        time.sleep(LOOK_SECONDS)
-    if settings["isolate"]:
-        os._exit(0)  # the kernel kills what is left in the namespace with its first process
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    while left := _children():  # those that left the group; orphans become children of this one
-        for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(-1, 0)
+def _deny_calls() -> None:
+    """Install a seccomp filter that refuses CALLS, new namespaces and another machine's numbers."""
+    machine, clone, denied = CALLS[platform.machine()]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
+    kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050000  # linux/seccomp.h
+    steps = [  # (operation, steps to skip if so, if not, operand); offsets in seccomp_data
+        (load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill),
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, kill),
+        (equal, 0, 1, CLONE3), (give, 0, 0, refuse | errno.ENOSYS),  # libc takes clone instead
+        *(step for number in denied
+          for step in ((equal, 0, 1, number), (give, 0, 0, refuse | errno.EPERM))),
+        (equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, ANY_NAMESPACE),
+        (give, 0, 0, refuse | errno.EPERM), (give, 0, 0, allow),
+    ]  # fmt: skip
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
+    if libc.prctl(SECCOMP, 2, program, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
 
 
 def _reap(child: int) -> bool:
@@ -303,24 +349,16 @@ def _reap(child: int) -> bool:
     return True
 
 
-def _processes() -> int:
-    """Count the processes in /proc, without this one."""
-    return sum(name.isdecimal() for name in os.listdir("/proc")) - 1
-
-
-def _threads(user: int) -> int:
-    """Count a user's threads as RLIMIT_NPROC does; 0 where they cannot be seen."""
-    found = 0
+def _use() -> tuple[int, int]:
+    """Count the processes in /proc without this one, and the kilobytes that they have together."""
+    count = kilobytes = 0
     for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone since
-            if place.stat().st_uid == user:
-                found += len(os.listdir(place / "task"))
-    return found
-
-
-def _children() -> list[int]:
-    place = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in place.read_text().split()] if place.exists() else []
+        if int(place.name) != os.getpid():
+            with suppress(OSError):  # ended since
+                status = (place / "status").read_text()
+                kilobytes += sum(map(int, re.findall(r"^Vm(?:RSS|Swap):\s*(\d+)", status, re.M)))
+                count += 1
+    return count, kilobytes
 
 
 def _process_control(option: int, value: int) -> None:
@@ -328,10 +366,16 @@ def _process_control(option: int, value: int) -> None:
         libc.prctl(option, value, 0, 0, 0)
 
 
-def _mount_attributes(place: bytes, on: int, off: int, flags: int = 0) -> None:
-    attributes = MountAttributes(on, off, PRIVATE, 0)
-    size = ctypes.sizeof(attributes)
-    _call("syscall", MOUNT_SETATTR, AT_FDCWD, place, flags, ctypes.byref(attributes), size)
+def _mount(source: str, place: str, flags: int, kind: str = "", options: str = "") -> None:
+    words = [word.encode() or None for word in (source, place, kind, options)]
+    _call("mount", *words[:3], flags, words[3])
+
+
+def _protect(place: str, flags: int, recursive: bool = True) -> None:
+    """Set flags of a mount, in place of MS_REMOUNT, which knows no recursion."""
+    attributes = (ctypes.c_uint64 * 4)(flags)
+    _call("syscall", MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE * recursive,
+          attributes, ctypes.sizeof(attributes))  # fmt: skip
 
 
 def _call(name: str, *arguments: Any) -> None:
@@ -364,7 +408,10 @@ def _solve(result: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "supervise":
-        _supervise(json.loads(sys.argv[2]))
-    else:
+    if sys.argv[1] == "solve":
         _solve(int(sys.argv[2]))
+    else:
+        given = json.loads(sys.argv[2])
+        if given["way"] == "own":
+            _enter(given)
+        _supervise(given)

@@ -32,6 +32,7 @@ from d2f.errors import InputError
 from d2f.models import resolve
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks import Problem, Task, find_tasks
+from d2f.tasks.judges import CodeExecution
 from decode.decoders.base import DEFAULT_MAX_NEW_TOKENS
 from decode.jobs import draw_problems, read_prompts
 
@@ -186,7 +187,7 @@ class CompareConfig(Section):
     tasks: tuple[Text, ...] = ()
     """Tasks whose problems are decoded: generated ones, or task files. Either they or
     prompts_file."""
-    allow_code_execution: Switch = False
+    allow_code_execution: CodeExecution = False
     """Let the judge python run what the models write, on this machine."""
     prompts_file: Text | None = None
     """Prompts of your own, as decode.pipeline takes them."""
