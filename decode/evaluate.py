@@ -25,7 +25,7 @@ from d2f.errors import InputError, OutputError
 from d2f.files import locked, write_beside
 from d2f.flags import check_least
 from d2f.quiet import quiet
-from d2f.tasks import Problem, Task, find_task
+from d2f.tasks import Problem, Task
 from decode import cli
 from decode.cli import (
     BatchOptions,
@@ -52,10 +52,10 @@ from decode.jobs import (
 )
 from decode.judging import JudgePool, default_jobs
 from decode.ledger import Ledger, check_folder, check_place, refuse_early
-from decode.loop import Decoded, decode_jobs
+from decode.loop import decode_jobs
 from decode.report import Measurements, doubt_of, environment, wilson
 from decode.step import Result, p_cache_of
-from decode.workers import OneWorker, workers
+from decode.workers import workers
 
 if TYPE_CHECKING:
     from d2f.model import DiffusionModel
@@ -86,10 +86,8 @@ class ProblemOptions:
     @property
     def passes(self) -> list[int]:
         """The numbers of --pass-at."""
-        try:
-            found = [int(part) for part in self.pass_at.split(",")] if self.pass_at else []
-        except ValueError:
-            found = [0]
+        given = self.pass_at.split(",") if self.pass_at else []
+        found = [int(part) if part.strip().isdecimal() else 0 for part in given]
         if len(set(found)) < len(found) or not all(1 <= k <= self.samples for k in found):
             raise InputError(
                 f"--pass-at must be whole numbers from 1 to --samples {self.samples}, each once, "
@@ -143,11 +141,13 @@ def run(options: Options) -> dict[str, Any]:
 
     Raises InputError before any decoding, NonFiniteLogitsError.
     """
-    if options.output is None:
-        return _run(options, None)
-    with locked(check_folder(options.output)) as folder:
+    with ExitStack() as stack:
+        folder = None
+        if options.output is not None:
+            folder = stack.enter_context(locked(check_folder(options.output)))
         report = _run(options, folder)
-        _keep(report, folder / "report.json")
+        if folder is not None:
+            _keep(report, folder / "report.json")
     return report
 
 
@@ -168,7 +168,15 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
     every = [job for some in jobs.values() for job in some]
     if folder is not None:
         refuse_early(folder / ANSWERS, describe(options, shape, "", every))
-    _give_notices(options, jobs)
+    give_notices(options.chosen)
+    for task in options.chosen:
+        kept = task.kept_back(options.split)
+        if kept and options.problems is None:
+            count = len(sources[task.name])
+            say(
+                f"notice: {task.name}: the {options.split} split has {count} of its "
+                f"{count + kept} problems; --split all takes every one"
+            )
     with workers(options) as crew, ExitStack() as stack:
         settled, around, doubt = crew.ask(_about, every)
         if doubt is not None:
@@ -190,9 +198,15 @@ def _run(options: Options, folder: Path | None) -> dict[str, Any]:
                 judges=judges,
                 displays=[_Counting(shown, task.name)],
             )
-            row = {
-                **score(task, decoded.records, samples=options.samples, pass_at=options.passes),
-                **_measured(decoded, options.split, options.batch_size, crew.count),
+            records = decoded.records
+            row = score(task, records, samples=options.samples, pass_at=options.passes) | {
+                "split": options.split,
+                "batch_size": options.batch_size,
+                "workers": crew.count,
+                # Of this run alone: where all answers were there nothing was timed.
+                "decoded": len(decoded.new),
+                "seconds": decoded.seconds if decoded.new else None,
+                "max_new_tokens": records[0].max_new_tokens,
             }
             shown.say(line(row))
             rows.append(row)
@@ -228,18 +242,6 @@ def _about(
     return settled, environment(model), doubt_of(model, jobs[0].decoder)
 
 
-def _give_notices(options: Options, jobs: dict[str, list[Job]]) -> None:
-    give_notices(options.chosen)
-    for task in options.chosen:
-        kept = task.kept_back(options.split)
-        if kept and options.problems is None:
-            count = len(jobs[task.name]) // options.samples
-            say(
-                f"notice: {task.name}: the {options.split} split has {count} of its "
-                f"{count + kept} problems; --split all takes every one"
-            )
-
-
 def _keep(report: dict[str, Any], path: Path) -> None:
     """Write the report; where that fails, print it: it may be hours of work."""
     text = json.dumps(report, indent=2) + "\n"
@@ -262,44 +264,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report = run(options)
     if options.json is not None:
         _keep(report, options.json)
-
-
-def evaluate(
-    model: DiffusionModel,
-    decoder: Decoder,
-    task: Task | str,
-    count: int | None,
-    *,
-    split: str = "heldout",
-    seed: int = 0,
-    batch_size: int = 32,
-) -> dict[str, Any]:
-    """Decode and judge `count` problems of a task (None: all), one response each, and return their
-    `score` with the wall seconds of the decoding. Raises InputError before any decoding."""
-    if count is not None and count < 1:
-        raise InputError(f"count must be at least 1, got {count}")
-    task = find_task(task) if isinstance(task, str) else task
-    problems = draw_problems(task, split, count, seed)
-    ids = encode_problems(model, problems, decoder)
-    jobs = [
-        Job(source, ids[place], decoder.sampled(place, 0))
-        for place, source in enumerate(task_sources(task, problems))
-    ]
-    decoded = decode_jobs(OneWorker(model), jobs, batch_size=batch_size)
-    return score(task, decoded.records) | _measured(decoded, split, batch_size, 1)
-
-
-def _measured(decoded: Decoded, split: str, batch_size: int, count: int) -> dict[str, Any]:
-    """Say how a task was decoded. seconds: wall time of the decoding in this run, None where all
-    answers were there; decoded: how many responses it was for."""
-    return {
-        "split": split,
-        "batch_size": batch_size,
-        "workers": count,
-        "decoded": len(decoded.new),
-        "seconds": decoded.seconds if decoded.new else None,
-        "max_new_tokens": decoded.records[0].max_new_tokens,
-    }
 
 
 class _Counting(Display):
@@ -331,7 +295,7 @@ def score(
     forwards = sum(record.forwards for record in records)
     tokens = sum(len(record.tokens) for record in records)
     counts = dict(sum((Counter(record.counts) for record in records), Counter()))
-    found = {
+    found: dict[str, Any] = {
         "task": task.name,
         "problems": len(groups),
         "samples": samples,
@@ -387,25 +351,23 @@ def _share(values: Sequence[float]) -> dict[str, float]:
 
 def line(row: dict[str, Any]) -> str:
     """Format what was measured of a task, a line for each figure."""
+
+    def share(of: dict[str, Any]) -> str:
+        return f"(95 % {of['accuracy_low']:.1%} to {of['accuracy_high']:.1%})"
+
     responses = row["problems"] * row["samples"]
-    seconds = "" if row["seconds"] is None else f"  {row['seconds']:6.1f} s"
-    parts = [
-        f"{row['task']:<10} {row['right']:>4} of {responses} right "
-        f"({row['accuracy']:6.1%}, 95 % {_interval(row)})  "
-        f"{row['tokens_per_forward']:5.2f} visible tokens a forward  "
-        f"{row['forwards'] / responses:6.1f} forwards a problem{seconds}"
+    lines = [
+        f"{row['task']:<10} {row['right']:>4} of {responses} right {row['accuracy']:6.1%} "
+        f"{share(row)}  {row['tokens_per_forward']:5.2f} visible tokens a forward  "
+        f"{row['forwards'] / responses:6.1f} forwards a problem"
+        + ("" if row["seconds"] is None else f"  {row['seconds']:6.1f} s")
         + (f"  p_cache {row['p_cache']:.2f}" if "p_cache" in row else "")
     ]
-    more = {f"pass@{k}": share for k, share in row.get("pass_at", {}).items()}
+    more = {f"pass@{k}": found for k, found in row.get("pass_at", {}).items()}
     if "majority" in row:
         more[f"majority of {row['samples']}"] = row["majority"]
-    for name, share in more.items():
-        parts.append(f"{'':<10} {name} {share['accuracy']:.1%} (95 % {_interval(share)})")
-    return "\n".join(parts)
-
-
-def _interval(share: dict[str, Any]) -> str:
-    return f"{share['accuracy_low']:.1%} to {share['accuracy_high']:.1%}"
+    lines += [f"{'':<10} {name} {of['accuracy']:.1%} {share(of)}" for name, of in more.items()]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

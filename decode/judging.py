@@ -47,28 +47,23 @@ class JudgePool:
 
     def _judge(self, asked: Mapping[int, Asked]) -> dict[int, bool]:
         """Return the verdicts there are before a process dies."""
-        found: dict[int, bool] = {}
-        if not asked:
-            return found
-        if self._pool is None:
-            # Spawned: a forked process would hold this one's threads and CUDA.
-            spawn = multiprocessing.get_context("spawn")
-            # The parent decides what an interrupt ends.
-            ignore = signal.SIGINT, signal.SIG_IGN
+        if asked and self._pool is None:
+            # Spawned: a forked process would hold this one's threads and CUDA. The parent decides
+            # what an interrupt ends.
+            spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
             self._pool = ProcessPoolExecutor(self.jobs, spawn, signal.signal, ignore)
         futures: dict[int, Future[bool]] = {}
         try:
             for number, one in asked.items():
+                assert self._pool is not None
                 futures[number] = self._pool.submit(_verdict, *one)
-            for number, future in futures.items():
-                found[number] = future.result()
+            return {number: future.result() for number, future in futures.items()}
         except BrokenProcessPool:
             self._close()
-            found |= {n: f.result() for n, f in futures.items() if f.done() and not f.exception()}
+            return {n: f.result() for n, f in futures.items() if f.done() and not f.exception()}
         except BaseException:
             self._close()
             raise
-        return found
 
     def _close(self) -> None:
         if self._pool is not None:

@@ -15,11 +15,11 @@ import yaml
 from lm_eval.tasks import TaskManager
 from test_train_processes import free_ports, start
 
-from d2f.tasks import DEFAULT_TASKS, TASKS, make_problems
+from d2f.tasks import DEFAULT_TASKS, TASKS, find_task, make_problems
 from d2f.tasks.task import RESPONSE_LENGTH
 from decode import lm_eval as ours
 from decode.decoders.d2f import D2F
-from decode.evaluate import evaluate
+from decode.evaluate import decode_and_judge
 from decode.harness.model import D2FLM, LOADING
 
 ROOT = Path(__file__).parent.parent
@@ -79,14 +79,14 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
     )  # fmt: skip
     length = {"max_new_tokens": RESPONSE_LENGTH[task]}
     decoder = D2F(**D2F.with_model_defaults(length, model.model.contract))
-    expected = evaluate(model.model, decoder, task, 12)
-    assert expected["right"] > 0
-    assert found["results"][f"d2f_{task}"]["solved,none"] == expected["right"] / 12
+    problems = make_problems(task, "heldout", 12)
+    judged = decode_and_judge(model.model, decoder, find_task(task), problems, batch_size=16)
+    assert found["results"][f"d2f_{task}"]["solved,none"] == sum(judged.right) / 12 > 0
     figures = found["config"]["d2f"]["tasks"][f"d2f_{task}"]["generation"]
-    assert figures["forwards"] == expected["forwards"]
-    assert figures["tokens"] == expected["visible_tokens"]
+    assert figures["forwards"] == sum(result.forwards for result in judged.results)
+    assert figures["tokens"] == sum(len(result.tokens) for result in judged.results)
     questions = [sample["doc"]["question"] for sample in found["samples"][f"d2f_{task}"]]
-    assert questions == [problem.question for problem in make_problems(task, "heldout", 12)]
+    assert questions == [problem.question for problem in problems]
 
 
 def test_the_task_files_are_package_data():

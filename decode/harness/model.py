@@ -42,7 +42,6 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 KNOWN = ("until", "do_sample", "temperature", "top_p", "top_k", *LENGTHS)
 NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # change nothing
 SET_BY_TASK = ("temperature", "top_p", "top_k", "stop", "max_new_tokens")  # not by model_args
-WAYS = ("mc", "left_to_right")
 CACHE_KEY = "d2f settings"
 LOADING = ("adapter", "family", "dtype", "quantize", "threads", "merge", "compile")
 KINDS = {  # method of lm-eval's: what its requests are called in reports
@@ -100,7 +99,7 @@ class TaskFigures:
 
     tokens: visible ones of responses, scored ones of likelihoods. forwards: calls of the model that
     each request was in, added. seconds: wall time, of several processes the longest. truncated:
-    requests whose prompt lost its beginning, for the model's context. standard_errors: of
+    requests whose prompt lost its beginning, for the model's context. errors: standard errors of
     likelihoods, by (document, request of it); empty where they are exact.
     """
 
@@ -109,20 +108,17 @@ class TaskFigures:
     forwards: int = 0
     seconds: float = 0.0
     truncated: int = 0
-    standard_errors: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    errors: dict[tuple[int, int], float | None] = field(default_factory=dict)
 
     def merge(self, other: TaskFigures) -> None:
         """Add the figures of a process that ran at the same time."""
-        self.requests += other.requests
-        self.tokens += other.tokens
-        self.forwards += other.forwards
+        self.add(other.tokens, other.forwards, other.requests)
         self.seconds = max(self.seconds, other.seconds)
         self.truncated += other.truncated
-        self.standard_errors |= other.standard_errors
+        self.errors |= other.errors
 
-    def add(self, tokens: int, forwards: int) -> None:
-        """Count a request."""
-        self.requests += 1
+    def add(self, tokens: int, forwards: int, requests: int = 1) -> None:
+        self.requests += requests
         self.tokens += tokens
         self.forwards += forwards
 
@@ -137,14 +133,14 @@ class TaskFigures:
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "truncated_prompts": self.truncated,
         }
-        if self.standard_errors:
-            known = [error for error in self.standard_errors.values() if error is not None]
+        if self.errors:
+            known = [error for error in self.errors.values() if error is not None]
             found["mean_standard_error"] = sum(known) / len(known) if known else None
-            errors: dict[str, list[float | None]] = {}
-            for (document, _), error in sorted(self.standard_errors.items()):
+            by_document: dict[str, list[float | None]] = {}
+            for (document, _), error in sorted(self.errors.items()):
                 short = None if error is None else float(f"{error:.4g}")
-                errors.setdefault(str(document), []).append(short)
-            found["standard_errors"] = errors
+                by_document.setdefault(str(document), []).append(short)
+            found["standard_errors"] = by_document
         return found
 
 
@@ -186,14 +182,16 @@ class D2FLM(TemplateLM):
         super().__init__()
         if trust_remote_code:
             logger.warning("trust_remote_code is for data sets: no model's code is run here")
-        self.batch_size = _batch_size(batch_size, max_batch_size)
+        if str(batch_size).startswith("auto"):
+            batch_size = max_batch_size or DEFAULT_BATCH_SIZE
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 0
+        whole_number("batch_size", self.batch_size)
         whole_number("mc_num", mc_num)
         whole_number("seed", seed, least=0, most=2**64 - 1)
         number("cfg", cfg)
         loading = {name: options.pop(name) for name in LOADING if name in options}
-        for name, value in {"check_greedy": check_greedy, **loading}.items():
-            if name in ("check_greedy", "merge", "compile"):
-                boolean(name, value)
+        for name in ("check_greedy", "merge", "compile"):
+            boolean(name, ({"check_greedy": check_greedy} | loading).get(name, True))
         self.seed = seed
         self.monte_carlo = MonteCarlo(mc_num, self.batch_size, float(cfg), check_greedy)
         # As an Accelerator asks for it; without a GPU processes know of each other only with cpu.
@@ -209,7 +207,13 @@ class D2FLM(TemplateLM):
         shape = loaded or outline(wanted.model, wanted.adapter, wanted.family)
         if shape.tokenizer is None:
             raise InputError(f"{shape.path}: lm-eval asks by text, and this has no tokenizer")
-        self.way = _way(shape, nll, cfg)
+        self.way = "mc" if mask_kind(shape.contract) == "bidirectional" else "left_to_right"
+        if nll not in (None, self.way) or (cfg and self.way != "mc"):
+            asked = f"cfg={cfg}" if nll in (None, self.way) else f"nll={nll}"
+            kind = mask_kind(shape.contract)
+            raise InputError(
+                f"{asked}: expected nll={self.way} and what goes with it for a model that is {kind}"
+            )
         self.decoder = _decoder(shape, decoder, options)
         self.decoder.check(shape.contract)
         self.model, self.weights = (loaded, weights_hash(loaded)) if loaded else load(wanted)
@@ -322,13 +326,25 @@ class D2FLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Score continuations, and find whether greedy decoding gives them."""
-        return self._answers("loglikelihood", requests, self._likelihoods, disable_tqdm)
+
+        def answer(figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, Any]]:
+            parts = [self.pairs(figures, *request.args) for request, _ in asked]
+            for n, score in self._scored(figures, asked, parts):
+                yield n, (score.loglikelihood, score.greedy)
+
+        return self._answers("loglikelihood", requests, answer, disable_tqdm)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Score whole texts, a long one window by window."""
-        return self._answers("loglikelihood_rolling", requests, self._rolling, disable_tqdm)
+
+        def answer(figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, float]]:
+            parts = [self.windows(*request.args) for request, _ in asked]
+            for n, score in self._scored(figures, asked, parts):
+                yield n, score.loglikelihood
+
+        return self._answers("loglikelihood_rolling", requests, answer, disable_tqdm)
 
     def _answers(
         self,
@@ -355,10 +371,6 @@ class D2FLM(TemplateLM):
                     self.cache_hook.add_partial(method, kept[its[n]][0].args, value)
                     bar.update()
             figures.seconds += time.perf_counter() - began
-            logger.info(
-                f"{task}, {kind} so far: {figures.requests} requests, {figures.tokens} tokens in "
-                f"{figures.forwards} forwards and {figures.seconds:.1f} s"
-            )
         return [found[i] for i in places]
 
     def _texts(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, str]]:
@@ -376,16 +388,6 @@ class D2FLM(TemplateLM):
                 figures.add(len(event.result.tokens), event.result.forwards)
                 yield jobs[event.request][0], event.result.text or ""
 
-    def _likelihoods(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, Any]]:
-        parts = [self.pairs(figures, *request.args) for request, _ in asked]
-        for n, score in self._scored(figures, asked, parts):
-            yield n, (score.loglikelihood, score.greedy)
-
-    def _rolling(self, figures: TaskFigures, asked: list[Asked]) -> Iterator[tuple[int, float]]:
-        parts = [self.windows(*request.args) for request, _ in asked]
-        for n, score in self._scored(figures, asked, parts):
-            yield n, score.loglikelihood
-
     def _scored(
         self, figures: TaskFigures, asked: list[Asked], parts: list[list[Pair]]
     ) -> Iterator[tuple[int, Score]]:
@@ -400,8 +402,7 @@ class D2FLM(TemplateLM):
                 figures.add(sum(len(target) for _, target in parts[n]), whole.forwards)
                 if whole.standard_error != 0:
                     request, _ = asked[n]
-                    place = (request.doc_id or 0, request.idx)
-                    figures.standard_errors[place] = whole.standard_error
+                    figures.errors[request.doc_id or 0, request.idx] = whole.standard_error
                 yield n, whole
 
     def _loglikelihood_tokens(
@@ -438,13 +439,7 @@ class D2FLM(TemplateLM):
         other settings."""
         cache = cache_hook.dbdict
         if cache is not None:
-            there = cache.get(CACHE_KEY)
-            if there is None and len(cache):
-                raise InputError(
-                    f"{cache.filename} has answers of other software: expected an empty cache, or "
-                    "our own"
-                )
-            there = there or self.settings
+            there = cache.get(CACHE_KEY, {} if len(cache) else self.settings)
             differ = [
                 f"{name} {there.get(name)!r}, not {value!r}"
                 for name, value in self.settings.items()
@@ -518,21 +513,6 @@ def distinct(requests: Sequence[Instance]) -> tuple[list[Asked], list[int]]:
     return kept, answers
 
 
-def _way(model: DiffusionModel, way: str | None, guidance: float) -> str:
-    kind = mask_kind(model.contract)
-    fitting = "mc" if kind == "bidirectional" else "left_to_right"
-    if way not in (None, *WAYS):
-        raise InputError(f"nll must be {' or '.join(WAYS)}, got {way!r}")
-    if way not in (None, fitting):
-        raise InputError(
-            f"nll={way} does not fit {model.path or 'the model'}, which is {kind}: "
-            f"expected {fitting}"
-        )
-    if fitting != "mc" and guidance:
-        raise InputError(f"cfg needs nll=mc, and this model takes {fitting}")
-    return fitting
-
-
 def _decoder(
     shape: DiffusionModel, decoder: str | Decoder | None, options: dict[str, Any]
 ) -> Decoder:
@@ -549,13 +529,3 @@ def _decoder(
     if isinstance(decoder, Decoder):
         return decoder
     return DecoderSettings(decoder, options).decoder(shape, DEFAULT_MAX_NEW_TOKENS)
-
-
-def _batch_size(asked: int | str, most: int | None) -> int:
-    """Read lm-eval's --batch_size: a number, or ``auto``."""
-    text = str(asked)
-    size = most or DEFAULT_BATCH_SIZE
-    if text.partition(":")[0] != "auto":
-        size = int(text) if text.isdecimal() else 0
-    whole_number("batch_size", size)
-    return size
