@@ -146,7 +146,10 @@ def test_what_a_user_should_know_is_said_before(data, capsys):
         (["--tau-add", "2"], "tau_add must lie in [0, 1], got 2.0"),
         (["--model", "tiny-ar", "--decoder", "d2f"], "the decoder d2f needs a model with a mask"),
         (["--data", "mine.jsonl", "--judge", "no"], "--judge: expected a judge, exact, numeric"),
-        (["--data", "none.jsonl", "--judge", "exact"], "none: none.jsonl: cannot be read: No such file"),
+        (
+            ["--data", "none.jsonl", "--judge", "exact"],
+            "none: none.jsonl: cannot be read: No such file",
+        ),
         (mine("--tasks", "story"), "--data is a task of its own"),
         (mine("--problems", "13"), "--problems 13: count must be at most 12"),
         (["--split", "all"], "story has no split all, it has train, tuning, heldout"),
