@@ -138,13 +138,6 @@ def test_what_a_user_should_know_is_said_before(data, capsys):
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--tasks", "chess"], "--tasks: there is no task or task file 'chess'"),
         (["--json", "no/such/folder/x.json"], "folder"),
-        (["--json", "."], "expected a file in a folder"),
-        (["--device", "abacus"], "--device abacus: no such device here"),
-        (["--dtype", "int4"], "--dtype: expected one of"),
-        (["--model", "./no/such"], "--model ./no/such: expected a folder"),
-        (["--tau", "1.5"], "decoder d2f, the default of this model, has no option tau"),
-        (["--tau-add", "2"], "tau_add must lie in [0, 1], got 2.0"),
-        (["--model", "tiny-ar", "--decoder", "d2f"], "the decoder d2f needs a model with a mask"),
         (["--data", "mine.jsonl", "--judge", "no"], "--judge: expected a judge, exact, numeric"),
         (
             ["--data", "none.jsonl", "--judge", "exact"],

@@ -73,34 +73,29 @@ def test_responses_are_those_of_generate(family, decoder):
         assert own.max_new_tokens == kwargs["max_gen_toks"] >= len(result.raw_tokens)
 
 
-@pytest.mark.parametrize(
-    ("asked", "greedy", "temperature"),
-    [
-        ({}, True, 0),
-        ({"temperature": 0.0}, True, 0),
-        ({"temperature": 0.5}, False, 0.5),
-        ({"do_sample": True}, False, 1),
-        ({"do_sample": True, "temperature": 0.3}, False, 0.3),
-        ({"do_sample": False, "temperature": 0.3}, True, 0),
-        ({"do_sample": None, "temperature": None, "num_beams": 1}, True, 0),
-    ],
-)
-def test_sampling_is_what_transformers_makes_of_the_arguments(asked, greedy, temperature):
-    decoder = asked_decoder(D2F(), asked, seed=3)
-    assert (decoder.sampling.greedy, decoder.temperature) == (greedy, temperature)
-    assert (decoder.max_new_tokens, decoder.stop, decoder.seed) == (256, (), 3)
-
-
-def test_what_is_not_honoured_is_refused():
+def test_arguments_mean_what_transformers_means_or_are_refused():
+    for asked, temperature in (
+        ({}, 0),
+        ({"temperature": 0.0}, 0),
+        ({"temperature": 0.5}, 0.5),
+        ({"do_sample": True}, 1),
+        ({"do_sample": True, "temperature": 0.3}, 0.3),
+        ({"do_sample": False, "temperature": 0.3}, 0),
+        ({"do_sample": None, "temperature": None, "num_beams": 1}, 0),
+    ):
+        decoder = asked_decoder(D2F(), asked, seed=3)
+        assert (decoder.sampling.greedy, decoder.temperature) == (temperature == 0, temperature)
+        assert (decoder.max_new_tokens, decoder.stop, decoder.seed) == (256, (), 3)
     assert [asked_decoder(D2F(), {"top_k": k}, 0).top_k for k in (0, -1, 5)] == [None, None, 5]
     for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert asked_decoder(D2F(), {name: 7}, 0).max_new_tokens == 7
-    with pytest.raises(InputError, match="gen_kwargs: num_beams, typical_p is not honoured"):
-        asked_decoder(D2F(), {"typical_p": 0.5, "num_beams": 4}, 0)
-    with pytest.raises(InputError, match="do_sample must be True or False, got 'yes'"):
-        asked_decoder(D2F(), {"do_sample": "yes"}, 0)
-    with pytest.raises(InputError, match="max_new_tokens must be a whole number"):
-        asked_decoder(D2F(), {"max_gen_toks": 0}, 0)
+    for asked, said in (
+        ({"typical_p": 0.5, "num_beams": 4}, "gen_kwargs: num_beams, typical_p is not honoured"),
+        ({"do_sample": "yes"}, "do_sample must be true or false, got 'yes'"),
+        ({"max_gen_toks": 0}, "max_new_tokens must be a whole number"),
+    ):
+        with pytest.raises(InputError, match=said):
+            asked_decoder(D2F(), asked, 0)
 
 
 def test_answers_that_are_asked_for_again_are_others_and_a_copy_is_not_run():

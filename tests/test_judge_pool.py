@@ -98,18 +98,15 @@ def test_answers_that_wait_for_their_judge_are_kept_where_a_request_fails(tmp_pa
     assert {name: row["right"] for name, row in ledger.rows.items()} == {0: True, 1: True}
 
 
-def test_the_command_gives_the_same_answers_whatever_the_number(tmp_path, monkeypatch):
+def test_the_command_gives_the_verdicts_of_the_pool(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{i}?", "answer": "", "test": f"assert {i % 2}"} for i in range(5)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     judge = {"name": "python", "program": "# {{ question }}", "tests": "{{ test }}"}
     values = {"data": "rows.jsonl", "splits": {"heldout": 1.0}, "judge": judge}
     (tmp_path / "mine.yaml").write_text(dump(values))
-    kept = []
-    for jobs in ("1", "3"):
-        command = ["--tasks", "mine.yaml", "--allow-code-execution", "--max-new-tokens", "8"]
-        assert main([*command, "--judge-jobs", jobs, "--output", jobs]) == 0
-        lines = (tmp_path / jobs / "answers.jsonl").read_text().splitlines()[1:]
-        kept.append([(line["id"], line["right"], line["text"]) for line in map(json.loads, lines)])
-        assert sum(right for _, right, _ in kept[-1]) == 2
-    assert kept[0] == kept[1] and len(kept[0]) == 5
+    command = ["--tasks", "mine.yaml", "--allow-code-execution", "--max-new-tokens", "8"]
+    assert main([*command, "--judge-jobs", "3", "--output", "out"]) == 0
+    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()[1:]
+    found = [(line["question"], line["right"]) for line in map(json.loads, lines)]
+    assert sorted(found) == [(f"{i}?", bool(i % 2)) for i in range(5)]

@@ -66,8 +66,15 @@ def sums(tmp_path_factory):
     return folder
 
 
-def tasks_of(*folders):
-    return TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+@pytest.fixture(autouse=True)
+def ours_alone(monkeypatch):
+    """Leave out lm-eval's thousands of task files, which take it ten seconds to read."""
+    whole = TaskManager.__init__
+
+    def made(self, *given, **more):
+        whole(self, *given, **more | {"include_defaults": False})
+
+    monkeypatch.setattr(TaskManager, "__init__", made)
 
 
 @pytest.mark.parametrize("task", DEFAULT_TASKS)
@@ -75,7 +82,7 @@ def test_our_tasks_score_as_decode_evaluate_does(model, task):
     """The same problems, prompts and judge, so the same answers in as many forwards."""
     found = lm_eval.simple_evaluate(
         model, tasks=[f"d2f_{task}"], limit=12, apply_chat_template=True,
-        task_manager=tasks_of(ours.TASKS), bootstrap_iters=0,
+        task_manager=TaskManager(include_path=ours.TASKS), bootstrap_iters=0,
     )  # fmt: skip
     length = {"max_new_tokens": RESPONSE_LENGTH[task]}
     decoder = D2F(**D2F.with_model_defaults(length, model.model.contract))
@@ -100,7 +107,8 @@ def test_the_task_files_are_package_data():
 def test_examples_come_as_turns_of_the_chat(model, sums):
     found = lm_eval.simple_evaluate(
         model, tasks=["sums"], num_fewshot=2, limit=2, apply_chat_template=True,
-        fewshot_as_multiturn=True, task_manager=tasks_of(sums), bootstrap_iters=0,
+        fewshot_as_multiturn=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(sums)),
     )  # fmt: skip
     for sample in found["samples"]["sums"]:
         context, asked = sample["arguments"][0]
@@ -124,56 +132,59 @@ def test_a_users_tasks_stand_beside_ours(tmp_path):
     assert (found.batch_size, found.device) == (4, "meta")
 
 
+def scored(model, folder):
+    """What one process, or the first of several, says of the two local tasks."""
+    found = lm_eval.simple_evaluate(
+        model, tasks=["sums", "sums_choice"], bootstrap_iters=0, apply_chat_template=True,
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+    )  # fmt: skip
+    return found and {
+        "results": found["results"],
+        "d2f": found["config"]["d2f"],
+        "answers": {
+            task: {str(s["doc_id"]): s["filtered_resps"] for s in samples}
+            for task, samples in found["samples"].items()
+        },
+    }
+
+
 PROCESS = """
 import json, sys
-import lm_eval
+from pathlib import Path
 from accelerate import PartialState
-from lm_eval.tasks import TaskManager
 from decode.lm_eval import D2FLM
+from test_lm_eval import scored
 
 folder, output = sys.argv[1:]
-model = D2FLM("tiny-d2f", device="cpu", batch_size=2)
-found = lm_eval.simple_evaluate(
-    model, tasks=["sums", "sums_choice"], task_manager=TaskManager(include_path=folder,
-    include_defaults=False), bootstrap_iters=0, apply_chat_template=True,
-)
+found = scored(D2FLM("tiny-d2f", device="cpu", batch_size=2), folder)
 if found is not None:
-    kept = {"results": found["results"], "d2f": found["config"]["d2f"], "answers": {
-        task: {s["doc_id"]: s["filtered_resps"] for s in samples}
-        for task, samples in found["samples"].items()}}
-    open(output, "w").write(json.dumps(kept))
-if PartialState().num_processes > 1:
-    PartialState().destroy_process_group()
+    Path(output).write_text(json.dumps(found))
+PartialState().destroy_process_group()
 """
 
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_does(sums):
     """Five documents: one process has one less, and gets a copy that it does not compute."""
-    found = {}
-    for count in (1, 2):
-        output = sums / f"{count}.json"
-        arguments = ["-c", PROCESS, str(sums), str(output)]
-        for process in start(arguments, count, free_ports(1)):
-            said, _ = process.communicate(timeout=240)
-            assert process.returncode == 0, said
-        found[count] = json.loads(output.read_text())
-    answers = [one["answers"] for one in found.values()]
-    assert answers[0]["sums"] == answers[1]["sums"] and any(answers[0]["sums"].values())
-    for place, each in answers[0]["sums_choice"].items():
-        for (value, greedy), other in zip(each, answers[1]["sums_choice"][place], strict=True):
+    arguments = ["-c", PROCESS, str(sums), str(sums / "two.json")]
+    for process in start(arguments, 2, free_ports(1)):
+        said, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, said
+    two = json.loads((sums / "two.json").read_text())
+    one = scored(D2FLM("tiny-d2f", device="cpu", batch_size=2), sums)
+    assert one["answers"]["sums"] == two["answers"]["sums"] and any(one["answers"]["sums"].values())
+    for place, each in one["answers"]["sums_choice"].items():
+        for (value, greedy), other in zip(each, two["answers"]["sums_choice"][place], strict=True):
             # In another batch sums are rounded elsewhere.
-            assert other == [pytest.approx(value, rel=1e-5), greedy]
+            assert tuple(other) == (pytest.approx(value, rel=1e-5), greedy)
     for task in ("sums", "sums_choice"):
-        scores = [
-            {k: v for k, v in one["results"][task].items() if "stderr" not in k}
-            for one in found.values()
-        ]
-        assert scores[0] == scores[1]
-        (one,), (two,) = (found[n]["d2f"]["tasks"][task].values() for n in (1, 2))
-        for name in ("requests", "tokens", "forwards"):
-            assert one[name] == two[name]
-    assert [found[n]["d2f"]["processes"] for n in (1, 2)] == [1, 2]
+        scores, figures = [], []
+        for found in (one, two):
+            scores.append({k: v for k, v in found["results"][task].items() if "stderr" not in k})
+            (counted,) = found["d2f"]["tasks"][task].values()
+            figures.append([counted[name] for name in ("requests", "tokens", "forwards")])
+        assert scores[0] == scores[1] and figures[0] == figures[1]
+    assert [found["d2f"]["processes"] for found in (one, two)] == [1, 2]
 
 
 def test_the_command_scores_a_local_task_and_ours(sums, monkeypatch, capsys):

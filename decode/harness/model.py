@@ -63,18 +63,15 @@ def asked_decoder(decoder: Decoder, asked: Mapping[str, Any], seed: int) -> Deco
     for what is not honoured.
     """
     given = {k: v for k, v in asked.items() if v is not None and v != NEUTRAL.get(k)}
-    unknown = sorted(set(given) - set(KNOWN))
-    if unknown:
+    if unknown := sorted(set(given) - set(KNOWN)):
         raise InputError(
             f"gen_kwargs: {', '.join(unknown)} is not honoured here; expected some of "
             f"{', '.join(KNOWN)}"
         )
-    until = given.get("until", [])
+    until, top_k = given.get("until", []), given.get("top_k")
     temperature = given.get("temperature", 1.0 if given.get("do_sample") else 0.0)
     sampled = given.get("do_sample", temperature != 0)
-    if not isinstance(sampled, bool):
-        raise InputError(f"gen_kwargs: do_sample must be True or False, got {sampled!r}")
-    top_k = given.get("top_k")
+    boolean("gen_kwargs: do_sample", sampled)
     lengths = [given[name] for name in LENGTHS if name in given]
     values: dict[str, Any] = {
         "stop": tuple([until] if isinstance(until, str) else until),
@@ -97,50 +94,43 @@ def request_seed(seed: int, *of: object) -> int:
 class TaskFigures:
     """Count what one task and kind of request cost in this run; answers of a cache are not in it.
 
-    tokens: visible ones of responses, scored ones of likelihoods. forwards: calls of the model that
-    each request was in, added. seconds: wall time, of several processes the longest. truncated:
-    requests whose prompt lost its beginning, for the model's context. errors: standard errors of
-    likelihoods, by (document, request of it); empty where they are exact.
+    costs: (tokens, forwards) of each request: visible tokens of a response, scored ones of a
+    likelihood, and calls of the model that it was in. seconds: wall time, of several processes the
+    longest. truncated: requests whose prompt lost its beginning, for the model's context. errors:
+    standard errors of likelihoods, by (document, request of it); empty where they are exact.
     """
 
-    requests: int = 0
-    tokens: int = 0
-    forwards: int = 0
+    costs: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
     truncated: int = 0
     errors: dict[tuple[int, int], float | None] = field(default_factory=dict)
 
     def merge(self, other: TaskFigures) -> None:
         """Add the figures of a process that ran at the same time."""
-        self.add(other.tokens, other.forwards, other.requests)
+        self.costs += other.costs
         self.seconds = max(self.seconds, other.seconds)
         self.truncated += other.truncated
         self.errors |= other.errors
 
-    def add(self, tokens: int, forwards: int, requests: int = 1) -> None:
-        self.requests += requests
-        self.tokens += tokens
-        self.forwards += forwards
-
     def report(self) -> dict[str, Any]:
         """Return the entry of the results file."""
+        tokens, forwards = (sum(part) for part in zip((0, 0), *self.costs, strict=True))
         found: dict[str, Any] = {
-            "requests": self.requests,
-            "tokens": self.tokens,
-            "forwards": self.forwards,
+            "requests": len(self.costs),
+            "tokens": tokens,
+            "forwards": forwards,
             "seconds": self.seconds,
-            "tokens_per_forward": self.tokens / self.forwards if self.forwards else 0.0,
-            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+            "tokens_per_forward": tokens / forwards if forwards else 0.0,
+            "tokens_per_second": tokens / self.seconds if self.seconds else 0.0,
             "truncated_prompts": self.truncated,
         }
         if self.errors:
             known = [error for error in self.errors.values() if error is not None]
             found["mean_standard_error"] = sum(known) / len(known) if known else None
-            by_document: dict[str, list[float | None]] = {}
+            found["standard_errors"] = {}
             for (document, _), error in sorted(self.errors.items()):
                 short = None if error is None else float(f"{error:.4g}")
-                by_document.setdefault(str(document), []).append(short)
-            found["standard_errors"] = by_document
+                found["standard_errors"].setdefault(str(document), []).append(short)
         return found
 
 
@@ -207,10 +197,10 @@ class D2FLM(TemplateLM):
         shape = loaded or outline(wanted.model, wanted.adapter, wanted.family)
         if shape.tokenizer is None:
             raise InputError(f"{shape.path}: lm-eval asks by text, and this has no tokenizer")
-        self.way = "mc" if mask_kind(shape.contract) == "bidirectional" else "left_to_right"
+        kind = mask_kind(shape.contract)
+        self.way = "mc" if kind == "bidirectional" else "left_to_right"
         if nll not in (None, self.way) or (cfg and self.way != "mc"):
             asked = f"cfg={cfg}" if nll in (None, self.way) else f"nll={nll}"
-            kind = mask_kind(shape.contract)
             raise InputError(
                 f"{asked}: expected nll={self.way} and what goes with it for a model that is {kind}"
             )
@@ -385,7 +375,7 @@ class D2FLM(TemplateLM):
         _, prompts, decoders = zip(*jobs, strict=True)
         for event in stream(self.model, prompts, decoders, batch_size=self.batch_size):
             if event.result is not None:
-                figures.add(len(event.result.tokens), event.result.forwards)
+                figures.costs.append((len(event.result.tokens), event.result.forwards))
                 yield jobs[event.request][0], event.result.text or ""
 
     def _scored(
@@ -399,7 +389,8 @@ class D2FLM(TemplateLM):
             scores[n].append(score)
             if len(scores[n]) == len(parts[n]):
                 whole = Score.total(scores[n])
-                figures.add(sum(len(target) for _, target in parts[n]), whole.forwards)
+                tokens = sum(len(target) for _, target in parts[n])
+                figures.costs.append((tokens, whole.forwards))
                 if whole.standard_error != 0:
                     request, _ = asked[n]
                     figures.errors[request.doc_id or 0, request.idx] = whole.standard_error

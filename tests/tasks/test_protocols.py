@@ -48,6 +48,10 @@ BOXED = "<reasoning>\nso\n</reasoning>\n<answer>\n\\boxed{%s}\n</answer>"
 
 # A row of the data set ({} is another number in each), a right response, and a wrong one.
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k": (GSM8K, "so\n#### 4", "#### 5"),
+    "math-500": (MATH, r"$\boxed{\frac{4}{2}}$", r"$\boxed{3}$"),
+    "humaneval": (HUMANEVAL, "    return 2\n", "    return 3\n"),
+    "mbpp": (MBPP, "def two():\n    return 2", "two = 2"),
     "gsm8k-chat": (GSM8K, "2 + 2\n#### 4", "#### 5"),
     "gsm8k-message": (GSM8K, "2 + 2\n#### 4", "#### 5"),
     "gsm8k-cot": (GSM8K, "The answer is 4.", "4 pens. The answer is 5."),
@@ -111,20 +115,24 @@ def problem_of(folder: Path, name: str):
 
 
 def test_these_are_all():
-    others = {"gsm8k", "math-500", "humaneval", "mbpp"}  # in test_task_files.py
-    assert set(CASES) | others == set(shipped(*EVALUATION))
+    assert set(CASES) == set(shipped(*EVALUATION))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_asks_and_judges(tmp_path, name):
+    """The response is begun as the protocol begins it."""
     task, problem = problem_of(tmp_path, name)
     _, right, wrong = CASES[name]
     assert task.right(problem, right)
     assert not task.right(problem, wrong) and not task.right(problem, "")
-    asked = problem.prompt
-    if not isinstance(asked, str):
-        asked = next(turn["content"] for turn in reversed(asked) if turn["role"] == "user")
-    assert asked.endswith(problem.question) and "{{" not in str(problem.prompt)
+    prompt = problem.prompt
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    asked = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
+    assert asked.endswith(problem.question) and "{{" not in str(prompt)
+    begun = [turn["content"] for turn in turns if "prefix" in turn]
+    before, _, after = PREFIXES.get(name, "").partition("{}")
+    assert all(one.startswith(before) and one.endswith(after) for one in begun)
+    assert len(begun) == (name in PREFIXES)
 
 
 def shots(prompt: list[dict[str, Any]]) -> int:
@@ -140,19 +148,6 @@ PREFIXES = {
     "freedave-humaneval": f"Here is the completed function:\n```python\n{HUMANEVAL['prompt']}\n",
     "freedave-mbpp": "\n```python\n",
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_response_is_begun_as_the_protocol_begins_it(tmp_path, name):
-    prompt = problem_of(tmp_path, name)[1].prompt
-    begun = [turn["content"] for turn in prompt if isinstance(turn, dict) and "prefix" in turn]
-    wanted = PREFIXES.get(name)
-    if wanted is None:
-        assert begun == []
-    else:
-        before, _, after = wanted.partition("{}")
-        (found,) = begun
-        assert found.startswith(before) and found.endswith(after)
 
 
 def test_examples_stand_where_the_protocol_has_them(tmp_path):
@@ -279,6 +274,7 @@ def test_the_commands_of_the_page_are_protocols():
         named |= {task.name, Path(options.config).stem}
         assert settings.name == decoder.name
     assert len(lines) >= 25
-    assert set(CASES) - {"wino-plus-countdown"} <= named  # that one is for training
+    plain = {"gsm8k", "math-500", "humaneval", "mbpp"}
+    assert set(CASES) - plain - {"wino-plus-countdown"} <= named  # that one is for training
     decoding = {path.stem for path in (ROOT / "configs" / "published").glob("*.yaml")}
     assert decoding - {"static-llada", "static-dream"} <= named

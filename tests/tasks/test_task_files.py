@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
 import pytest
 
-from d2f.config import dump, read_mapping
+from d2f import chat
+from d2f.config import dump
 from d2f.errors import InputError
-from d2f.shipped import EVALUATION, shipped
+from d2f.loading import load_tokenizer
+from d2f.models import resolve
 from d2f.tasks import find_task, find_tasks, task_of_data
+from decode.cli import outline
+from decode.compare.config import Item, Workload
+from decode.compare.local import encode_all
+from decode.decoders import find_decoder
+from decode.jobs import encode_problems
 
 ROWS = [
     {"question": f"What is {i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}"} for i in range(60)
@@ -186,6 +192,8 @@ def test_the_identity_changes_with_what_decides_a_verdict(tmp_path):
         (ROWS, {"splits": {"heldout": "test"}}, "mine: test: cannot be read: No such file"),
         (ROWS, {"prompt": "{{ problem }}"}, "rows.jsonl, line .*'problem' is undefined"),
         (ROWS, {"reference": "{{ 1 // 0 }}"}, "line .*: the template"),
+        (ROWS, {"judge_gen_prefix": True}, "judge_gen_prefix needs a gen_prefix"),
+        (ROWS, {"gen_prefix": "{{ absent }}"}, "line .*: the template .*'absent' is undefined"),
         ([{"text": "?", "answer": "1"}], {}, "expected one of messages, prompt, question, got the"),
         ([{"question": "?", "text": "1"}], {}, "expected one of reference, answer, response"),
         ([{"question": "?", "answer": "one"}], {}, "expected one number as the reference"),
@@ -211,60 +219,55 @@ def test_columns_that_a_data_set_lacks_are_named(tmp_path):
         find_task(path).problems("heldout", 1)
 
 
-@pytest.mark.parametrize("given", [["story", "story"], []])
-def test_tasks_come_each_once(given):
-    with pytest.raises(InputError, match="each once"):
-        find_tasks(given)
+def test_tasks_come_each_once_and_an_unknown_one_lists_what_there_is():
+    for given in (["story", "story"], []):
+        with pytest.raises(InputError, match="each once"):
+            find_tasks(given)
+    with pytest.raises(InputError, match=r"'stroy'; did you mean story\?; expected one of .*gsm8k"):
+        find_task("stroy")
 
 
-def test_an_unknown_task_lists_what_there_is():
-    with pytest.raises(
-        InputError,
-        match=r"no task or task file 'chess'; expected one of story, countdown, .*gsm8k",
-    ):
-        find_task("chess")
+# The beginning of the response that the prompt holds already.
+
+BEGUN = {"question": "1+1?", "answer": "2", "letter": "x"}
+PREFIX = "<b> {{ letter }}\n"
 
 
-HUB = {  # rows with the columns that the hub's data sets have
-    "gsm8k": {"question": "1+1?", "answer": "<<1+1=2>>\n#### 2"},
-    "math-500": {
-        "problem": "$1+1$?", "solution": r"$\boxed{2}$", "answer": "2", "subject": "Algebra",
-        "level": 1, "unique_id": "test/algebra/1.json",
-    },
-    "humaneval": {
-        "task_id": "HumanEval/0", "prompt": "def two():\n", "entry_point": "two",
-        "canonical_solution": "    return 2\n", "test": "def check(f):\n    assert f() == 2\n",
-    },
-    "mbpp": {
-        "task_id": 1, "text": "Write two.", "code": "def two():\n    return 2",
-        "test_list": ["assert two() == 2"], "test_setup_code": "", "challenge_test_list": [],
-    },
-}  # fmt: skip
-RIGHT = {"gsm8k": "so\n#### 2", "math-500": r"$\boxed{\frac{4}{2}}$"}
+def begun_task(folder, **keys):
+    return find_task(write(folder, [BEGUN], splits={"heldout": 1.0}, judge="exact", **keys))
 
 
-def test_every_shipped_task_has_a_row_here():
-    assert set(HUB) <= set(shipped(*EVALUATION))
+def prompt_of(folder, **keys):
+    return begun_task(folder, **keys).problems("heldout", 1)[0].prompt
 
 
-@pytest.mark.parametrize("name", HUB)
-def test_the_shipped_tasks_read_the_hubs_columns(tmp_path, name):
-    if name.startswith("math") and find_spec("math_verify") is None:
-        pytest.skip("math-verify is missing")
-    values = read_mapping(shipped(*EVALUATION)[name]) | {"data": "saved", "dataset_config": None}
-    asked = next(
-        column for column in ("question", "text", "problem", "prompt") if column in HUB[name]
+@pytest.mark.parametrize("keys", [{}, {"few_shot": {"examples": [BEGUN]}}, {"system": None}])
+def test_it_follows_what_opens_the_answer(tmp_path, keys):
+    tokenizer = load_tokenizer(resolve("tiny-d2f"))
+    without = chat.render(tokenizer, prompt_of(tmp_path, **keys))
+    assert without.endswith("<|assistant|>")
+    assert chat.render(tokenizer, prompt_of(tmp_path, gen_prefix=PREFIX, **keys)) == (
+        without + "<b> x\n"
     )
-    rows = [HUB[name] | {asked: HUB[name][asked] + "\n" * i} for i in range(5)]
-    made = datasets.Dataset.from_list(rows)
-    there = {place.partition("[")[0]: made for place in values["splits"].values()}
-    datasets.DatasetDict(there).save_to_disk(str(tmp_path / "saved"))
-    values["splits"] = {split: place.partition("[")[0] for split, place in values["splits"].items()}
-    if name == "gsm8k":  # whose two other splits are parts of one, which only the hub's loader cuts
-        del values["splits"]["tuning"]
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(dump({key: v for key, v in values.items() if v is not None}))
-    task = find_task(str(path), allow_code_execution=True)
-    problem = task.problems("heldout", 5)[0]
-    assert task.right(problem, RIGHT.get(name, problem.answer))
-    assert not task.right(problem, "    return 3\n")
+
+
+def test_every_way_to_the_ids_has_it(tmp_path):
+    """Without a chat it follows the text."""
+    text = prompt_of(tmp_path, gen_prefix=PREFIX, chat=False, prompt="Q: {{ question }}")
+    assert text == "Q: 1+1?<b> x\n"
+    model = outline("tiny-d2f")
+    (problem,) = begun_task(tmp_path, gen_prefix=PREFIX).problems("heldout", 1)
+    (ids,) = encode_problems(model, [problem], find_decoder("d2f")(max_new_tokens=16))
+    assert model.tokenizer.decode(ids) == "<|user|>1+1?<|assistant|><b> x\n"
+    item = Item("1", problem.prompt)
+    assert encode_all(model.tokenizer, Workload("w", [item], 1, 1, 16, ()), "here") == [ids]
+
+
+def test_the_judge_reads_it_only_if_asked_to(tmp_path):
+    for read, right in ((False, "2"), (True, "")):
+        task = begun_task(tmp_path, gen_prefix="2", judge_gen_prefix=read)
+        (problem,) = task.problems("heldout", 1)
+        assert [text for text in ("2", "") if task.right(problem, text)] == [right]
+        assert task.answer(right) == "2"
+    # Of a prefix that differs from row to row no answers of several responses can be counted.
+    assert begun_task(tmp_path, gen_prefix=PREFIX, judge_gen_prefix=True).answer("2") is None
