@@ -136,11 +136,7 @@ def draw(rng: np.random.Generator) -> Chain:
 
 def apply(value: int, operator: str, n: int) -> int:
     """value operator n, for one of + - * /, the last rounded down."""
-    if operator == "+":
-        return value + n
-    if operator == "-":
-        return value - n
-    return value * n if operator == "*" else value // n
+    return {"+": value + n, "-": value - n, "*": value * n, "/": value // n}[operator]
 
 
 def check(problem: Problem, text: str) -> bool:
@@ -164,18 +160,12 @@ def _draw_step(rng: np.random.Generator, value: int) -> tuple[str, int]:
     possible = ["+"] * (most >= 2) + ["-"] * (least >= 2)
     possible += ["*"] * bool(factors) + ["/"] * bool(divisors)
     operator = pick(rng, possible)
-    if operator == "+":
-        return operator, pick_integer(rng, 2, most)
-    if operator == "-":
-        return operator, pick_integer(rng, 2, least)
+    if operator in "+-":
+        return operator, pick_integer(rng, 2, most if operator == "+" else least)
     return operator, pick(rng, factors if operator == "*" else divisors)
 
 
 def _wordings(operator: str, n: int, edible: bool) -> tuple[str, ...]:
-    if operator == "+":
-        return MORE
-    if operator == "-":
-        return LESS + EATEN if edible else LESS
-    if operator == "*":
-        return TIMES + TIMES_IN_A_WORD.get(n, ())
-    return SHARE
+    less = LESS + EATEN if edible else LESS
+    times = TIMES + TIMES_IN_A_WORD.get(n, ())
+    return {"+": MORE, "-": less, "*": times, "/": SHARE}[operator]

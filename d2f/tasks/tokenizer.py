@@ -1,12 +1,11 @@
-"""python -m d2f.tasks.tokenizer --output DIR [--tasks story,sudoku] [--vocab-size 512] [--seed 0]
-
-Trains the tasks' tokenizer on generated problems and saves it in the transformers format.
+"""Train the tasks' tokenizer on generated problems and save it in the transformers format:
+python -m d2f.tasks.tokenizer --output DIR [--tasks story,sudoku] [--vocab-size 512] [--seed 0]
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from d2f.tasks.task import DEFAULT_TASKS, make_problem
@@ -57,12 +56,9 @@ def train_tokenizer(
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB_SIZE}, got {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -70,7 +66,11 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_training_texts(tasks, seed), trainer)
+    problems = (
+        make_problem(task, "train", i, seed) for task in tasks for i in range(PROBLEMS_A_TASK)
+    )
+    texts = (text for problem in problems for text in (problem.question, problem.answer))
+    tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -82,29 +82,15 @@ def train_tokenizer(
     )
 
 
-def _training_texts(tasks: Sequence[str], seed: int) -> Iterator[str]:
-    for task in tasks:
-        for index in range(PROBLEMS_A_TASK):
-            problem = make_problem(task, "train", index, seed)
-            yield problem.question
-            yield problem.answer
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Train and save a tokenizer, as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,  # the description opens with it
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="folder to save the tokenizer in")
     parser.add_argument(
-        "--tasks",
-        default=",".join(DEFAULT_TASKS),
-        help="generated tasks, with commas (default %(default)s)",
+        "--tasks", default=",".join(DEFAULT_TASKS), help="with commas (%(default)s)"
     )
-    parser.add_argument("--vocab-size", type=int, default=512, help="most tokens (default 512)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
+    parser.add_argument("--vocab-size", type=int, default=512, help="most tokens (512)")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems (0)")
     options = parser.parse_args(arguments)
     try:
         tokenizer = train_tokenizer(options.vocab_size, options.seed, options.tasks.split(","))
