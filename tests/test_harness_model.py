@@ -335,7 +335,6 @@ def test_bad_arguments_are_refused_before_weights_are_read(monkeypatch):
         ({"cfg": -1}, "cfg must be 0 or more, got -1"),
         ({"batch_size": "many"}, "batch_size must be a whole number"),
         ({"compile": "yes"}, "compile must be true or false"),
-        ({"decoder": D2F(stop=("x",))}, "stop: a task says it itself"),
     ):
         with pytest.raises(InputError, match=said):
             D2FLM("tiny-d2f", **more)

@@ -32,7 +32,12 @@ problems = st.builds(
     st.integers(0, 100),
 )
 # Text near a response is likelier to reach the far corners of a checker than any text.
-texts = st.text() | st.text(alphabet="0123456789+-*/=#._ \n\r٣²½") | st.from_regex(r"#### ?-?\d*")
+texts = st.one_of(
+    st.text(),
+    st.text(alphabet="0123456789+-*/=#._ \n\r٣²½"),
+    st.from_regex(r"#### ?-?\d*"),
+    st.text("def rate(sizes):\n    =+-*/%[].append for in if return 019"),
+)
 
 
 def some(task, count=200):
@@ -69,12 +74,6 @@ def test_splits_are_disjoint_whatever_the_seed(task):
     assert not keys["train"] & keys["tuning"]
     assert not keys["train"] & keys["heldout"]
     assert not keys["tuning"] & keys["heldout"]
-
-
-def test_split_sizes():
-    splits = [split_of(str(number)) for number in range(10_000)]
-    assert 400 < splits.count("heldout") < 600
-    assert 400 < splits.count("tuning") < 600
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from importlib import import_module
 from importlib.util import find_spec
@@ -61,8 +61,7 @@ class Exact(Judge):
         return self.answer(text) == self.answer(problem.answer)
 
     def answer(self, text: str) -> str | None:
-        text = text.strip()
-        return text.casefold() if self.ignore_case else text
+        return text.strip().casefold() if self.ignore_case else text.strip()
 
 
 class Contains(Judge):
@@ -75,7 +74,7 @@ class Contains(Judge):
     def right(self, problem: Problem, text: str) -> bool:
         wanted = problem.answer.strip()
         if self.ignore_case:
-            return wanted.casefold() in text.casefold()
+            wanted, text = wanted.casefold(), text.casefold()
         return wanted in text
 
 
@@ -111,7 +110,7 @@ class Regex(Judge):
             return None
         chosen = found[0 if self.take == "first" else -1]
         value: str | None = chosen[1 if chosen.re.groups else 0]
-        return None if value is None else value.strip()
+        return value and value.strip()
 
 
 # Numbers: 1,234.50, -$7, .5, 1e-05, 3/4, 1 3/4, \frac{3}{4}. A minus is a sign where no number or
@@ -144,7 +143,7 @@ class Numeric(Judge):
 
     def check(self, problem: Problem) -> None:
         reference = problem.answer
-        if _marked_number(reference) is None and len(list(_numbers(reference))) != 1:
+        if _marked_number(reference) is None and len(_values(_NUMBER.finditer(reference))) != 1:
             raise BadRecord(
                 f"expected one number as the reference, or one behind ####, got {reference[-60:]!r}"
             )
@@ -156,23 +155,17 @@ class Numeric(Judge):
 
 def _number(text: str) -> Fraction | None:
     marked = _marked_number(text)
-    if marked is not None:
-        return marked
-    return next(reversed(list(_numbers(text))), None)
+    return marked if marked is not None else next(reversed(_values(_NUMBER.finditer(text))), None)
 
 
 def _marked_number(text: str) -> Fraction | None:
     """Find the first number that stands right behind a mark."""
-    for mark in _MARK.finditer(text):
-        found = _NUMBER.match(text, mark.end())
-        value = _value(found) if found else None
-        if value is not None:
-            return value
-    return None
+    behind = (_NUMBER.match(text, mark.end()) for mark in _MARK.finditer(text))
+    return next(iter(_values(filter(None, behind))), None)
 
 
-def _numbers(text: str) -> Iterator[Fraction]:
-    return (value for m in _NUMBER.finditer(text) if (value := _value(m)) is not None)
+def _values(found: Iterable[re.Match[str]]) -> list[Fraction]:
+    return [value for match in found if (value := _value(match)) is not None]
 
 
 def _value(found: re.Match[str]) -> Fraction | None:
@@ -370,16 +363,9 @@ def _codes(text: str, tests: str) -> list[str]:
 
 
 def _defined(program: str) -> set[str]:
-    """List the names that a program defines at its top level."""
-    if not _parses(program):  # as a block that was cut off
-        return set(re.findall(r"^(?:async )?(?:def|class) (\w+)", program, re.MULTILINE))
-    found: set[str] = set()
-    for node in ast.parse(program).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
+    """List the names that a program, perhaps cut off, defines at its top level."""
+    found = re.findall(r"^(?:(?:async )?(?:def|class) (\w+)|(\w+)\s*=)", program, re.MULTILINE)
+    return {function or variable for function, variable in found}
 
 
 def _parses(program: str) -> bool:
@@ -401,22 +387,6 @@ class Own(Judge):
     function: Callable[..., object]
     options: dict[str, Any]
 
-    @classmethod
-    def of(cls, place: str, options: dict[str, Any]) -> Own:
-        """Import the function at ``module:function``. Raises InputError."""
-        module, _, name = place.partition(":")
-        if "" not in sys.path:
-            sys.path.append("")  # the working folder, after all that is installed
-        try:
-            function = getattr(import_module(module), name)
-        except Exception as error:  # whatever the module raises
-            raise InputError(
-                f"judge {place}: cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-        if not callable(function):
-            raise InputError(f"judge {place}: expected a function, got {repr_of(function)}")
-        return cls(place=place, function=function, options=options)
-
     @property
     def source(self) -> str:  # type: ignore[override]
         module = self.place.partition(":")[0]
@@ -426,18 +396,16 @@ class Own(Judge):
         return hashlib.sha256(read).hexdigest()
 
     def right(self, problem: Problem, text: str) -> bool:
-        said = f"for the response {text[:60]!r}"
         try:
             verdict = self.function(problem, text, **self.options)
-            is_one = verdict in (True, False)
+            # A text or a share would count as right, a forgotten return as wrong.
+            if verdict not in (True, False):
+                raise TypeError(f"expected True or False, got {repr_of(verdict)}")
         except Exception as error:  # theirs to repair, so it ends the command
             raise InputError(
-                f"judge {self.place}: raised {type(error).__name__}: {error} {said}"
+                f"judge {self.place}: raised {type(error).__name__}: {error} for the response "
+                f"{text[:60]!r}"
             ) from error
-        if not is_one:  # a text or a share would count as right, a forgotten return as wrong
-            raise InputError(
-                f"judge {self.place}: expected True or False, got {repr_of(verdict)} {said}"
-            )
         return bool(verdict)
 
 
@@ -470,10 +438,17 @@ def make_judge(
                 f"{where}: the judge {name} is code of this file's choice: give "
                 "--allow-code-execution if you trust it"
             )
+        module, _, function = name.partition(":")
+        if "" not in sys.path:
+            sys.path.append("")  # the working folder, after all that is installed
         try:
-            return Own.of(name, options)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+            return Own(
+                place=name, function=getattr(import_module(module), function), options=options
+            )
+        except Exception as error:  # whatever the module raises; pydantic's of what is no function
+            raise InputError(
+                f"{where}: judge {name}: cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     if name not in JUDGES:
         raise InputError(
             f"{where}: expected a judge, {', '.join(JUDGES)} or a function of your own as "

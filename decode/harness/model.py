@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -204,7 +204,15 @@ class D2FLM(TemplateLM):
             raise InputError(
                 f"{asked}: expected nll={self.way} and what goes with it for a model that is {kind}"
             )
-        self.decoder = _decoder(shape, decoder, options)
+        if named := [name for name in SET_BY_TASK if name in options]:
+            raise InputError(
+                f"{', '.join(named)}: a task says it itself, or --gen_kwargs, not the model"
+            )
+        if isinstance(decoder, Decoder):
+            self.decoder = replace(decoder, **options)
+        else:
+            chosen = DecoderSettings(decoder, options)
+            self.decoder = chosen.decoder(shape, DEFAULT_MAX_NEW_TOKENS)
         self.decoder.check(shape.contract)
         self.model, self.weights = (loaded, weights_hash(loaded)) if loaded else load(wanted)
         self._device = self.model.device
@@ -447,6 +455,7 @@ class D2FLM(TemplateLM):
     def settings(self) -> dict[str, Any]:
         """All that an answer depends on besides its request."""
         options = asdict(self.decoder).items()
+        estimate = self.monte_carlo
         return {
             "version": d2f.__version__,
             "weights": self.weights,
@@ -458,9 +467,9 @@ class D2FLM(TemplateLM):
             "options": {k: v for k, v in options if k not in (*SET_BY_TASK, "seed")},
             "seed": self.seed,
             "nll": self.way,
-            "mc_num": self.monte_carlo.draws,
-            "cfg": self.monte_carlo.guidance,
-            "check_greedy": self.monte_carlo.check_greedy,
+            "mc_num": estimate.draws,
+            "cfg": estimate.guidance,
+            "check_greedy": estimate.check_greedy,
         }
 
     def get_model_info(self) -> dict[str, Any]:
@@ -470,16 +479,16 @@ class D2FLM(TemplateLM):
         for (task, kind), figures in sorted(self.figures.items()):
             tasks.setdefault(task, {})[kind] = figures.report()
         self.figures = {}
-        about = {
-            "model": self.model.path,
-            "environment": environment(self.model),
-            "processes": self.world_size,
-            "tasks": tasks,
-        }
         return {
             "model_num_parameters": self.model.backbone.num_parameters(),
             "model_dtype": str(self.model.dtype),
-            "d2f": self.settings | about,
+            "d2f": {
+                **self.settings,
+                "model": self.model.path,
+                "environment": environment(self.model),
+                "processes": self.world_size,
+                "tasks": tasks,
+            },
         }
 
 
@@ -495,28 +504,8 @@ def distinct(requests: Sequence[Instance]) -> tuple[list[Asked], list[int]]:
     answers = []
     for request in requests:
         its = places.setdefault(id(request), [])
-        if len(its) < (request.repeats or 1):
+        answers.append(its[0] if len(its) == (request.repeats or 1) else len(kept))
+        if answers[-1] == len(kept):
             its.append(len(kept))
             kept.append((request, len(its) - 1))
-            answers.append(its[-1])
-        else:
-            answers.append(its[0])
     return kept, answers
-
-
-def _decoder(
-    shape: DiffusionModel, decoder: str | Decoder | None, options: dict[str, Any]
-) -> Decoder:
-    given = options
-    if isinstance(decoder, Decoder):
-        if options:
-            raise InputError(f"{', '.join(options)}: a decoder that is made has its options")
-        plain = {field.name: field.default for field in fields(decoder)}
-        given = {k: v for k, v in vars(decoder).items() if v != plain[k]}
-    if named := [name for name in SET_BY_TASK if name in given]:
-        raise InputError(
-            f"{', '.join(named)}: a task says it itself, or --gen_kwargs, not the model"
-        )
-    if isinstance(decoder, Decoder):
-        return decoder
-    return DecoderSettings(decoder, options).decoder(shape, DEFAULT_MAX_NEW_TOKENS)

@@ -171,18 +171,6 @@ def test_a_program_without_a_step_is_wrong():
             assert not check(problem, without), (problem.key, lines[start])
 
 
-def test_a_constant_off_by_one_is_mostly_wrong():
-    """Not always: most of those that pass return the same for any list."""
-    verdicts = []
-    for problem in make_problems("coding", "train", 25):
-        for number in re.finditer(r"[0-9]+", problem.answer):
-            changed = str(int(number[0]) + 1)
-            program = problem.answer[: number.start()] + changed + problem.answer[number.end() :]
-            verdicts.append(check(problem, program))
-    assert len(verdicts) > 100
-    assert sum(verdicts) < 0.15 * len(verdicts)
-
-
 def test_nothing_else_may_be_there():
     problem = make_problem("coding", "train", 1)
     assert check(problem, problem.answer)
@@ -202,7 +190,6 @@ def test_the_task_needs_no_leave_to_run_code():
     task = find_task("coding")
     (problem,) = task.problems("heldout", 1)
     assert task.notice is None and task.right(problem, problem.answer)
-    assert not task.right(problem, "")
 
 
 # The small Python
@@ -266,9 +253,3 @@ def test_it_means_what_python_means(lines):
 def test_anything_else_is_refused(program):
     with pytest.raises(Refused):
         value(program)
-
-
-@settings(derandomize=True, deadline=None)
-@given(st.text() | st.text("def rate(sizes):\n    =+-*/%[].append for in if return 019"))
-def test_any_text_is_judged(text):
-    assert check(make_problem("coding", "train", 0), text) is False

@@ -436,7 +436,7 @@ def test_a_problem_that_nothing_could_solve_is_an_error(name, options, answer, m
         ({"name": "regex", "pattern": "("}, "no regular expression"),
         ({"name": "exact", "case": True}, "judge exact: case: there is no such key"),
         ("no.such:thing", "judge no.such:thing: cannot be imported"),
-        ("sys:path", "expected a function"),
+        ("sys:path", "sys:path: cannot be imported: .*callable"),
         ({"name": "python", "tests": "1"}, "--allow-code-execution"),
     ],
 )
@@ -468,7 +468,9 @@ def test_a_function_of_ones_own(own):
     with pytest.raises(InputError, match="my_judges:says: raised TypeError"):
         found.right(problem("x"), "1")
     for said in ("'wrong'", "[]", "b'1'"):
-        with pytest.raises(InputError, match=r"my_judges:says: expected True or False, got .* for"):
+        with pytest.raises(
+            InputError, match=r"my_judges:says: raised .*expected True or False, got .* for"
+        ):
             found.right(problem("x"), said)
     own(my_judges="def says(problem, text):\n    return text == problem.answer")
     found = make_judge("my_judges:says", "t", allow_code_execution=False)
