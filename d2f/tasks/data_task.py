@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from d2f.config import Section, Seed, Switch, Text, Tokens
-from d2f.data import BadRecord, Source, Table, open_records
+from d2f.data import BadRecord, Source
 from d2f.errors import InputError
 from d2f.tasks.judges import Judge, Own
 from d2f.tasks.problem import Message, Problem, columns_of, render
@@ -263,22 +263,20 @@ class DataTask(Task):
             if place is not None:
                 beside = self.folder / place
                 data = beside if beside.exists() else Path(place)
-            source = open_records(str(data), is_file=True)
+            source = Source(str(data), is_file=True)
         else:
             split = place or file.split
             name = str(data) if data.is_dir() else file.data
-            source = open_records(name, is_file=False, config=file.dataset_config, split=split)
-        # The user's own judge may read any column.
-        if isinstance(source, Table) and not isinstance(self.judge, Own):
+            source = Source(name, is_file=False, config=file.dataset_config, split=split)
+        there = source.columns
+        if there is not None and not isinstance(self.judge, Own):  # which may read any column
             given = (file.prompt, file.reference, file.example, file.system, file.gen_prefix)
             columns = self.judge.columns.union(*(columns_of(one) for one in given if one))
-            if lacking := sorted(columns - set(source.columns)):
+            if lacking := sorted(columns - set(there)):
                 raise InputError(
-                    f"{source.name} has no column {', '.join(lacking)}, it has "
-                    f"{', '.join(source.columns)}"
+                    f"{source.name} has no column {', '.join(lacking)}, it has {', '.join(there)}"
                 )
-            usual = {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(source.columns)
-            source.select(sorted(columns | usual))
+            source.select(sorted(columns | {*USUAL_PROMPTS, *USUAL_REFERENCES} & set(there)))
         return source
 
     # Problems.

@@ -103,7 +103,8 @@ def problem_of(folder: Path, name: str):
         (folder / values["data"]).write_text(json.dumps(rows[0]) + "\n")
     else:
         made = datasets.Dataset.from_list(rows)
-        plain = {s: place.partition("[")[0] for s, place in values["splits"].items()}
+        by_place = {place.partition("[")[0]: s for s, place in values["splits"].items()}
+        plain = {s: place for place, s in by_place.items()}  # of parts of one, the last
         datasets.DatasetDict(dict.fromkeys(plain.values(), made)).save_to_disk(
             str(folder / "saved")
         )
