@@ -150,7 +150,10 @@ def measure(model: DiffusionModel, task: str, problems: int, batch_size: int) ->
 
 def products(model: DiffusionModel, rows: int, read: int) -> float:
     """Median seconds of all matrix products of a forward that feeds `rows` and reads `read`, by the
-    kernels that the model's forwards use, on random numbers."""
+    kernels that the model's forwards use, on random numbers. NaN for a forward in C++, whose
+    products have no call of their own."""
+    if model.scores_natively:
+        return float("nan")
     kind = {"device": model.device, "dtype": model.dtype}
     compiled = [] if model.compiled_rows is None else model.compiled_rows.products
     layers: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]]

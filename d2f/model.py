@@ -111,6 +111,8 @@ class DiffusionModel(ModelParts):
     ) -> Tensor:
         """Feed flat rows ``[T]`` through the cache (its `slots` set); return logits ``[N, V]`` of
         the rows `read` ``[N]``."""
+        if self.scores_natively:
+            return self.compiled_rows(tokens, positions, plan, cache, read)
         if self.compiled_rows is not None:
             hidden = self.compiled_rows(tokens, positions, plan, cache)
         else:

@@ -34,7 +34,7 @@ DECODERS = {
     "causal": [decode.Autoregressive(12)],
 }
 WAYS = {"graph": CompiledRows}
-if native.can_pack(random_model("llada").backbone):
+if native.fits(random_model("llada").backbone):
     WAYS["native"] = cpu.NativeRows
 
 

@@ -12,7 +12,7 @@ import d2f
 import decode
 from d2f import quantize
 from d2f.adapters import new_lora
-from d2f.cpu.rows import can_pack
+from d2f.cpu.rows import fits
 from d2f.errors import CheckpointError, InputError
 from d2f.quantize import available, check_quantize, quantize_layers, slowness
 from d2f.saving import save_model
@@ -191,6 +191,6 @@ def test_compiled_as_not(tmp_path):
     model = d2f.load(tmp_path / "model", quantize="int8-weight", device="cpu")
     ids, decoder = [[5, 6, 7], [9, 8]], decode.D2F(4, max_new_tokens=12)
     plain = answers(model, ids, decoder, 2)
-    assert not can_pack(model.backbone)
+    assert not fits(model.backbone)
     model.compile()
     assert answers(model, ids, decoder, 2) == answers(model, ids, decoder, 1) == plain

@@ -1,10 +1,10 @@
-"""Run a decoding forward in C++ on an x86 CPU: fp32 models with Llama's, Qwen2's or Qwen3's layers.
+"""Run a decoding forward in C++ on a CPU, of models in fp32 or bf16 with layers of Llama's kind.
 
-Calling a small model's operators one by one takes longer than computing them, even through
-`torch.compile`. Here one call runs all layers: oneDNN's matrix products through PyTorch's C
-interface and, between them, norms, RoPE, the cache, attention over spans and SwiGLU. A second call
-finds token and confidence in the logits. The code is the same for every model; PyTorch's compiler
-builds it once and keeps it in its cache on disk. ``D2F_KERNELS=0`` leaves it out.
+A decoding step costs what reading the weights costs, and calling operators one by one costs a small
+model more than computing them. Here one call does a whole forward, from token ids to logits, by
+products that read packed weights at the speed of memory. A second call finds token and confidence
+in the logits. The code is the same for every model; PyTorch's compiler builds it once for this CPU
+and keeps it in its cache on disk. ``D2F_KERNELS=0`` leaves it out.
 
 `compiled_rows` makes a model's forward; `scored` reads its logits.
 """
@@ -45,5 +45,4 @@ def compiled_rows(
             stacklevel=2,
         )
         return None
-    rows.warm_up()
     return rows

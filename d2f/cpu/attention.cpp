@@ -1,158 +1,133 @@
-// A layer's attention in a decoding forward on a CPU, in fp32: write new keys and values to their slots,
-// then attend with flat rows over spans of the slots.
-//
-// Each row is computed alone, so its result does not depend on the batch.
+// A layer's attention in a decoding forward: flat rows over spans of the slots that its keys and values
+// lie in. Each row is computed alone, so its result does not depend on the batch.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+constexpr int MOST_HEADS = 4;  // that are computed together: what is loaded of a key or value serves all
+constexpr int KEYS = 8;        // whose products are summed together
 
-#define UNROLLED _Pragma("GCC unroll 16")  // so that arrays of vectors stay in registers
-constexpr int WIDTH = 8;
-typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-typedef int32_t Bits __attribute__((vector_size(4 * WIDTH)));
-typedef float InMemory __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-
-static inline Vector load(const float *at) { return *reinterpret_cast<const InMemory *>(at); }
-
-static inline void store(float *at, Vector x) { *reinterpret_cast<InMemory *>(at) = x; }
-
-static inline Vector fill(float value) { return value - Vector{}; }
-
-static inline float sum(Vector x) {
-  return ((x[0] + x[4]) + (x[1] + x[5])) + ((x[2] + x[6]) + (x[3] + x[7]));
-}
-
-// e^x of x <= 0 to about one unit in the last place: 2^n e^r with |r| <= ln 2 / 2, e^r by its
-// Taylor series. Below -87 it is 0.
-static inline Vector exponential(Vector x) {
-  const Vector limited = x < fill(-87.0f) ? fill(-87.0f) : x;
-  const Vector magic = fill(12582912.0f);  // 1.5 * 2^23: what is added to it is rounded
-  const Vector n = (limited * 1.44269504f + magic) - magic;
-  const Vector r = (limited - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
-  Vector p = fill(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const Bits exponent = (__builtin_convertvector(n, Bits) + 127) << 23;
-  Vector power;
-  std::memcpy(&power, &exponent, sizeof(power));
-  return x < fill(-87.0f) ? Vector{} : p * power;
-}
-
-// One row and head: q [DIM], the keys and values of its head [S, DIM], spans [count, 2] of slots.
-// weights: room for all slots that the row sees, and WIDTH more.
+// A vector of a head: 16 numbers of it where its dimension is a multiple of that, else 8.
 template <int DIM>
-static void attend_row(const float *q, const float *keys, const float *values, const int32_t *spans,
-                       int64_t count, float scale, float *weights, float *out) {
-  constexpr int PARTS = DIM / WIDTH;
-  Vector x[PARTS];
-  UNROLLED for (int i = 0; i < PARTS; i++) x[i] = load(q + WIDTH * i) * scale;
-  int64_t seen = 0;
-  float most = -INFINITY;
-  for (int64_t s = 0; s < count; s++) {
-    for (int64_t slot = spans[2 * s]; slot < spans[2 * s + 1]; slot++) {
-      const float *key = keys + slot * DIM;
-      Vector parts[2] = {};  // two, which do not wait for each other
-      UNROLLED for (int i = 0; i < PARTS; i++) parts[i % 2] += x[i] * load(key + WIDTH * i);
-      weights[seen] = sum(parts[0] + parts[1]);
-      most = std::max(most, weights[seen++]);
-    }
-  }
-  for (int i = 0; i < WIDTH; i++) weights[seen + i] = -INFINITY;  // weigh nothing
-  Vector total = {};
-  for (int64_t j = 0; j < seen; j += WIDTH) {
-    const Vector weight = exponential(load(weights + j) - most);
-    total += weight;
-    store(weights + j, weight);
-  }
-  Vector mean[PARTS] = {};
-  const float *weight = weights;
-  for (int64_t s = 0; s < count; s++) {
-    for (int64_t slot = spans[2 * s]; slot < spans[2 * s + 1]; slot++) {
-      const float *value = values + slot * DIM;
-      const Vector w = fill(*weight++);
-      UNROLLED for (int i = 0; i < PARTS; i++) mean[i] += w * load(value + WIDTH * i);
-    }
-  }
-  const float share = seen ? 1.0f / sum(total) : 0.0f;  // a row that sees nothing gives 0
-  UNROLLED for (int i = 0; i < PARTS; i++) store(out + WIDTH * i, mean[i] * share);
-}
-
-// q [heads, rows, DIM] of strides q_head, q_row; out [rows, heads, DIM].
-template <int DIM>
-static void attend(const float *q, int64_t q_head, int64_t q_row, const float *keys,
-                   const float *values, int64_t slots, const int32_t *spans, int64_t count,
-                   float *out, int64_t rows, int64_t heads, int64_t group, float scale,
-                   int threads) {
-  int64_t most = 0, all = 0;
-  for (int64_t row = 0; row < rows; row++) {
-    int64_t seen = 0;
-    for (int64_t s = 0; s < count; s++) {
-      const int32_t *span = spans + 2 * (row * count + s);
-      seen += std::max(0, span[1] - span[0]);
-    }
-    most = std::max(most, seen);
-    all += seen;
-  }
-  // All threads or none: OpenMP ends and starts threads where regions of other numbers alternate.
-  const int64_t enough = 1 << 15;  // multiplications that are worth waking them
-#pragma omp parallel num_threads(threads) if (all * heads * DIM > enough)
-  {
-    std::vector<float> weights(most + WIDTH);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows * heads; i++) {
-      const int64_t row = i / heads, head = i % heads, place = head / group * slots * DIM;
-      attend_row<DIM>(q + head * q_head + row * q_row, keys + place, values + place,
-                      spans + 2 * row * count, count, scale, weights.data(), out + i * DIM);
-    }
-  }
-}
-
-static void write(const float *from, int64_t head_stride, int64_t row_stride, const int64_t *places,
-                  float *to, int64_t rows, int64_t kv_heads, int64_t slots, int64_t dim) {
-  for (int64_t head = 0; head < kv_heads; head++)
-    for (int64_t row = 0; row < rows; row++)
-      std::memcpy(to + (head * slots + places[row]) * dim,
-                  from + head * head_stride + row * row_stride, dim * sizeof(float));
-}
-
-struct Layer {
-  const float *q, *key, *value;  // [heads or kv_heads, rows, dim], the last stride 1
-  int64_t q_head, q_row, key_head, key_row, value_head, value_row;  // strides
-  const int64_t *places;         // [rows], the slots that key and value are written to
-  float *keys, *values;          // [kv_heads, slots, dim]
-  const int32_t *spans;          // [rows, count, 2]
-  float *out;                    // [rows, heads, dim]
-  int64_t rows, heads, kv_heads, slots, dim, count, threads;
-  float scale;
+struct Lanes {
+  typedef std::conditional_t<DIM % LANES == 0, Sixteen, Vector> Type;
 };
 
-// 0, or 1 where there is no code for the head dimension; then nothing is written.
-extern "C" int write_and_attend(const Layer *layer) {
-  const Layer &x = *layer;
-  auto run = [&](auto attend_in_dim) {
-    write(x.key, x.key_head, x.key_row, x.places, x.keys, x.rows, x.kv_heads, x.slots, x.dim);
-    write(x.value, x.value_head, x.value_row, x.places, x.values, x.rows, x.kv_heads, x.slots,
-          x.dim);
-    attend_in_dim(x.q, x.q_head, x.q_row, x.keys, x.values, x.slots, x.spans, x.count, x.out, x.rows,
-           x.heads, x.heads / x.kv_heads, x.scale, int(x.threads));
-    return 0;
-  };
-  switch (x.dim) {
-    case 8: return run(attend<8>);
-    case 16: return run(attend<16>);
-    case 32: return run(attend<32>);
-    case 64: return run(attend<64>);
-    case 80: return run(attend<80>);
-    case 96: return run(attend<96>);
-    case 128: return run(attend<128>);
-  }
-  return 1;
+template <class V>
+static inline V get(const float *at) {
+  V x;
+  std::memcpy(&x, at, sizeof(x));
+  return x;
 }
+
+template <class V>
+static inline V get(const Bf16 *at) {
+  typedef std::conditional_t<sizeof(V) == 64, uint16_t __attribute__((vector_size(32))), Halves> Half;
+  typedef std::conditional_t<sizeof(V) == 64, SixteenBits, Bits> Whole;
+  Half halves;
+  std::memcpy(&halves, at, sizeof(halves));
+  const Whole bits = __builtin_convertvector(halves, Whole) << 16;
+  V x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+static inline Vector fold(Vector x) { return x; }
+
+static inline Vector fold(Sixteen x) {
+  return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// The sums of neighbours, first those of a, then those of b.
+static inline Vector pairs(Vector a, Vector b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+}
+
+// Attend with a row's heads [HEADS][DIM] that share the keys and values [slots][DIM], over spans
+// [count][2]. weights: [HEADS][room], room for all slots that the row sees and 2 KEYS more.
+template <int DIM, int HEADS, class W>
+static void attend_heads(const float *q, const W *keys, const W *values, const int32_t *spans, int64_t count,
+                         float scale, float *weights, int64_t room, float *out) {
+  typedef typename Lanes<DIM>::Type V;
+  constexpr int EACH = sizeof(V) / 4, PARTS = DIM / EACH;
+  V x[HEADS][PARTS];
+  UNROLLED for (int h = 0; h < HEADS; h++) {
+    UNROLLED for (int i = 0; i < PARTS; i++) x[h][i] = get<V>(q + h * DIM + EACH * i) * scale;
+  }
+  int64_t seen = 0;
+  for (int64_t s = 0; s < count; s++) {
+    const int64_t stop = spans[2 * s + 1];
+    for (int64_t slot = spans[2 * s]; slot < stop; slot += KEYS) {
+      const int64_t there = std::min<int64_t>(KEYS, stop - slot);
+      Vector products[HEADS][KEYS];
+      UNROLLED for (int k = 0; k < KEYS; k++) {
+        const W *key = keys + (slot + std::min<int64_t>(k, there - 1)) * DIM;  // the last one again
+        V sums[HEADS] = {};
+        UNROLLED for (int i = 0; i < PARTS; i++) {
+          const V part = get<V>(key + EACH * i);
+          UNROLLED for (int h = 0; h < HEADS; h++) sums[h] += x[h][i] * part;
+        }
+        UNROLLED for (int h = 0; h < HEADS; h++) products[h][k] = fold(sums[h]);
+      }
+      UNROLLED for (int h = 0; h < HEADS; h++) {
+        const Vector *p = products[h];
+        const Vector half = pairs(pairs(p[0], p[1]), pairs(p[2], p[3]));
+        store(weights + h * room + seen, pairs(half, pairs(pairs(p[4], p[5]), pairs(p[6], p[7]))));
+      }
+      seen += there;
+    }
+  }
+  V mean[HEADS][PARTS] = {};
+  float share[HEADS];
+  for (int h = 0; h < HEADS; h++) {
+    float *weight = weights + h * room, most = -INFINITY;
+    for (int i = 0; i < KEYS; i++) weight[seen + i] = -INFINITY;  // weigh nothing
+    Vector greatest = fill(-INFINITY);
+    for (int64_t j = 0; j < seen; j += WIDTH) {
+      const Vector score = load(weight + j);
+      greatest = score > greatest ? score : greatest;
+    }
+    for (int i = 0; i < WIDTH; i++) most = std::max(most, greatest[i]);
+    Vector total = {};
+    for (int64_t j = 0; j < seen; j += WIDTH) {
+      const Vector power = exponential(load(weight + j) - most);
+      total += power;
+      store(weight + j, power);
+    }
+    share[h] = seen ? 1.0f / sum(total) : 0.0f;  // a row that sees nothing gives 0
+  }
+  const float *weight = weights;
+  for (int64_t s = 0; s < count; s++) {
+    for (int64_t slot = spans[2 * s]; slot < spans[2 * s + 1]; slot++, weight++) {
+      UNROLLED for (int i = 0; i < PARTS; i++) {
+        const V part = get<V>(values + slot * DIM + EACH * i);
+        UNROLLED for (int h = 0; h < HEADS; h++) mean[h][i] += part * weight[h * room];
+      }
+    }
+  }
+  UNROLLED for (int h = 0; h < HEADS; h++) {
+    UNROLLED for (int i = 0; i < PARTS; i++) {
+      const V part = mean[h][i] * share[h];
+      std::memcpy(out + h * DIM + EACH * i, &part, sizeof(part));
+    }
+  }
+}
+
+// The same for any number of heads.
+template <int DIM, class W>
+static void attend_row(const float *q, int64_t heads, const W *keys, const W *values, const int32_t *spans,
+                       int64_t count, float scale, float *weights, int64_t room, float *out) {
+  constexpr int TOGETHER = DIM > 64 ? MOST_HEADS / 2 : MOST_HEADS;  // their sums stay in registers
+  while (heads) {
+    const int64_t now = std::min<int64_t>(heads, TOGETHER);
+    switch (now) {
+      case 1: attend_heads<DIM, 1>(q, keys, values, spans, count, scale, weights, room, out); break;
+      case 2: attend_heads<DIM, 2>(q, keys, values, spans, count, scale, weights, room, out); break;
+      case 3: attend_heads<DIM, 3>(q, keys, values, spans, count, scale, weights, room, out); break;
+      case 4: attend_heads<DIM, 4>(q, keys, values, spans, count, scale, weights, room, out); break;
+    }
+    heads -= now, q += now * DIM, out += now * DIM;
+  }
+}
+
+template <class W>
+using Attend = decltype(&attend_row<8, W>);

@@ -1,6 +1,6 @@
 // The chosen token and the model's confidence in rows of fp32 logits, in two passes: one for the two
 // largest and one for the sums. triton_kernels/confidence.py defines the figures. rows.py compiles this
-// file behind attention.cpp, whose vectors it uses.
+// file behind vectors.cpp.
 //
 // Each row is computed alone, so its result does not depend on the batch.
 

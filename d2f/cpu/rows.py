@@ -1,20 +1,13 @@
-"""Run all layers of a forward in one call of C++ (rows.cpp), and read its logits (confidence.cpp).
+"""Compute whole forwards in one call of C++ (forward.cpp), and read their logits (confidence.cpp).
 
-The linear layers are packed: layers with one input become one product, whose weight is a copy in
-the order in which oneDNN reads it. (PyTorch's own fp32 product rearranges the weight at every call,
-which the few rows of a decoding step do not pay for.)
-
-oneDNN generates code for each shape of a product, so for each number of rows, which takes a small
-model as long as some forwards; it keeps the last 1,024. Decoding has any number of rows, so above
-32 they are rounded up to one of 16 numbers an octave (at most a sixteenth more), and a small
-model's code is generated when the model is compiled.
+The weights are packed in the order in which products.cpp reads them, and layers with one input
+become one product. A decoding step multiplies so few rows that it costs what reading the weights
+costs; 8 or 16 rows cost little more than one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import platform
-import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -31,52 +24,45 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from d2f.attention import SpanPlan
 from d2f.cache import SlotCache
 
-DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that attention.cpp has code for
-# Rows x slots of a request (the mean of a forward) up to which attention in C++ is the faster one.
-# Beyond, scaled_dot_product_attention is: its tiles of rows share what they read.
-MOST = 16 * 1024
-WARM_ROWS = 512  # numbers of rows that a small model is warmed up for
-SMALL = 2 << 20  # weights in products of different shape, up to which a model is small
+DIMS = (8, 16, 32, 64, 80, 96, 128)  # head dimensions that forward.cpp has code for
+LANES = 16  # outputs of a block of packed weights
+SMALL = 1 << 20  # weights of a model below which waking other threads costs more than they save
 _MODELS = (LlamaModel, Qwen2Model, Qwen3Model)
 _BY_LENGTH = ("dynamic", "longrope")  # RoPE whose angles depend on the length of the sequence
-_TOLERANCE = 1e-3  # of the largest hidden state, between the plain forward and this one
+# Of the logits' size, between the plain forward and this one. In bf16 they round in other places.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+
+def source() -> str:
+    """Return the files one behind the other, as they use each other."""
+    names = ("vectors", "products", "attention", "forward", "confidence")
+    files = (Path(__file__).with_name(f"{name}.cpp") for name in names)
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 @cache
 def library() -> Any:
-    """Compile the files together and load them. Raises whatever a compiler raises."""
+    """Compile for this CPU and load. Raises whatever a compiler raises."""
     from torch._inductor.codecache import CppCodeCache
 
-    names = ("attention.cpp", "confidence.cpp", "rows.cpp")
-    files = (Path(__file__).with_name(name) for name in names)
-    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    return CppCodeCache.load(source, "cpu", extra_flags=("-ffp-contract=fast",))
-
-
-def can_pack(backbone: PreTrainedModel) -> bool:
-    """Say whether the layers can be packed here: fp32 on an x86 CPU, not quantised."""
-    return (
-        getattr(backbone, "quantized", None) is None
-        and backbone.device.type == "cpu"
-        and backbone.dtype == torch.float32
-        and platform.machine() in ("x86_64", "AMD64")
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    return CppCodeCache.load(source(), "cpu", extra_flags=("-ffp-contract=fast",))
 
 
 def fits(backbone: PreTrainedModel) -> bool:
-    """Say whether the C++ code computes what this model computes: layers of the known types, none
-    replaced, hooked or split over processes."""
+    """Say whether the C++ code computes what this model computes: layers of the known types in fp32
+    or bf16 on a CPU, none replaced, hooked, quantised or split over processes."""
     model = backbone.model
-    if type(model) not in _MODELS or not can_pack(backbone):
+    if type(model) not in _MODELS or getattr(backbone, "quantized", None) is not None:
         return False
     rotary = getattr(model.rotary_emb, "rotary", model.rotary_emb)  # d2f.model.Fp32Rotary has one
+    linear = [one for layer in model.layers for one in _linear_layers(layer)]
     return (
-        backbone.config.hidden_act in ("silu", "swish")
+        backbone.device.type == "cpu"
+        and backbone.dtype in _TOLERANCE
+        and backbone.config.hidden_act in ("silu", "swish")
         and rotary.rope_type not in _BY_LENGTH
         and all(layer.self_attn.head_dim in DIMS for layer in model.layers)
-        and all(type(one) is nn.Linear for layer in model.layers for one in _linear_layers(layer))
+        and all(type(one) is nn.Linear for one in [*linear, backbone.lm_head])
         and all(type(parameter.data) is Tensor for parameter in model.parameters())
         and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     )
@@ -88,35 +74,22 @@ def _linear_layers(layer: Any) -> list[nn.Module]:
     return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def multiplied_rows(rows: int) -> int:
-    """Round a number of rows up; the rows behind those asked for are zeros."""
-    step = 1 << max(0, (rows - 1).bit_length() - 5)
-    return -(-rows // step) * step
+def pack(weight: Tensor) -> Tensor:
+    """Lay a weight ``[O, I]`` out as products.cpp reads it, padded with zeros::
 
-
-class Product:
-    """Linear layers with one input as one product::
-
-    [T, C] @ q_proj k_proj v_proj  =  [T, q | k | v]
+    fp32  [O / 16, I, 16]        bf16  [O / 16, I / 2, 16, 2]
     """
-
-    def __init__(self, *layers: nn.Linear):
-        weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.outputs, self.inputs = weight.shape
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.bias = torch.cat(biases) if biases else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Outputs ``[..., outputs]`` of x ``[..., inputs]``."""
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            x, self.weight, self.bias, "none", [], ""
-        )
-        return out
+    outputs, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % LANES, 0, -outputs % LANES))
+    pair = 4 // weight.element_size()
+    return weight.view(-(-outputs // LANES), LANES, -1, pair).transpose(1, 2).contiguous()
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs")),
+    )
 
 
 class _Block(ctypes.Structure):
@@ -129,64 +102,90 @@ class _Block(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("blocks", "last_norm")),
+        *((name, ctypes.c_void_p) for name in ("blocks", "embeddings")),
+        ("head", _Product),
+        ("last_norm", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "width", "inner")),
-        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "bf16")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 
 
 class _Rows(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("hidden", "rotary", "positions")),
-        *((name, ctypes.c_void_p) for name in ("places", "spans", "caches")),
-        *((name, ctypes.c_int64) for name in ("rows", "ranges", "slots", "threads", "multiplied")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "places", "spans", "read")),
+        *((name, ctypes.c_void_p) for name in ("rotary", "caches", "logits")),
+        *((name, ctypes.c_int64) for name in ("rows", "ranges", "reads", "slots", "threads")),
     )
 
 
 class NativeRows:
-    """Compute the last hidden states of flat rows. Packed weights are a second copy."""
+    """Compute logits of flat rows. Packed weights are a second copy."""
 
     def __init__(self, backbone: PreTrainedModel):
         """Pack the weights. Raises whatever a compiler raises."""
         self._library = library()
-        self._plain = model = backbone.model
-        self.products: list[Product] = []
-        self._handles: list[int] = []
-        weakref.finalize(self, _delete, self._library, self._handles)
-        self._norms = [model.norm.weight.detach().contiguous()]
+        self._plain, self._head = backbone.model, backbone.lm_head
+        self._kept: list[Tensor] = []  # what the structures point to
+        model, config = backbone.model, backbone.config
+        first = model.layers[0].self_attn
         self._blocks = (_Block * len(model.layers))(*map(self._block, model.layers))
-        first, config = model.layers[0].self_attn, backbone.config
-        self.dim: int = first.head_dim
-        self.scale: float = first.scaling
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._model = _Model(
-            ctypes.addressof(self._blocks), self._norms[0].data_ptr(), len(self._blocks),
-            config.hidden_size, config.intermediate_size, self.heads, self.kv_heads, self.dim,
-            model.norm.variance_epsilon, self.scale,
+            ctypes.addressof(self._blocks),
+            self._keep(model.embed_tokens.weight), self._product(backbone.lm_head),
+            self._vector(model.norm.weight),
+            len(self._blocks), config.hidden_size, config.intermediate_size,
+            config.num_attention_heads, config.num_key_value_heads, first.head_dim,
+            backbone.dtype == torch.bfloat16, model.norm.variance_epsilon, first.scaling,
         )  # fmt: skip
         self._rotary = self._angles(min(config.max_position_embeddings, 4096))
+        self._small = sum(tensor.numel() for tensor in self._kept) < SMALL
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._kept.append(tensor.detach().contiguous())
+        return self._kept[-1].data_ptr()
+
+    def _vector(self, weight: Tensor) -> int:
+        return self._keep(weight.detach().float())
 
     def _block(self, layer: Any) -> _Block:
         attention, mlp = layer.self_attn, layer.mlp
         products = [
             self._product(attention.q_proj, attention.k_proj, attention.v_proj),
             self._product(attention.o_proj),
-            self._product(mlp.gate_proj, mlp.up_proj),
+            self._product(mlp.gate_proj, mlp.up_proj, alternate=True),
             self._product(mlp.down_proj),
         ]
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        weights = [norm.weight.detach().contiguous() for norm in norms]
-        self._norms += weights  # holds what the structure points to
-        return _Block(*products, *(weight.data_ptr() for weight in weights))
+        return _Block(*products, *(self._vector(norm.weight) for norm in norms))
 
-    def _product(self, *layers: nn.Linear) -> _Product:
-        product = Product(*layers)
-        self.products.append(product)
-        handles = [_handle(x) for x in (product.weight, product.bias) if x is not None]
-        self._handles += handles
-        return _Product(*handles)
+    def _product(self, *layers: nn.Linear, alternate: bool = False) -> _Product:
+        """Pack layers with one input as one product. alternate: a block of 16 outputs of the one,
+        a block of the other, and so on."""
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            if not alternate:
+                return torch.cat(parts)
+            rows = [
+                F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % LANES)) for part in parts
+            ]
+            blocks = [part.view(-1, LANES, *part.shape[1:]) for part in rows]
+            return torch.stack(blocks, 1).flatten(0, 2)
+
+        weight = joined([layer.weight.detach() for layer in layers])
+        bias = 0
+        if any(layer.bias is not None for layer in layers):
+            parts = [
+                layer.weight.new_zeros(layer.out_features)
+                if layer.bias is None
+                else layer.bias.detach()
+                for layer in layers
+            ]
+            bias = self._vector(joined(parts))
+        packed = pack(weight)
+        inputs = packed[0].numel() // LANES
+        return _Product(self._keep(packed), bias, inputs, len(weight))
 
     def _angles(self, positions: int) -> Tensor:
         """Cosines and sines ``[positions, 2, D]``."""
@@ -196,101 +195,50 @@ class NativeRows:
             return torch.stack([part[0].float() for part in angles], dim=1).contiguous()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
     ) -> Tensor:
-        """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
+        """Logits ``[N, V]``, in fp32, of the rows `read` ``[N]`` of rows ``[T]`` that are fed
+        through the cache."""
         assert cache.slots is not None
-        hidden = F.embedding(tokens, self._plain.embed_tokens.weight.detach()).contiguous()
-        spans, places, rows = plan.spans[0].contiguous(), cache.slots.contiguous(), len(tokens)
-        positions = positions.contiguous()
+        spans, rows = plan.spans[0].contiguous(), len(tokens)
         if (needed := int(positions.max()) + 1) > len(self._rotary):
             self._rotary = self._angles(2 * needed)
         rotary = self._rotary  # held: another thread may put a larger one in its place
+        given = [part.contiguous() for part in (tokens, positions, cache.slots, spans, read)]
         buffers = [buffer.data_ptr() for pair in cache.layers for buffer in pair]
         caches = (ctypes.c_void_p * len(buffers))(*buffers)
-        slots = cache.layers[0][0].shape[2]
-        given = _Rows(
-            hidden.data_ptr(), rotary.data_ptr(), positions.data_ptr(), places.data_ptr(),
-            spans.data_ptr(), ctypes.addressof(caches), rows, spans.shape[1], slots,
-            torch.get_num_threads(), multiplied_rows(rows),
+        logits = torch.empty(len(read), self._model.head.outputs)
+        described = _Rows(
+            *(part.data_ptr() for part in given),
+            rotary.data_ptr(), ctypes.addressof(caches), logits.data_ptr(),
+            rows, spans.shape[1], len(read), cache.layers[0][0].shape[2],
+            1 if self._small else torch.get_num_threads(),
         )  # fmt: skip
-        requests = len(plan.segments or [None])
-        # Most forwards are small enough without a look into the spans.
-        if rows * slots <= MOST * requests or _sees_little(spans, requests):
-            _check(self._library.forward(ctypes.byref(self._model), ctypes.byref(given)))
-        else:
-            self._by_layers(given, plan, cache)
-        return hidden
-
-    def _by_layers(self, given: _Rows, plan: SpanPlan, cache: SlotCache) -> None:
-        """Run the forward with plain attention between two calls of C++ a layer."""
-        parts = [n * self.dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        joined = torch.empty(given.rows, sum(parts))
-        model, rows = ctypes.byref(self._model), ctypes.byref(given)
-        for i in range(len(self._blocks)):
-            at = ctypes.c_void_p(joined.data_ptr())
-            _check(self._library.before_attention(model, rows, ctypes.c_int64(i), at))
-            query, key, value = (
-                part.view(1, given.rows, -1, self.dim).transpose(1, 2)
-                for part in joined.split(parts, -1)
-            )
-            keys, values = cache.update(key, value, i)
-            out = plan.attend(None, query, keys, values, self.scale).contiguous()
-            at = ctypes.c_void_p(out.data_ptr())
-            _check(self._library.after_attention(model, rows, ctypes.c_int64(i), at))
-        self._library.normalise_last(model, rows)
+        if self._library.forward(ctypes.byref(self._model), ctypes.byref(described)):
+            raise RuntimeError(f"no code for a head dimension of {self._model.dim}")
+        return logits
 
     @torch.inference_mode()
     def check(self, new_cache: Callable[[int], SlotCache]) -> None:
         """Raise AssertionError unless two forwards, the second on what the first has cached, give
-        the hidden states of the plain model."""
+        the logits of the plain model."""
         places = torch.arange(7)
-        tokens = places % self._plain.embed_tokens.num_embeddings
+        # Spread over the vocabulary: the first ids are of tokens that text does not have.
+        tokens = places * self._plain.embed_tokens.num_embeddings // len(places)
         caches = [new_cache(len(places)) for _ in range(2)]
         for at, end in ((places[:4], 4), (places[4:], 7)):
             plan = SpanPlan(torch.tensor([[[0, end]]] * len(at), dtype=torch.int32))
             for each in caches:
                 each.slots = at
-            plain: Tensor = self._plain(
+            hidden = self._plain(
                 input_ids=tokens[at][None], position_ids=at[None], spans=plan,
                 past_key_values=caches[0], use_cache=True,
             ).last_hidden_state[0]  # fmt: skip
-            ours = self(tokens[at], at, plan, caches[1])
-            error, most = (ours - plain).abs().max().item(), plain.abs().max().item()
-            if not error <= _TOLERANCE * max(1.0, most):  # NaN is not
-                raise AssertionError(f"hidden states up to {most:.3g} differ by {error:.2g}")
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Let oneDNN generate a small model's code for all usual numbers of rows. A large model
-        computes longer than it would wait for that."""
-        by_shape = {(p.inputs, p.outputs, p.bias is None): p for p in self.products}
-        if sum(inputs * outputs for inputs, outputs, _ in by_shape) <= SMALL:
-            for rows in sorted({multiplied_rows(rows) for rows in range(1, WARM_ROWS + 1)}):
-                for product in by_shape.values():
-                    product(torch.zeros(rows, product.inputs))
-
-
-def _sees_little(spans: Tensor, requests: int) -> bool:
-    return int((spans[..., 1] - spans[..., 0]).sum()) <= MOST * requests
-
-
-def _handle(tensor: Tensor) -> int:
-    """Return a handle of a tensor for PyTorch's C interface, valid until `_delete`."""
-    capsule = torch._C._aoti.unsafe_alloc_void_ptr_from_tensor(tensor)
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    return int(pointer(capsule, None))
-
-
-def _delete(library: Any, handles: list[int]) -> None:
-    for handle in handles:
-        library.delete_handle(ctypes.c_void_p(handle))
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise RuntimeError("a forward in C++ failed; PyTorch has said why above")
+            plain: Tensor = self._head(hidden).float()
+            ours = self(tokens[at], at, plan, caches[1], torch.arange(len(at)))
+            error, size = ((x**2).mean().sqrt().item() for x in (ours - plain, plain))
+            if not error <= _TOLERANCE[hidden.dtype] * max(1.0, size):  # NaN is not
+                raise AssertionError(f"logits of about {size:.3g} differ by about {error:.2g}")
 
 
 class _Scored(ctypes.Structure):

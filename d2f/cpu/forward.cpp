@@ -1,0 +1,209 @@
+// A decoding forward on a CPU, from token ids to logits, of models with Llama's, Qwen2's or Qwen3's
+// layers: one parallel region, with barriers between the products and what lies between them. rows.py
+// compiles this file behind vectors.cpp, products.cpp and attention.cpp.
+//
+// W is what weights and cache are in, float or Bf16. The hidden states are in fp32 throughout.
+
+struct Block {  // a layer of the model
+  Product qkv, o, gate_up, down;  // gate_up: a block of 16 gates, the block of their ups, and so on
+  const float *before_attention, *before_mlp;  // RMSNorm's weights [width]
+  const float *q_norm, *k_norm;                // of each head, [dim]; without them null
+};
+
+struct Model {
+  const Block *blocks;
+  const void *embeddings;  // [vocabulary, width]
+  Product head;
+  const float *last_norm;  // [width]
+  int64_t count, width, inner, heads, kv_heads, dim, bf16;
+  float eps, scale;
+};
+
+struct Rows {  // of one forward
+  const int64_t *tokens, *positions;  // [rows]
+  const int64_t *places;     // [rows], the slots that keys and values are written to
+  const int32_t *spans;      // [rows, ranges, 2]
+  const int64_t *read;       // [reads], the rows whose logits are wanted
+  const float *rotary;       // [positions, 2, dim], cosines and sines
+  void *const *caches;       // keys and values [kv_heads, slots, dim] of each layer in turn
+  float *logits;             // [reads, vocabulary]
+  int64_t rows, ranges, reads, slots, threads;
+};
+
+// RMSNorm of `width` values; zeros behind them, up to `end`.
+template <class T>
+static void normalise(const float *x, const float *weight, int64_t width, int64_t end, float eps, T *to) {
+  const int64_t whole = width / WIDTH * WIDTH;
+  Vector parts[4] = {};
+  for (int64_t i = 0; i < whole; i += WIDTH) {
+    const Vector part = load(x + i);
+    parts[i / WIDTH % 4] += part * part;
+  }
+  float squares = sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+  for (int64_t i = whole; i < width; i++) squares += x[i] * x[i];
+  const float factor = 1.0f / std::sqrt(squares / float(width) + eps);
+  for (int64_t i = 0; i < whole; i += WIDTH) store(to + i, load(weight + i) * (load(x + i) * factor));
+  for (int64_t i = whole; i < end; i += WIDTH) {
+    float rest[WIDTH] = {};
+    for (int64_t j = i; j < std::min(width, i + WIDTH); j++) rest[j - i] = weight[j] * (x[j] * factor);
+    store(to + i, load(rest));
+  }
+}
+
+// silu(gate) * up: x / (1 + e^-x) by e^-|x|, which cannot overflow.
+static Vector gated(Vector gate, Vector up) {
+  const Vector power = exponential(gate < Vector{} ? gate : -gate);
+  return gate * (gate < Vector{} ? power : fill(1.0f)) / (power + 1.0f) * up;
+}
+
+// RoPE of one head in place: its halves as the two parts of complex numbers.
+static void rotate(float *x, const float *cosines, const float *sines, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cosines[i] - b * sines[i];
+    x[i + half] = b * cosines[i + half] + a * sines[i + half];
+  }
+}
+
+template <class T>
+static void copy(const float *from, int64_t count, T *to) {
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
+  if (i == count) return;
+  float rest[WIDTH] = {};
+  std::copy(from + i, from + count, rest);
+  T rounded[WIDTH];
+  store(rounded, load(rest));
+  std::copy_n(rounded, count - i, to + i);
+}
+
+// The outputs of a block that there are, with their bias: [at, at + count) of `to` plus or in place
+// of what is there.
+template <bool ADDED>
+static inline void put(const Product &p, int64_t block, Sixteen found, float *to) {
+  const int64_t at = block * LANES, count = std::min<int64_t>(LANES, p.outputs - at);
+  if (p.bias)
+    for (int64_t i = 0; i < count; i++) found[i] += p.bias[at + i];
+  if (count == LANES) {
+    SixteenInMemory *there = reinterpret_cast<SixteenInMemory *>(to + at);
+    *there = ADDED ? *there + found : found;
+    return;
+  }
+  for (int64_t i = 0; i < count; i++) to[at + i] = ADDED ? to[at + i] + found[i] : found[i];
+}
+
+template <class W>
+static void compute(const Model &m, const Rows &r, Attend<W> attend) {
+  const int64_t dim = m.dim, rows = r.rows, turned = m.heads + m.kv_heads, columns = (turned + m.kv_heads) * dim;
+  const int64_t width = round_up(m.width), outer = round_up(m.heads * dim), inner = round_up(m.inner);
+  const int64_t group = m.heads / m.kv_heads;
+  int64_t most = 0;  // slots that a row sees
+  for (int64_t row = 0; row < rows; row++) {
+    int64_t seen = 0;
+    for (int64_t s = 0; s < r.ranges; s++) {
+      const int32_t *span = r.spans + 2 * (row * r.ranges + s);
+      seen += std::max(0, span[1] - span[0]);
+    }
+    most = std::max(most, seen);
+  }
+  const int64_t room = most + 2 * KEYS;
+  const Buffer<float> states(rows * m.width), joined(rows * columns);
+  const Buffer<Input<W>> normed(std::max(rows, r.reads) * width), attended(rows * outer), middle(rows * inner);
+  float *hidden = states.data(), *qkv = joined.data();
+  Input<W> *x = normed.data(), *out = attended.data(), *mlp = middle.data();
+
+  on_threads(int(r.threads), [&](const Thread &t) {
+    const Buffer<float> weights(MOST_HEADS * room), found(group * dim);
+    const Part own = t.part(rows);
+    for (int64_t row = own.begin; row < own.end; row++) {
+      const W *from = static_cast<const W *>(m.embeddings) + r.tokens[row] * m.width;
+      for (int64_t i = 0; i < m.width; i++) hidden[row * m.width + i] = number(from[i]);
+      std::memset(out + row * outer, 0, outer * sizeof(Input<W>));
+    }
+    for (int64_t layer = 0; layer < m.count; layer++) {
+      const Block &b = m.blocks[layer];
+      W *keys = static_cast<W *>(r.caches[2 * layer]), *values = static_cast<W *>(r.caches[2 * layer + 1]);
+      for (int64_t row = own.begin; row < own.end; row++)
+        normalise(hidden + row * m.width, b.before_attention, m.width, width, m.eps, x + row * width);
+      wait(t);
+      product<W>(t, b.qkv, 1, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+        put<false>(b.qkv, block, found[0], qkv + row * columns);
+      });
+      wait(t);
+      for (int64_t row = own.begin; row < own.end; row++) {
+        const float *cosines = r.rotary + r.positions[row] * 2 * dim;
+        for (int64_t head = 0; head < turned; head++) {
+          float *at = qkv + row * columns + head * dim;
+          const float *norm = head < m.heads ? b.q_norm : b.k_norm;
+          if (norm) normalise(at, norm, dim, dim, m.eps, at);
+          rotate(at, cosines, cosines + dim, dim);
+        }
+        for (int64_t head = 0; head < m.kv_heads; head++) {
+          const float *key = qkv + row * columns + (m.heads + head) * dim;
+          const int64_t place = (head * r.slots + r.places[row]) * dim;
+          copy(key, dim, keys + place);
+          copy(key + m.kv_heads * dim, dim, values + place);
+        }
+      }
+      wait(t);
+      // In turns: of a prompt's rows each sees more than the one before.
+      for (int64_t i = t.number; i < rows * m.kv_heads; i += t.threads) {
+        const int64_t row = i / m.kv_heads, head = i % m.kv_heads, place = head * r.slots * dim;
+        attend(qkv + row * columns + head * group * dim, group, keys + place, values + place,
+               r.spans + 2 * row * r.ranges, r.ranges, m.scale, weights.data(), room, found.data());
+        copy(found.data(), group * dim, out + row * outer + head * group * dim);
+      }
+      wait(t);
+      product<W>(t, b.o, 1, out, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+        put<true>(b.o, block, found[0], hidden + row * m.width);
+      });
+      wait(t);
+      for (int64_t row = own.begin; row < own.end; row++)
+        normalise(hidden + row * m.width, b.before_mlp, m.width, width, m.eps, x + row * width);
+      wait(t);
+      product<W>(t, b.gate_up, 2, x, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+        float gates[LANES], ups[LANES];
+        std::memcpy(gates, &found[0], sizeof(gates));
+        std::memcpy(ups, &found[1], sizeof(ups));
+        if (b.gate_up.bias) {
+          const float *bias = b.gate_up.bias + block * LANES;
+          for (int i = 0; i < LANES; i++) gates[i] += bias[i], ups[i] += bias[LANES + i];
+        }
+        for (int i = 0; i < LANES; i += WIDTH)
+          store(mlp + row * inner + block / 2 * LANES + i, gated(load(gates + i), load(ups + i)));
+      });
+      wait(t);
+      product<W>(t, b.down, 1, mlp, rows, [&](int64_t row, int64_t block, const Sixteen *found) {
+        put<true>(b.down, block, found[0], hidden + row * m.width);
+      });
+      wait(t);
+    }
+    const Part reading = t.part(r.reads);
+    for (int64_t i = reading.begin; i < reading.end; i++)
+      normalise(hidden + r.read[i] * m.width, m.last_norm, m.width, width, m.eps, x + i * width);
+    wait(t);
+    product<W>(t, m.head, 1, x, r.reads, [&](int64_t row, int64_t block, const Sixteen *found) {
+      put<false>(m.head, block, found[0], r.logits + row * m.head.outputs);
+    });
+  });
+}
+
+template <class W>
+static int in_dim(const Model &m, const Rows &r) {
+  switch (m.dim) {
+    case 8: compute<W>(m, r, attend_row<8, W>); return 0;
+    case 16: compute<W>(m, r, attend_row<16, W>); return 0;
+    case 32: compute<W>(m, r, attend_row<32, W>); return 0;
+    case 64: compute<W>(m, r, attend_row<64, W>); return 0;
+    case 80: compute<W>(m, r, attend_row<80, W>); return 0;
+    case 96: compute<W>(m, r, attend_row<96, W>); return 0;
+    case 128: compute<W>(m, r, attend_row<128, W>); return 0;
+  }
+  return 1;
+}
+
+// The whole forward; 1 for a head dimension that there is no code for.
+extern "C" int forward(const Model *m, const Rows *r) {
+  return m->bf16 ? in_dim<Bf16>(*m, *r) : in_dim<float>(*m, *r);
+}

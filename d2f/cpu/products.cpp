@@ -1,0 +1,162 @@
+// Matrix products with packed weights, for the few rows of a decoding step: reading the weights is
+// what they cost, so every weight is read once, in the order in which it lies.
+//
+//     y[row][o] = sum over i of x[row][i] W[o][i]
+//
+// A weight [O, I] lies in blocks of 16 outputs, so that one vector has an input of 16 outputs:
+//
+//     fp32    [O / 16][I][16]
+//     bf16    [O / 16][I / 2][16][2]    pairs of inputs, as AVX512-BF16 multiplies them
+//
+// O and I are rounded up to a multiple of 16, with zeros. Each output of each row is summed in one
+// order, from the first input to the last, whatever rows and blocks are beside it: a row's result is
+// the same to the bit in any batch, on any number of threads.
+
+constexpr int LANES = 16;
+typedef float Sixteen __attribute__((vector_size(4 * LANES)));
+typedef int32_t SixteenBits __attribute__((vector_size(4 * LANES)));
+typedef float SixteenInMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t SixteenBitsInMemory __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+constexpr int64_t AHEAD = 4096;  // bytes that a weight is asked for before it is read
+// Rows and blocks that are multiplied at once: their sums fit into the registers, and each input
+// that is loaded meets several weights, each weight several inputs.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12;
+constexpr int blocks_of(int rows) { return rows == 1 ? 1 : rows <= 6 ? 4 : 2; }
+#else
+constexpr int MOST_ROWS = 3;
+constexpr int blocks_of(int rows) { return rows == 1 ? 4 : 2; }
+#endif
+constexpr int MOST_BLOCKS = 4;
+
+static inline int64_t round_up(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
+static inline void fetch(const void *at) {
+  __builtin_prefetch(static_cast<const char *>(at) + AHEAD, 0, 3);
+}
+
+// The rows to multiply: with AVX512-BF16 weights in bf16 take rows in bf16, else they are widened in
+// registers and take rows in fp32.
+template <class W>
+struct Multiplied {
+  typedef float Input;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Multiplied<Bf16> {
+  typedef Bf16 Input;
+};
+#endif
+template <class W>
+using Input = typename Multiplied<W>::Input;
+
+// G blocks from w on, with N rows x [N][inputs]: the outputs [N][G].
+template <int N, int G>
+static void multiply(const float *w, const float *x, int64_t inputs, Sixteen *out) {
+  Sixteen sums[N][G] = {};
+  for (int64_t i = 0; i < inputs; i++) {
+    Sixteen weights[G];
+    UNROLLED for (int g = 0; g < G; g++) {
+      const float *at = w + (g * inputs + i) * LANES;
+      fetch(at);
+      weights[g] = *reinterpret_cast<const SixteenInMemory *>(at);
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+      UNROLLED for (int g = 0; g < G; g++) sums[n][g] += weights[g] * x[n * inputs + i];
+    }
+  }
+  std::memcpy(out, sums, sizeof(sums));
+}
+
+#if defined(__AVX512BF16__)
+typedef int PairInMemory __attribute__((aligned(2), may_alias));
+
+template <int N, int G>
+static void multiply(const Bf16 *w, const Bf16 *x, int64_t inputs, Sixteen *out) {
+  __m512 sums[N][G];
+  UNROLLED for (int n = 0; n < N; n++) {
+    UNROLLED for (int g = 0; g < G; g++) sums[n][g] = _mm512_setzero_ps();
+  }
+  for (int64_t i = 0; i < inputs; i += 2) {
+    __m512bh weights[G];
+    UNROLLED for (int g = 0; g < G; g++) {
+      const Bf16 *at = w + (g * inputs + i) * LANES;
+      fetch(at);
+      weights[g] = (__m512bh)_mm512_loadu_si512(at);
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+      const PairInMemory *pair = reinterpret_cast<const PairInMemory *>(x + n * inputs + i);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(*pair);
+      UNROLLED for (int g = 0; g < G; g++) sums[n][g] = _mm512_dpbf16_ps(sums[n][g], weights[g], both);
+    }
+  }
+  std::memcpy(out, sums, sizeof(sums));
+}
+#else
+template <int N, int G>
+static void multiply(const Bf16 *w, const float *x, int64_t inputs, Sixteen *out) {
+  Sixteen sums[N][G] = {};
+  for (int64_t i = 0; i < inputs; i += 2) {
+    Sixteen first[G], second[G];
+    UNROLLED for (int g = 0; g < G; g++) {
+      const Bf16 *at = w + (g * inputs + i) * LANES;
+      fetch(at);
+      const SixteenBits both = *reinterpret_cast<const SixteenBitsInMemory *>(at);
+      const SixteenBits below = both << 16, above = both & int32_t(0xffff0000);  // little-endian
+      std::memcpy(&first[g], &below, sizeof(below));
+      std::memcpy(&second[g], &above, sizeof(above));
+    }
+    UNROLLED for (int n = 0; n < N; n++) {
+      UNROLLED for (int g = 0; g < G; g++) {
+        sums[n][g] += first[g] * x[n * inputs + i];
+        sums[n][g] += second[g] * x[n * inputs + i + 1];
+      }
+    }
+  }
+  std::memcpy(out, sums, sizeof(sums));
+}
+#endif
+
+// Call `multiply` for numbers of rows and blocks: 1, 2 or blocks_of these rows.
+template <class W, int N = 1>
+static void multiply(int64_t rows, int64_t blocks, const W *w, const Input<W> *x, int64_t inputs, Sixteen *out) {
+  if (rows == N) {
+    if (blocks > 2) multiply<N, blocks_of(N)>(w, x, inputs, out);
+    else if (blocks == 2) multiply<N, 2>(w, x, inputs, out);
+    else multiply<N, 1>(w, x, inputs, out);
+    return;
+  }
+  if constexpr (N < MOST_ROWS) multiply<W, N + 1>(rows, blocks, w, x, inputs, out);
+}
+
+// A linear layer, or several with one input. bias: [outputs] or null.
+struct Product {
+  const void *weight;
+  const float *bias;
+  int64_t inputs, outputs;  // inputs: a multiple of 16
+};
+
+// Multiply rows [rows][inputs] with a thread's part of the weight, so many blocks at a time as are
+// a multiple of `joined`. Calls f(row, block, outputs of that block and the joined - 1 behind it).
+template <class W, class F>
+static void product(const Thread &t, const Product &p, int64_t joined, const Input<W> *x, int64_t rows, F f) {
+  const int64_t tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+  const Part units = t.part(round_up(p.outputs) / LANES / joined);
+  const Part part{units.begin * joined, units.end * joined};
+  if (!tiles) return;
+  const int64_t together = std::max<int64_t>(joined, blocks_of(int((rows + tiles - 1) / tiles)));
+  Sixteen out[MOST_ROWS * MOST_BLOCKS];
+  int64_t blocks;
+  for (int64_t block = part.begin; block < part.end; block += blocks) {
+    const int64_t left = part.end - block;
+    blocks = left >= together ? together : left >= 2 ? 2 : 1;
+    const W *weight = static_cast<const W *>(p.weight) + block * LANES * p.inputs;
+    for (int64_t i = 0; i < tiles; i++) {
+      const int64_t row = rows * i / tiles, count = rows * (i + 1) / tiles - row;
+      multiply<W>(count, blocks, weight, x + row * p.inputs, p.inputs, out);
+      for (int64_t n = 0; n < count; n++)
+        for (int64_t b = 0; b < blocks; b += joined) f(row + n, block + b, out + n * blocks + b);
+    }
+  }
+}
