@@ -27,12 +27,12 @@ from d2f.errors import CompileError
 
 
 class CompiledRows:
-    """Compute the last hidden states of flat rows by a compiled model."""
+    """Compute logits of flat rows by a compiled model."""
 
     def __init__(self, backbone: PreTrainedModel, new_cache: Callable[[int], SlotCache]):
         """Compile at once, which takes some seconds. Raises CompileError where `torch.compile`
         cannot, on a CPU mostly for want of a C++ compiler."""
-        plan = _TracedPlan()
+        plan, self._head = _TracedPlan(), backbone.lm_head
         joined = JoinedModel(backbone) if can_join(backbone) else None
         model = backbone.model if joined is None else joined.model
         self.products = [] if joined is None else joined.products
@@ -63,22 +63,23 @@ class CompiledRows:
             ) from error
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache
+        self, tokens: Tensor, positions: Tensor, plan: SpanPlan, cache: SlotCache, read: Tensor
     ) -> Tensor:
-        """Last hidden states ``[T, C]`` of rows ``[T]`` fed through the cache."""
+        """Logits ``[N, V]`` of the rows `read` ``[N]`` of rows ``[T]`` fed through the cache."""
         _running.cache, _running.plan = cache, plan  # `d2f::attend` finds them inside the graph
         try:
-            out: Tensor = self._run(tokens[None], positions[None])[0]
+            hidden = self._run(tokens[None], positions[None])[0]
         finally:
             del _running.cache, _running.plan
-        return out
+        logits: Tensor = self._head(hidden.index_select(0, read))
+        return logits
 
     def _try(self, rows: int, cache: SlotCache, device: torch.device) -> None:
         with torch.inference_mode():  # tensors made outside would need graphs of their own
             places = torch.arange(rows, device=device)
             cache.slots = places
             spans = torch.tensor([[[0, rows]]] * rows, dtype=torch.int32, device=device)
-            self(torch.zeros_like(places), places, SpanPlan(spans), cache)
+            self(torch.zeros_like(places), places, SpanPlan(spans), cache, places)
 
 
 def _guards(guards: Sequence[Any]) -> list[bool]:

@@ -111,19 +111,16 @@ class DiffusionModel(ModelParts):
     ) -> Tensor:
         """Feed flat rows ``[T]`` through the cache (its `slots` set); return logits ``[N, V]`` of
         the rows `read` ``[N]``."""
-        if self.scores_natively:
-            return self.compiled_rows(tokens, positions, plan, cache, read)
         if self.compiled_rows is not None:
-            hidden = self.compiled_rows(tokens, positions, plan, cache)
-        else:
-            # A batch of 1 with all requests in its row; the plan says which slots each row sees.
-            hidden = self.backbone.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                spans=plan,
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state[0]
+            return self.compiled_rows(tokens, positions, plan, cache, read)
+        # A batch of 1 with all requests in its row; the plan says which slots each row sees.
+        hidden = self.backbone.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            spans=plan,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
         # Only the rows that are read meet the head, the widest product of a forward.
         return self.head(hidden.index_select(0, read))
 
