@@ -105,7 +105,7 @@ def test_the_pipeline_and_the_comparison_give_the_answers_of_the_plain_model(tmp
 
 def test_a_compiled_model_has_its_adapter_merged(capsys):
     assert main(["--adapter", "x", "--no-merge", "--compile"]) == 2
-    assert "--compile needs a merged adapter" in capsys.readouterr().err
+    assert "--compile with --no-merge" in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_error_says_what_is_missing():
