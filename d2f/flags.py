@@ -49,8 +49,8 @@ def check_model_name(name: str, flag: str = "--model") -> None:
     is_hub_name = len(rest) == 1 and rest[0] and owner not in ("", ".", "..", "~")
     if not os.path.isdir(resolve(name)) and not is_hub_name:
         raise InputError(
-            f"{flag} {name}: expected a folder, a hub name as owner/name, or one of "
-            f"{', '.join(names())}{did_you_mean(name, names())}"
+            f"{flag} {name}: no such folder or bundled model{did_you_mean(name, names())}; "
+            f"expected a folder, a hub name as owner/name, or one of {', '.join(names())}"
         )
 
 

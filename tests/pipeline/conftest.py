@@ -4,11 +4,9 @@ import shutil
 
 import pytest
 import torch
-from files import CONTEXT
+from files import make_model
 from safetensors.torch import load_file, save_file
 
-from d2f.convert import build
-from d2f.saving import save_model
 from d2f.tasks.tokenizer import train_tokenizer
 
 
@@ -20,16 +18,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tokenizer():
     return train_tokenizer(400)
-
-
-def make_model(place, family, tokenizer, **contract):
-    torch.manual_seed(1)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1}
-    model = build(family, tokenizer, context_length=CONTEXT, **shape)
-    with torch.no_grad():
-        model.backbone.lm_head.weight.mul_(12)
-    save_model(model, place, dtype=torch.float32, **contract)
-    return str(place)
 
 
 @pytest.fixture(scope="session")

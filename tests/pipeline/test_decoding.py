@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from block_tiny import wedlm
-from files import CONTEXT, TAU, lines_of, prompts_file, untimed
+from files import CONTEXT, TAU, lines_of, make_model, prompts_file, untimed
 from rich.console import Console
 
 import d2f
@@ -170,8 +170,11 @@ def test_config_and_command_line(student, tmp_path):
     assert run["options"]["block_size"] == 8 and run["options"]["steps"] == 4
 
 
-def test_a_model_that_is_no_student_is_noticed(teacher, student, capsys):
+def test_a_model_that_is_no_student_is_noticed(teacher, student, tokenizer, tmp_path, capsys):
     arguments = ["--prompt", "Hi", "--max-new-tokens", "4"]
+    converted = make_model(tmp_path / "converted", "dream", tokenizer, objective="next_token")
+    assert main(["--model", converted, *arguments]) == 0
+    assert "converted is not a diffusion model yet" in capsys.readouterr().err
     assert main(["--model", teacher, *arguments]) == 0
     assert "was not trained by D2F" in capsys.readouterr().err
     assert main(["--model", teacher, *arguments, "--decoder", "static"]) == 0
