@@ -89,7 +89,7 @@ NEAREST = {
     "decode --decoder treshold": "did you mean threshold?",
     "decode --decoder Threshol": "did you mean threshold?",
     "decode --tasks stroy": "did you mean story?",
-    "decode --model tiny-d2": "--model tiny-d2: no such folder or bundled model; did you mean tiny-d2f?",
+    "decode --model tiny-d2": "no such folder or bundled model; did you mean tiny-d2f?",
     "decode --config tiny-d2f-stori": "did you mean tiny-d2f-story?",
     "decode --dtype fp17": "--dtype: expected one of auto, .* got 'fp17'; did you mean fp16?",
     "decode --reveal sttic": "did you mean static?",
