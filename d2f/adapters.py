@@ -94,7 +94,7 @@ def attach(
     set_peft_model_state_dict(wrapped, adapter.weights)
     _untie(model.backbone)
     model.adapter = wrapped.eval()
-    # What the adapter was trained to do (objective, block size) is now what the model does.
+    # From now on the model does what the adapter was trained for (objective, block size).
     if adapter.contract is not None:
         model.contract = adapter.contract
 
@@ -148,7 +148,7 @@ def fitting_adapter(model: ModelParts, place: str) -> FittingAdapter:
     config = _read_config(folder)
     contract = Contract.load(folder)
     _check_family(model, folder, config, contract)
-    # Whose it is before what it holds: an adapter fits every base of the same shape, and on the
+    # Check its base before its weights: an adapter fits every base of the same shape, and on the
     # wrong one it loads without a word and answers wrongly.
     named = (contract.base if contract else None) or config.base_model_name_or_path
     check_base(folder, named, contract.base_hash if contract else None, model.path)
@@ -321,8 +321,8 @@ def check_base(adapter: Path, named: str | None, base_hash: str | None, path: st
             )
         return
     same_name = bool(named and here) and _last(str(named)) == _last(str(here))
-    # Where both names are certain, different ones are an error. The name of a folder is not: there
-    # the same is taken for good, and another is a warning.
+    # Two different hub names are an error. A folder's name proves little: an equal one is accepted,
+    # another one is a warning.
     if base_name(path) is not None and named and _HUB_NAME.fullmatch(named):
         if named.lower() == str(here).lower():
             return

@@ -51,8 +51,8 @@ class CompiledRows:
         options: dict[str, Any] = {"guard_filter_fn": _guards, "cpp.dynamic_threads": True}
         self._run = torch.compile(hidden, dynamic=True, fullgraph=True, options=options)
         try:
-            # One row has a graph of its own; the second number of rows makes them symbolic in the
-            # other graph, and the third shows that it serves any.
+            # A single row gets a graph of its own. The second count makes the number of rows
+            # symbolic in the other graph, and the third shows that it serves any count.
             for rows in (1, 3, 2):
                 self._try(rows, new_cache(rows), backbone.device)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -191,7 +191,7 @@ class Product:
         self.parts: tuple[Tensor, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """All layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
+        """Compute all layers' outputs ``[..., sum of outputs]`` of x ``[..., inputs]``."""
         return F.linear(x, self.weight, self.bias)
 
     def part(self, x: Tensor, i: int) -> Tensor:

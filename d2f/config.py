@@ -64,7 +64,7 @@ def explain(
             said.append(fault["msg"].removeprefix("Value error, "))
     for path, (texts, came) in expected.items():
         found[path].append(f"expected {' or '.join(dict.fromkeys(texts))}, got {came}")
-    # Where one of several forms was meant, what is wrong within it says more than the others.
+    # A key may take several forms: report the fault deepest within one, it says the most.
     deepest = [path for path in found if not any(p.startswith(f"{path}.") for p in found)]
     lines = [f"{path or whole}: {', '.join(found[path])}" for path in deepest[:MOST_SHOWN]]
     more = len(deepest) - len(lines)
@@ -150,7 +150,7 @@ def override(values: dict[str, Any], arguments: Sequence[str], kind: type[BaseMo
         read: Any = text
         with suppress(InputError):
             read = load(text, flag)
-        # What YAML takes for text is meant as it stands: here a # begins no comment.
+        # Take text to the letter: on a command line # begins no comment.
         fault = _fault(values, flag, text if isinstance(read, str) else read, kind)
         if fault and _fault(values, flag, text, kind):  # a folder may have the name 2024
             raise InputError(fault)

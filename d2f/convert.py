@@ -87,7 +87,7 @@ def convert(
         raise CheckpointError(f"{model.path}: converting to {family_name} needs a tokenizer")
     contract = _started(model, family, tokenizer)
     if keeps:
-        # One backbone for both: a wrapper put on for the one would change what the other computes.
+        # Both share the backbone, and a wrapper for one would change what the other computes.
         if model.contract.rope_fp32 != family.rope_fp32:
             raise CheckpointError(
                 f"a {model.family} model does not convert to {family.name}: its RoPE is of another "

@@ -67,7 +67,7 @@ def _load_file(path: Path) -> Dataset:
         kind = "json"
     if kind is not None:
         return _read(kind, path, **options)
-    # What is not UTF-8 becomes an escape that JSON does not have.
+    # Bytes that are not UTF-8 become an escape that JSON does not know.
     coded = {"encoding": "utf-8-sig", "encoding_errors": "backslashreplace"}
     return _read("text", path, **options, **coded).rename_column("text", LINE)
 

@@ -31,8 +31,7 @@ class CompileError(InputError):
 
 
 class RequestError(RuntimeError):
-    """One request failed while it was decoded; others are not concerned. What it failed of is the
-    cause."""
+    """Report that a request failed while it was decoded; others go on. `__cause__` says why."""
 
 
 class NonFiniteLogitsError(RequestError):
@@ -53,8 +52,8 @@ class EngineClosedError(RuntimeError):
 
 
 class RankError(RuntimeError):
-    """One of the processes that hold a model together has failed or ended, so the others cannot go
-    on either; says which and why."""
+    """Report which of the processes that hold a model together failed or ended, and why: the others
+    cannot go on without it."""
 
 
 class UnverifiedBaseWarning(UserWarning):
@@ -93,7 +92,7 @@ def repr_of(value: object) -> str:
         return "a number of thousands of digits"
 
 
-# What torch raises on a CPU is a plain RuntimeError.
+# On a CPU torch raises a plain RuntimeError.
 _OF_A_CPU = re.compile(r"DefaultCPUAllocator: (can't allocate memory: [^\n]*?bytes)")
 
 

@@ -127,7 +127,7 @@ def _flags(kind: type) -> list[tuple[str, Any, Any]]:
     for one in fields(kind):
         if hidden in get_args(hints[one.name]):
             continue
-        # What is off, or said in the text, needs no second word.
+        # Do not repeat a default that is off or that the text states.
         said = one.default in (None, False, ()) or one.default is MISSING
         about = arg(help=texts.get(one.name), help_behavior_hint="" if said else None)
         found.append((one.name, Annotated[hints[one.name], about], field(default=one.default)))

@@ -151,7 +151,7 @@ def check_official(model: ModelParts) -> None:
         FAMILIES[model.family].official_name(name)
 
 
-# What decides a forward; a configuration that is read back must give the same.
+# These decide a forward: a configuration that is read back must have the same.
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",

@@ -14,7 +14,7 @@ from d2f.errors import InputError, did_you_mean
 from d2f.flags import parse
 
 HERE = Path(__file__).resolve().parent
-# What a command's --config takes by name: folders of the configurations.
+# The folders in which a command's --config finds a name.
 TRAINING = ("training",)
 DECODING = ("published", "tuned")
 COMPARISON = ("comparison",)
@@ -23,14 +23,14 @@ EVALUATION = ("evaluation",)
 
 
 def root() -> Path:
-    """The folder of the configurations: in the package where it was installed from a wheel, beside
-    it in a checkout."""
+    """Return the folder of the configurations: in the package where it was installed from a wheel,
+    beside it in a checkout."""
     inside = HERE / "configs"
     return inside if inside.is_dir() else HERE.parent / "configs"
 
 
 def shipped(*folders: str) -> dict[str, Path]:
-    """The configurations in these folders, by name; without a folder all of them."""
+    """Find the configurations in these folders, by name; without a folder all of them."""
     paths = [path for path in root().glob("*/*.yaml") if not folders or path.parent.name in folders]
     return {path.stem: path for path in sorted(paths, key=lambda p: (p.parent.name, p.stem))}
 
@@ -68,7 +68,7 @@ class Options:
 
 @command(interrupted="interrupted")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     name = parse(Options, arguments, usual="python -m d2f.shipped").name
     if name is not None:
         print(find_config(name))

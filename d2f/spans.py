@@ -102,7 +102,7 @@ def widened(spans: Ints, width: int) -> Ints:
     return np.pad(spans, ((0, 0), (0, lacking), (0, 0))) if lacking else spans
 
 
-# As tensors ``[queries, K, 2]``, for whole sequences.
+# Spans of whole sequences, as tensors ``[queries, K, 2]``.
 
 
 def bidirectional(length: int) -> Tensor:

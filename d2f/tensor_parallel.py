@@ -81,7 +81,7 @@ def merge_into_parts(model: ModelParts, place: str) -> None:
     adapter.fill()
     for name in adapter.modules:
         part = model.backbone.get_submodule(name)
-        # One module at a time: gather its weights, merge, keep this rank's part.
+        # Go module by module: gather its weights, merge, keep this rank's part.
         whole = {key: whole_of(value) for key, value in part.named_parameters()}
         merged = adapter.merged(name, whole)
         for key, value in part.named_parameters():

@@ -156,7 +156,7 @@ def answer(row: int, result: Result) -> dict[str, Any]:
 def run(options: Options) -> None:
     """Answer what the options say. Raises InputError before any work, or where no row could be
     answered."""
-    # From the cheapest check to the dearest: flags, rows, the model's shape, whose the folder is.
+    # Cheap checks come first: flags, rows, the model's shape, which run the folder is of.
     settings = read_settings(options)
     settings.check([DEFAULT_MAX_NEW_TOKENS], options)
     rows = Rows(options.input, options.dataset_config, options.split, options.column)

@@ -67,7 +67,7 @@ def require_matplotlib(otherwise: str = "") -> None:
 
 @dataclass(kw_only=True)
 class ModelOptions:
-    """Which model, and how it is loaded."""
+    """Choose the model and how it is loaded."""
 
     model: Annotated[
         str, arg(metavar="NAME", help=f"folder, hub name or bundled model ({', '.join(names())})")
@@ -121,7 +121,7 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class OneProcessModel(ModelOptions):
-    """Which model, and how it is loaded."""
+    """Choose the model and how it is loaded."""
 
     tensor_parallel: Suppress[int] = 1
 
@@ -309,7 +309,7 @@ def offered(arguments: Sequence[str] | None) -> list[Kind]:
     return [*DECODERS.values(), *(find_decoder(name) for name in named[-1:] if ":" in name)]
 
 
-# Which decoder a run uses and with which options: the command line over a YAML file.
+# The decoder of a run and its options: the command line comes before a YAML file.
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class DecoderSettings:
                     f"the decoder {kind.name}{default} has no option {name}"
                     f"{did_you_mean(name, known)}; it has {', '.join(known)}"
                 )
-        # What a model was trained with is only known with the model.
+        # Defaults that a model was trained with need the model.
         values = self.given if contract is None else kind.with_model_defaults(self.given, contract)
         return kind(**values if length is None else values | {"max_new_tokens": length})
 
@@ -492,9 +492,9 @@ def load(options: ModelOptions) -> tuple[DiffusionModel, str]:
 
 
 def followed(options: ModelOptions, each: Iterable[ModelOptions] = ()) -> bool:
-    """On a rank behind the first: load the models that it loads, in its order, follow it until it
-    has ended, and return True. each: the options of each model, where there are several. Raises
-    InputError, of which the first rank speaks, and RankError."""
+    """Follow the first rank, on a rank behind it: load the models that it loads, in its order, do
+    what it does until it has ended, and return True. each: the options of each model, where there
+    are several. Raises InputError, which the first rank reports, and RankError."""
     if options.tensor_parallel == 1 or rank() == 0:
         return False
     from d2f.leading import follow

@@ -51,7 +51,7 @@ def is_live(console: Console) -> bool:
 
 
 class Display:
-    """Show nothing. Others show, or keep, what they are told while jobs are decoded."""
+    """Show nothing. Subclasses show or keep what happens while jobs are decoded."""
 
     def __enter__(self) -> Display:
         return self
@@ -247,11 +247,11 @@ class ShownProgress:
         self.bar.stop()
 
     def begin(self, total: int, what: str = "") -> None:
-        """Let the bar begin anew."""
+        """Start the bar again."""
         self.bar.reset(self.task, total=total, description=what)
 
     def advance(self, done: int = 1, what: str | None = None) -> None:
-        """Count so much more as done. what: said beside the bar."""
+        """Count so much more as done. what: shown beside the bar."""
         self.bar.update(self.task, advance=done, description=what)
 
     def say(self, line: str) -> None:

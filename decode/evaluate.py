@@ -152,7 +152,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _run(options: Options, folder: Path | None) -> dict[str, Any]:
-    # From the cheapest check to the dearest: flags, data, the model's shape, whose the folder is.
+    # Cheap checks come first: flags, data, the model's shape, which run the folder is of.
     settings = read_settings(options)
     settings.check((task.response_length for task in options.chosen), options)
     sources = {}
@@ -300,7 +300,7 @@ def score(
         "problems": len(groups),
         "samples": samples,
         "right": sum(right),
-        # Which ones, to compare with what another model or decoder has on the same problems.
+        # Problem by problem, to compare with another model or decoder on the same problems.
         **({"right_by_problem": "".join(map(str, right))} if samples == 1 else {}),
         **_share([count / samples for count in right]),
         "visible_tokens": tokens,

@@ -255,7 +255,7 @@ def make_jobs(
     flag, count = samples
     jobs = []
     for place, source in enumerate(sources):
-        # Text that a task gives is the whole prompt: it said itself whether it wants a template.
+        # The text of a task is the whole prompt: the task decided whether it wants a template.
         given = source.problem.given if source.problem is not None else None
         ids = encode(model, source.prompt, source.where, raw=raw or isinstance(given, str))
         if source.task is not None:
@@ -277,7 +277,7 @@ def make_jobs(
     return jobs
 
 
-# What decides a run's results: the first line of its file of results.
+# Headers: the settings that decide a run's results, the first line of its file.
 
 
 def header(

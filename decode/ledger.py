@@ -62,7 +62,7 @@ class Ledger:
         sync: bool = False,
     ):
         self.path = Path(os.path.realpath(path))
-        # As it comes back from the file: tuples are lists, keys are text.
+        # Compare in the form that comes back from the file: tuples are lists, keys are text.
         self.run = json.loads(json.dumps(run))
         self.rows: dict[Any, Row] = {}
         self.torn = False

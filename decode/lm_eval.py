@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 TASKS = str(Path(__file__).parent / "harness" / "tasks")
 BATCH_SIZE = 16
-# How the harness's errors of its own arguments begin, which it raises as any other ValueError.
+# The harness raises errors of its own arguments as plain ValueErrors that begin so.
 _MISNAMED = ("Tasks not found", "Attempted to load model")
 
 
@@ -59,7 +59,7 @@ def with_ours(given: Namespace) -> Namespace:
     config = getattr(given, "config", None)
     values = read_mapping(config) if config else {}
     theirs = getattr(given, "include_path", None) or values.get("include_path")
-    # Of two tasks of a name lm-eval takes the later: the user's.
+    # lm-eval takes the later of two tasks of a name: the user's.
     given.include_path = [TASKS, *([theirs] if isinstance(theirs, str) else theirs or [])]
     if given.command == "run":
         limit = getattr(given, "limit", None)

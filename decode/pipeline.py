@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 @command(interrupted="interrupted; an --output keeps its lines, the same command goes on")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
-    """Run the command; its exit status. console: where to show it, by default standard output."""
+    """Run the command and return its exit status. console: default standard output."""
     options = parse(arguments)
     with quiet(options.verbose):
         run(options, console)

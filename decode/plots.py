@@ -56,7 +56,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. bound: a y to mark with a line, and its name. across, up: the axes. log: x
+    """Describe two axes. bound: a y to mark with a line, and its name. across, up: the axes. log: x
     doubles."""
 
     title: str

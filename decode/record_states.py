@@ -123,7 +123,7 @@ def record(
 
 @command(interrupted="interrupted; nothing was written")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     options = parse(arguments)
     make_folder(options.output.parent)
     with quiet(options.verbose), locked_file(options.output):

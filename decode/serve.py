@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def serve(options: Options) -> None:
-    """Serve until told to end. Raises InputError before anything is served, RankError."""
+    """Serve until a signal ends it. Raises InputError before anything is served, RankError."""
     if followed(options, (replace(options, model=name) for name in options.named.values())):
         return
     # Bound before the models are loaded, which takes long: a port in use is known at once.

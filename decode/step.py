@@ -125,7 +125,7 @@ class TokenLikelihood:
 
 @dataclass(frozen=True)
 class Result:
-    """One decoded request.
+    """Hold a decoded request.
 
     tokens: response ids, cut before the first end id or stop string.
     raw_tokens: everything generated, uncut; positions that early exit left undecoded are not in it.
@@ -191,7 +191,7 @@ def p_cache_of(tokens: float, counts: Mapping[str, float]) -> float | None:
 
 @dataclass(frozen=True)
 class Event:
-    """One request after one forward.
+    """Show a request after a forward.
 
     request: index of the result (of the prompt, where each is sampled once).
     forward: number of the request's forward, from 1; 0 where it failed before one.

@@ -348,7 +348,7 @@ def search(
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=tuning.seed)
-    # Of accuracy and tokens a second.
+    # Accuracy and tokens a second.
     study = optuna.create_study(directions=["maximize", "maximize"], sampler=sampler)
     options: dict[str, Any] = {name: CategoricalDistribution(v) for name, v in grid.items()}
     settings = settings_of(grid)
@@ -407,7 +407,7 @@ def choose(goal: SearchOptions, measured: Sequence[Measurements]) -> tuple[int, 
             enough, key=lambda i: (sign * measured[i].tokens_per_second, measured[i].accuracy)
         )
 
-    # Of equally accurate ones the slowest is the better reference where problems are few.
+    # With few problems, the slowest of equally accurate settings is the better reference.
     return fastest(min(bound, best)), fastest(best, -1), bound
 
 
@@ -746,7 +746,7 @@ def describe(
         "version": __version__,
         "weights": weights,
         "family": model.family,
-        # What changes speeds: measurements of two machines are not to be mixed.
+        # These change speeds: measurements of two machines must not be mixed.
         **{key: around[key] for key in ("device", "threads", "dtype", "compiled", "torch")},
         "decoder": tuning.decoder,
         "grid": {name: list(values) for name, values in grid.items()},
@@ -803,7 +803,7 @@ def run(options: Options, console: Console | None = None) -> None:
 
 @command(interrupted="interrupted; the same command goes on where it stopped")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
-    """Run the command; its exit status. console: where to show it, by default standard output."""
+    """Run the command and return its exit status. console: default standard output."""
     options = parse(arguments)
     with quiet(options.verbose):
         run(options, console)

@@ -53,7 +53,7 @@ def workers(options: Any) -> Iterator[Crew]:
     if options.workers == 1:
         yield OneWorker(*load(options), options)
         return
-    # What the machines of a cluster have is known only when it is joined.
+    # Only after joining a cluster is it known what its machines have.
     here = options.address is None and options.device is None
     gpus = int(parse_device(None).type == "cuda" if here else options.device not in (None, "cpu"))
     with ray_session(options.address, options.workers, "--workers", gpus=gpus) as cores:

@@ -26,7 +26,7 @@ NF4 = 0.5 + 0.127 / 8  # bytes a weight of a 4-bit base, with its doubly quantis
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process that holds the whole model (alone, or one of DDP) needs, in bytes.
+    """Hold the bytes that a process with the whole model (alone, or one of DDP) needs.
 
     load: for reading the weights. activations: what the backward pass of one part of a step keeps,
     with and without gradient checkpointing. loss: the logits that are there at once, with what is
@@ -69,7 +69,7 @@ def estimate(model: DiffusionModel, config: TrainConfig, tokens: int, reads: int
     frozen, adapted = sum(sizes.values()) - trained, config.trains_adapter
     kept = 2 if config.base_dtype == "bfloat16" else 4
     linear = sum(size for name, size in sizes.items() if is_linear(name))
-    # What is trained is in fp32 whatever the base is kept in.
+    # Trained weights are in fp32 whatever the base is kept in.
     load = weights = frozen * kept if adapted else 4 * trained
     if config.quantize == "4bit":
         weights -= int(linear * (kept - NF4))
@@ -145,8 +145,8 @@ _GENERATED_STEPS = 4  # the same, of generated data
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do: parameters and those that are trained, the rows that a process feeds at
-    once, and all of it in words."""
+    """Say what a run would do: parameters and those that are trained, the rows that a process feeds
+    at once, and all of it in words."""
 
     parameters: int
     trained: int
@@ -172,7 +172,7 @@ def check(config: TrainConfig, processes: int = 1) -> Forecast:
     model = prepare_model(config, "meta")
     objective = OBJECTIVES[config.objective.name](model, config)
     stream = objective.stream()
-    # One real step's share, for how many rows the loss reads.
+    # Build a real step's share to count the rows that the loss reads.
     batch = objective.batch(fill_rows(stream, 0)[0], slice(0, share))
     reads = len(batch.rows)
     generated = stream.epoch is None

@@ -119,7 +119,7 @@ def digests(config: TrainConfig) -> dict[str, str]:
                 found[key] = file_digest(Path(value))
             case "dataset" if Path(value).is_dir():
                 paths = sorted(path for path in Path(value).rglob("*") if path.is_file())
-                # What `datasets` caches there does not count.
+                # Files that `datasets` caches there do not count.
                 data = [path for path in paths if not path.name.startswith((".", "cache-"))]
                 lines = [f"{path.relative_to(value)}\0{file_digest(path)}\n" for path in data]
                 found[key] = hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -196,7 +196,7 @@ class RunFolder:
         said = None
         if self.config.steps > self.steps_before:
             more = {"step": done, "from": self.steps_before, "to": self.config.steps}
-            # The same extension, begun again after a kill, is told once.
+            # An extension that begins again after a kill is reported once.
             others = [one for one in self.record.get("extended", []) if one != more]
             self.record["extended"] = [*others, more]
             said = extension_text(self.config, more)

@@ -40,7 +40,7 @@ from d2f.tasks.task import RESPONSE_LENGTH, TASKS
 from distill.objectives import OBJECTIVES
 
 MaskRatio = Annotated[float, Field(gt=0, le=1)]
-# One size, several with equal shares, or sizes with their shares of the samples.
+# A size, several with equal shares, or sizes with their shares of the samples.
 BlockSizes = (
     Tokens
     | Annotated[tuple[Tokens, ...], Field(min_length=1)]
@@ -85,7 +85,7 @@ class Lora(Section):
     alpha: Annotated[int, Field(ge=1, le=10**6)] = 32
     """The update is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Of the adapter's input."""
+    """Dropout of the adapter's input."""
     targets: Annotated[tuple[_Module, ...], Field(min_length=1)] = (
         "q_proj", "k_proj", "v_proj", "o_proj",
     )  # fmt: skip
@@ -94,8 +94,8 @@ class Lora(Section):
 
 
 class Evaluation(Section):
-    """What is measured every `eval_every` steps: held-out problems that are decoded (`tasks`), a
-    held-out loss (`loss_rows`, `loss_file`), or both."""
+    """Choose what is measured every `eval_every` steps: held-out problems that are decoded
+    (`tasks`), a held-out loss (`loss_rows`, `loss_file`), or both."""
 
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
     """Generated ones, or task files; default: those of data.tasks."""
@@ -104,13 +104,13 @@ class Evaluation(Section):
     problems: Problems = 32
     """Problems of each task."""
     split: Literal["tuning", "heldout"] = "tuning"
-    """Which problems, of a held-out loss too."""
+    """Split of the problems, of a held-out loss too."""
     batch_size: Annotated[int, Field(ge=1, le=10**5)] = 32
     """Most requests, or samples of a held-out loss, in a forward."""
     decoder: Text | None = None
     """Default: the one that suits what is trained."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the decoder, by the names of its command-line flags with underscores."""
+    """Options of the decoder, by the names of its command-line flags with underscores."""
     loss_rows: Problems | None = None
     """Rows of a held-out loss: drawn by the seed from data.file or data.dataset and never trained
     on, whatever eval_every is; of loss_file at most so many; of data.tasks, problems of `split`.
@@ -122,8 +122,8 @@ class Evaluation(Section):
     )  # fmt: skip
     """Mask ratios that the held-out loss is taken at."""
     best_by: Literal["accuracy", "kl", "cross_entropy"] | None = None
-    """What the best checkpoint has most of (accuracy) or least of. Default: accuracy where tasks
-    are decoded, else kl of d2f that learns by it, else cross_entropy."""
+    """The measure of the best checkpoint, by most accuracy or least loss. Default: accuracy where
+    tasks are decoded, else kl of d2f that learns by it, else cross_entropy."""
 
     @property
     def wants_loss(self) -> bool:
@@ -152,7 +152,7 @@ class Optimizer(Section):
     warmup: Annotated[int, Field(ge=0, le=10**9)] = 100
     """Steps in which the rate rises to lr."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """Of the rate after the warm-up."""
+    """Course of the rate after the warm-up."""
     final_lr_share: Ratio = 0.05
     """cosine: share of lr at the end."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -166,7 +166,7 @@ class Optimizer(Section):
 
 
 class Columns(Section):
-    """Where a row has its prompt and response: two text columns, or a list of chat messages."""
+    """Name the columns of a row: prompt and response, or a list of chat messages."""
 
     prompt: Text | None = None
     """Column of the prompt's text."""
@@ -210,8 +210,8 @@ def _known(names: Collection[str]) -> AfterValidator:
 
 
 class Data(Section):
-    """What is trained on: generated tasks with their shares, a file (JSONL; parquet, CSV or a list
-    in JSON by its ending), or a Hugging Face data set by folder or hub name.
+    """Choose the training data: generated tasks with their shares, a file (JSONL; parquet, CSV or a
+    list in JSON by its ending), or a Hugging Face data set by folder or hub name.
 
     A row is `prompt` and `response`, or `messages` whose last assistant turn is the response and
     whose earlier turns are the prompt; `columns` names them otherwise, or is a name of `COLUMNS`.
@@ -235,7 +235,7 @@ class Data(Section):
     dataset_config: Text | None = None
     """The data set's configuration, where it has several."""
     split: Text | None = None
-    """Of the data set; default train."""
+    """Split of the data set; default train."""
     columns: Annotated[Text, _known(COLUMNS)] | Columns | None = None
     """Names of the columns, or one of their presets; default: as the rows say by their keys."""
     chat_template: Literal["tokenizer", "none"] = "tokenizer"
@@ -299,17 +299,17 @@ class Options(Section):
     reads; the class attributes say what the rest of a run must know of it."""
 
     name: Text
-    """What is trained; see docs/training.md."""
+    """The objective; see docs/training.md."""
 
     prompt_rule: ClassVar[str]
-    """What the prompt attends to in the result (`d2f.contract.Contract`)."""
+    """Attention of the prompt in the result (`d2f.contract.Contract`)."""
     has_tail: ClassVar[bool] = True
-    """Whether samples of text carry end tokens after the first."""
+    """True if samples of text carry end tokens after the first."""
     masks_by_ratio: ClassVar[bool] = False
-    """Whether a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it
+    """True if a held-out loss sets the share of hidden tokens (`Objective.mask_ratio`); else it
     hides what training would."""
     has_teacher: ClassVar[bool] = False
-    """Whether it learns a teacher's distribution, so that a held-out KL says how well."""
+    """True if it learns a teacher's distribution, so that a held-out KL says how well."""
 
     @property
     def trained_lora(self) -> Lora | None:
@@ -354,11 +354,11 @@ class Settings(Section):
     steps: Positive
     """Optimizer steps."""
     data: Data
-    """What is trained on."""
+    """The training data."""
     seed: Seed = 0
-    """Of weights, noise, order of the rows and generated problems."""
+    """Seed of weights, noise, order of the rows and generated problems."""
     family: Text | None = None
-    """Of the result; default: that of init. A model from scratch needs it."""
+    """Family of the result; default: that of init. A model from scratch needs it."""
     init: Text | None = None
     """Checkpoint to start from: folder, hub name or bundled name. Either it or model."""
     drop_biases: Switch = False
@@ -369,15 +369,15 @@ class Settings(Section):
     model: ModelShape | None = None
     """Shape of a model to start from scratch."""
     tokenizer: Text | None = None
-    """Of a model from scratch, folder or hub name; default: the tasks' own."""
+    """Tokenizer of a model from scratch, folder or hub name; default: the tasks' own."""
     optimizer: Optimizer = Optimizer()
     """AdamW and its rate."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Autocast of the forward pass; what is trained stays in fp32."""
     base_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of frozen weights."""
+    """Dtype of frozen weights."""
     quantize: Literal["none", "4bit"] = "none"
-    """Of frozen weights (QLoRA)."""
+    """Quantisation of frozen weights (QLoRA)."""
     gradient_checkpointing: Switch = False
     """Compute each layer again in the backward pass, for less memory."""
     compile: Switch = False
@@ -388,9 +388,9 @@ class Settings(Section):
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention of training: auto measures on a GPU which is fastest, and is sdpa on a CPU."""
     threads: Threads | Literal["auto"] | None = None
-    """Of a step on a CPU; auto chooses at the start by how busy the processors are (docs/cpu.md),
-    and the same run may then differ in the last digits. Default: torch's, no more than the
-    processors that the process may use."""
+    """Threads of a step on a CPU; auto chooses at the start by how busy the processors are
+    (docs/cpu.md), and the same run may then differ in the last digits. Default: torch's, no more
+    than the processors that the process may use."""
     save_every: Positive = 200
     """Steps between checkpoints."""
     keep: Positive = 2
@@ -398,26 +398,26 @@ class Settings(Section):
     eval_every: Positive | None = None
     """Steps between evaluations; the last step is one. Default: none."""
     evaluation: Evaluation = Evaluation()
-    """What is measured then, and what is held back for it."""
+    """Measurements of an evaluation, and what is held back for them."""
     export_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Of the result."""
+    """Dtype of the result."""
     max_shard_size: FileSize = "50GB"
-    """Of the result: most bytes of a file of weights; what is more goes into several."""
+    """Most bytes of a file of weights of the result; a larger one is written as several."""
     export_official: Switch = False
     """Write the result also in the format that the family's own code reads."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where values are logged beside log.jsonl; its files lie in output."""
+    """Tracker of values beside log.jsonl; its files lie in output."""
     wandb_mode: Literal["offline", "online", "disabled"] = "offline"
-    """Of the tracker wandb."""
+    """Mode of the tracker wandb."""
     log_every: Positive = 10
     """Steps between lines of the log."""
 
 
 class TrainConfig(Settings):
-    """One training run."""
+    """Configure a training run."""
 
     objective: Options
-    """What is trained, by its name, and the keys of that objective."""
+    """The objective by its name, with its keys."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -462,7 +462,7 @@ class TrainConfig(Settings):
 
     @property
     def best_by(self) -> str:
-        """What the best checkpoint is chosen by."""
+        """The measure by which the best checkpoint is chosen."""
         measured = "accuracy" if self.decodes_tasks else self.objective.best_loss
         return self.evaluation.best_by or measured
 
@@ -527,7 +527,7 @@ def _section(name: object, source: str) -> type[Options]:
 
 @cache
 def _kind(section: type[Options]) -> type[TrainConfig]:
-    """`TrainConfig` with the section of one objective."""
+    """Make `TrainConfig` with the section of one objective."""
     return create_model("TrainConfig", __base__=TrainConfig, objective=(section, ...))
 
 

@@ -183,7 +183,7 @@ def prepare_model(
         assert config.model is not None and config.family is not None
         with place:
             model = build(config.family, _new_tokenizer(config), **config.model.model_dump())
-    # Before an adapter is attached: a wrong family is told as such, not as weights that do not fit.
+    # Check before an adapter is attached: else a wrong family is reported as misfitting weights.
     if model.tokenizer is None:
         raise InputError(f"{config.init}: training needs a tokenizer, the checkpoint has none")
     OBJECTIVES[config.objective.name].check_model(model, config)
@@ -246,7 +246,7 @@ def export_run(
     they are written, so no second model is made.
     """
     config, output = folder.config, folder.place
-    # What was trained is put on the base as it is stored, where that was rounded to be loaded.
+    # If the base was rounded to be loaded, put what was trained on the base as it is stored.
     again = is_sharded(accelerator) or _is_rounded(config)
     # All processes take part in gathering shards, so this comes before all but one return.
     weights = read_weights(accelerator, trained_parameters(objective)) if again else {}

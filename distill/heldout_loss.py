@@ -78,7 +78,7 @@ class HeldoutLoss:
         """Count each sample's masked answer tokens and sum their losses, ``[samples]`` each."""
         objective = self.objective.for_held_out(ratio, len(samples[0]))
         model = objective.model
-        # One sample a row, so that a row of the batch says which sample a masked token is of.
+        # Put one sample into a row, so that the row says which sample a masked token is of.
         rows = [[Placed(sample, 0)] for sample in samples]
         batch = objective.batch(rows, slice(0, len(rows))).to(model.device)
         counted = objective.counted(batch)  # [N]

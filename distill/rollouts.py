@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 @command(interrupted="interrupted: the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; the exit status."""
+    """Run the command and return its exit status."""
     options = parse(arguments)
     with quiet(options.verbose):
         run(options)
@@ -213,7 +213,8 @@ def describe(
 def make_jobs(
     model: DiffusionModel, settings: DecoderSettings, tasks: Sequence[Task], count: int, seed: int
 ) -> list[TrajectoryJob]:
-    """`count` distinct training problems of each task, encoded and checked. Raises InputError."""
+    """Draw `count` distinct training problems of each task, encode and check them. Raises
+    InputError."""
     jobs = []
     for task in tasks:
         # Without its stop strings, which would end a response before all of it is decided.
@@ -239,7 +240,7 @@ class TrajectoryJob:
 
 @dataclass
 class Trajectory:
-    """Which forwards decided what, from a request's events.
+    """Record which forward decided each token, from a request's events.
 
     pipelined: whether blocks are appended while decoding; else all are there from the start.
     appended: first step of each block by its start. tokens, accepted: of each position, the token
@@ -280,7 +281,7 @@ class Trajectory:
 
         place = range(len(result.raw_tokens))
         tokens = tuple(self.tokens[i] for i in place)
-        # What the events showed adds up to the result.
+        # The events add up to the result.
         assert list(tokens) == result.raw_tokens
         return Rollout(
             unique_id=job.name,

@@ -70,8 +70,8 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
     # Processes
     os.environ.setdefault("WANDB_MODE", config.wandb_mode)  # the user's variable comes first
     accelerator = accelerate.Accelerator(
-        # Where it is not told, accelerate makes no group of processes without an accelerator:
-        # each would train the whole run, in one folder.
+        # Unless told, accelerate makes no group of processes without an accelerator: each would
+        # train the whole run, in one folder.
         cpu=not torch.accelerator.is_available(),
         mixed_precision=config.mixed_precision,
         gradient_accumulation_steps=config.gradient_accumulation,
@@ -141,7 +141,7 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                 print(said)
     if config.tracker != "none":
         keys = {key: str(value) for key, value in flat(config.model_dump(mode="json")).items()}
-        # What wandb writes lies with the run, not in the working folder.
+        # wandb writes beside the run, not into the working folder.
         where = {"wandb": {"dir": str(folder.place)}}
         accelerator.init_trackers("d2f", config=keys, init_kwargs=where)
 

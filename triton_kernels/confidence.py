@@ -160,7 +160,7 @@ def _store_tile(
         # The chosen token's logit: its probability is without the noise.
         best_z = tl.max(tl.where(here == best_at[:, None], allowed, -float("inf")), axis=1)
     if HAS_NAMED:
-        # One tile holds the named token; it alone writes the row's logit, to a place of the row.
+        # Only the tile with the named token writes the row's logit, to a place of the row.
         wanted = tl.load(named + row, mask=row < rows, other=-1)
         hit = column[None, :] == wanted[:, None]
         found = tl.sum(tl.where(hit & inside, z, 0.0), axis=1)

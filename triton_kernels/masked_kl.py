@@ -276,7 +276,7 @@ def _add_tile(logits, largest, total, cross, rows, columns, BLOCK: tl.constexpr)
         inside = column < columns
         z_s = tl.load(student + column, mask=inside, other=-float("inf")).to(tl.float32)
         z_t = tl.load(teacher + column, mask=inside, other=-float("inf")).to(tl.float32)
-        # As `Statistics.add`: relative to the largest so far, shrunk when a larger one comes.
+        # Sums are relative to the largest so far, shrunk when a larger one comes: `Statistics.add`.
         now_s, now_t = tl.maximum(most_s, tl.max(z_s)), tl.maximum(most_t, tl.max(z_t))
         shrink = tl.exp(most_t - now_t)
         share = tl.exp(z_t - now_t)

@@ -8,13 +8,13 @@ HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Names of the bundled models; `d2f.load` takes them."""
+    """List the names of the bundled models; `d2f.load` takes them."""
     return sorted(p.name for p in HERE.iterdir() if _is_model(p))
 
 
 def resolve(name: str) -> str:
-    """The folder of a bundled model, or of its adapter (``NAME/adapter``), or `name` itself where
-    there is no such model."""
+    """Return the folder of a bundled model, or of its adapter (``NAME/adapter``), or `name` itself
+    where there is no such model."""
     folder = HERE / name
     if name.removesuffix("/adapter") in names() and not Path(name).exists() and _is_model(folder):
         return str(folder)

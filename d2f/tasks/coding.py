@@ -20,14 +20,14 @@ import numpy as np
 
 from d2f.tasks.problem import Problem, pick, pick_integer
 
-# What the functions are made of: in words, as lines of Python, and in effect. In words and lines
+# The parts of the functions: in words, as lines of Python, and in effect. In words and lines
 # {items} is the list, {n} one number of it, {k} and {m} are constants.
 
 NAMES = tuple(
     "compute measure evaluate collect reduce combine process transform gather rate weigh assess "
     "review digest settle derive".split()
 )
-# What the list is called, and one of its numbers.
+# Names of the list, and of one of its numbers.
 ITEMS = tuple((f"{one}s", one) for one in "number value score price size point age weight".split())
 OPENINGS = (
     "Write a Python function {name}({items}) of a list of whole numbers.",
@@ -39,7 +39,7 @@ OPENINGS = (
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a function does.
+    """Describe one thing that a function does.
 
     words: wordings to choose from. lines: Python. effect: the same as a function of the value and
     the constants. among: the values that k, and m, may have.
@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Result(Part):
-    """How the remaining numbers are combined; its lines stand before the loop.
+    """Combine the remaining numbers; its lines stand before the loop.
 
     add: lines at the end of the loop's body. is_ordered: the order of the numbers matters. is_list:
     the result is a list, else a number.
@@ -80,7 +80,7 @@ CUTS = (
     Part("second", ("Use every second one.", "Take every other one."),
          ("{items} = {items}[::2]",), lambda xs: xs[::2]),
 )  # fmt: skip
-# As well, where the order counts.
+# Added where the order counts.
 ORDERS = (
     Part("back", ("Go from the last to the first.", "Go through them backwards."),
          ("{items} = {items}[::-1]",), lambda xs: xs[::-1]),
@@ -183,7 +183,7 @@ RESULTS = (
            add=("best = max(best, {n})", "result.append(best)"), is_ordered=True, is_list=True),
 )  # fmt: skip
 
-# What is returned of {variable}, a number or a list.
+# Ends of the function: what it returns of {variable}, a number or a list.
 _AS_IT_IS = Part("as it is", ("Return it.", "Return that."), ("return {variable}",), lambda x: x)
 NUMBER_ENDS = (
     _AS_IT_IS,
@@ -354,7 +354,7 @@ class Function:
         docstrings = [n.value for n in nodes if isinstance(n, ast.Expr)]
         if not all(map(_is_allowed, nodes)) or any(text not in docstrings for text in texts):
             raise Refused
-        # What is assigned anywhere is local everywhere, whatever builtin has its name.
+        # A name assigned anywhere is local everywhere, even if a builtin has it.
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         assigned = {node.id for node in names if isinstance(node.ctx, ast.Store)} | {argument}
         known = {key: value for key, value in BUILTINS.items() if key not in assigned}
@@ -451,7 +451,7 @@ def _fill(rng: np.random.Generator, part: Part) -> Filled:
 
 
 def _draw_steps(rng: np.random.Generator) -> tuple[Filled, ...]:
-    """Each does something with what the ones before have left, and leaves enough."""
+    """Draw steps that each change what the ones before have left, and leave enough."""
     count = pick_integer(rng, MIN_STEPS, MAX_STEPS)
     steps: list[Filled] = []
     numbers = [number for probe in PROBES for number in probe]

@@ -24,7 +24,7 @@ STEP = re.compile(f"{POSITIVE} *([-+*/]) *{POSITIVE} *= *{POSITIVE}")
 
 @dataclass(frozen=True)
 class Combination:
-    """Numbers in the order they are told, and the steps that use them up, last one the target."""
+    """Hold numbers as the question lists them, and the steps that use them up to the target."""
 
     numbers: tuple[int, ...]
     steps: tuple[str, ...]

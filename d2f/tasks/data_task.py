@@ -41,7 +41,7 @@ class FewShot(Section):
     """Solved examples before the problem: written out, or rows of a split."""
 
     count: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """How many rows of the split to show."""
+    """Rows of the split to show."""
     split: Split = "train"
     """The split that they are taken from."""
     seed: Seed | None = None
@@ -59,10 +59,10 @@ class FewShot(Section):
 
 
 class TaskFile(Section):
-    """One task. Templates are Jinja's, over the columns of a row, and kept to the letter."""
+    """Define a task. Templates are Jinja's, over the columns of a row, and kept to the letter."""
 
     name: TaskName | None = None
-    """As in reports; default: the file's name."""
+    """Name in reports; default: the file's name."""
     data: Text
     """A file of rows (JSONL; parquet by its ending), beside this one or by its path, or a data set:
     a folder of save_to_disk, or what load_dataset takes."""
@@ -74,13 +74,14 @@ class TaskFile(Section):
         "tuning": 0.2,
         "heldout": 0.8,
     }
-    """Where the problems of each split are: a share of the rows of data, by a hash of each row, so
-    that they never meet; or a split of the data set by name, or another file. Default: 0.2 for
+    """The problems of each split: a share of the rows of data, by a hash of each row, so that they
+    never meet; or a split of the data set by name, or another file. Default: 0.2 for
     tuning, 0.8 held out."""
     prompt: Template | None = None
     """Default: the column messages, prompt or question."""
     reference: Template | None = None
-    """What the judge compares with; default: the column reference, answer or response."""
+    """Template of the reference that the judge compares with; default: the column reference,
+    answer or response."""
     example: Template | None = None
     """The response of a few-shot example; default: its reference. What stands in one text follows
     the prompt at once: begin it with a blank where one belongs there."""
@@ -308,7 +309,7 @@ class DataTask(Task):
     def _reference(self, row: Row) -> str:
         if self.file.reference is not None:
             return render(self.file.reference, row)
-        # What is judged by tests in columns of their own needs no other reference.
+        # Tests in columns of their own need no other reference.
         if self.judge.columns and not set(row) & set(USUAL_REFERENCES):
             return ""
         return str(row[_usual(row, USUAL_REFERENCES, "reference")])

@@ -79,13 +79,13 @@ class Contains(Judge):
 
 
 class Regex(Judge):
-    """What the pattern finds in the response (its first group, or all of it) is the reference."""
+    """Compare what the pattern finds (its first group, or all of it) with the reference."""
 
     name: ClassVar[str] = "regex"
     pattern: Text
     """Python's `re` syntax; ^ and $ match at the ends of lines."""
     take: Literal["first", "last"] = "first"
-    """Which of several matches counts."""
+    """The match that counts, of several."""
 
     @field_validator("pattern")
     @classmethod
@@ -133,7 +133,7 @@ class Numeric(Judge):
 
     name: ClassVar[str] = "numeric"
     tolerance: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    """How far the two may lie apart."""
+    """Largest distance of two numbers that count as equal."""
 
     def right(self, problem: Problem, text: str) -> bool:
         found, wanted = _number(text), _number(problem.answer)
@@ -294,9 +294,9 @@ class Python(Judge):
 
     name: ClassVar[str] = "python"
     program: Text = "{{ response }}"
-    """What is loaded."""
+    """Code that is loaded first."""
     tests: Annotated[str, Field(min_length=1, max_length=10_000)]
-    """What runs then; it passes if nothing is raised."""
+    """Code that runs then; it passes if nothing is raised."""
     fenced: Switch = True
     """Take a Markdown block of code where the response has one: the last one that defines what the
     tests call."""

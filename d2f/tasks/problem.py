@@ -27,7 +27,7 @@ answer (as in Mistral's and DeepSeek's API), which `d2f.chat` leaves open."""
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its answer.
+    """Hold a question with its answer.
 
     task: the task's name. question: the user's message. answer: of a generated problem the full
     worked response, else the reference that a judge compares with. key: the problem's identity

@@ -229,7 +229,7 @@ def _enter(settings: dict[str, Any]) -> None:
     """Go on as the first process of namespaces that see the tree alone, as bwrap does."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", NEW_NAMESPACES)
-    # As nobody within: what is started has no capabilities there, with which it could undo this.
+    # Run as nobody: without capabilities in the namespace it cannot undo any of this.
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")

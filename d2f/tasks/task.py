@@ -1,4 +1,4 @@
-"""What a task is, wherever its problems come from: generated ones, or the rows of data."""
+"""Define a task, whether its problems are generated or come from rows of data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MODULES: dict[str, Any] = {
 }
 TASKS: tuple[str, ...] = tuple(_MODULES)
 DEFAULT_TASKS = ("story", "countdown", "sudoku")
-"""Those that the bundled models were trained on: what a command takes where none is named."""
+"""The tasks that the bundled models were trained on; a command takes them where none is named."""
 RESPONSE_LENGTH: dict[str, int] = {"story": 64, "countdown": 32, "sudoku": 32, "coding": 224}
 """Tokens that hold any response of a task, with its end: what a benchmark of it decodes."""
 SPLITS: tuple[str, ...] = ("train", "tuning", "heldout")
@@ -144,7 +144,7 @@ class Task(ABC):
 
 @dataclass(frozen=True)
 class GeneratedTask(Task):
-    """One of the tiny tasks, whose problems are made from a seed."""
+    """Make the problems of a tiny task from a seed."""
 
     name: str
     identity: str

@@ -56,7 +56,7 @@ class Options:
     interrupted="interrupted; what was measured is in the report, the same command goes on",
 )
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     usual = "python -m decode.compare"
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, overrides = parse_known(Options, given, usual=usual)
@@ -205,10 +205,10 @@ class Step:
 def plan(
     config: CompareConfig, workloads: Sequence[Workload], done: Container[str] = ()
 ) -> list[Step]:
-    """Every step that is not done, in order: for each workload and concurrency the repetitions,
-    at last a pass over all problems that only judges. Each repetition has an order of the entries
-    of its own, the same in every comparison of these entries: who came always behind the same
-    neighbour would be measured with what it leaves behind."""
+    """List the steps left to do, in order: for each workload and concurrency the repetitions, then
+    a pass over all problems that only judges. Each repetition has an order of the entries of its
+    own, the same in every comparison of these entries: behind the same neighbour each time, an
+    entry would be measured with what that leaves behind."""
     judging = config.accuracy_concurrency or config.concurrency[-1]
     names = [entry.name for entry in config.entries]
     steps = []

@@ -22,7 +22,7 @@ QUOTED = 300  # characters of an answer that cannot be used
 
 @dataclass
 class Answer:
-    """One request, whichever entry answered it; times in seconds from the start of its run, None
+    """Hold what one request of an entry gave; times in seconds from the start of its run, None
     where unknown.
 
     item: its place in the workload. submitted: when it was sent, after waiting for its turn.
@@ -155,7 +155,7 @@ class Client:
         lines: list[tuple[float, str]] = []
         async with api.completions.with_streaming_response.create(
             model=self.served_name,
-            # As `extra_body`: checking each id of a prompt against the client's types takes half
+            # Ids go in `extra_body`: the client checks each id's type otherwise, which takes half
             # a millisecond of the time that is measured.
             prompt="",
             extra_body=body,

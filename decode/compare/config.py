@@ -49,7 +49,7 @@ class Entry(Section):
     """The keys of every kind of entry."""
 
     name: Name
-    """As in the table."""
+    """Name in the table."""
     model: Text
     """Folder, hub name or bundled name."""
 
@@ -62,14 +62,14 @@ class Local(Entry):
     device: Device | None = None
     """Default: CUDA where there is one."""
     threads: Threads | None = None
-    """Of a forward on a CPU. Default: torch's."""
+    """Threads of a forward on a CPU. Default: torch's."""
 
 
 class Ours(Local):
     """A decoder of this project."""
 
     kind: Literal["ours"]
-    """Which kind of entry this is."""
+    """The kind of entry."""
     shares: Text | None = None
     """An earlier entry of this kind whose process and model it uses; the memory that is measured
     is then that of all. Entries of one sweep share."""
@@ -92,7 +92,7 @@ class Ours(Local):
     decoder: Text | None = None
     """Default: the one that suits the model."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the decoder, over that file."""
+    """Options of the decoder; they come before that file."""
     compile: Switch = False
     """Compiled, as vLLM does with its own; before anything is measured."""
     batch_size: Requests | None = None
@@ -107,7 +107,7 @@ class Transformers(Local):
     figures use it: no request enters before the whole batch is done."""
 
     kind: Literal["transformers"]
-    """Which kind of entry this is."""
+    """The kind of entry."""
 
 
 class Served(Entry):
@@ -117,7 +117,7 @@ class Served(Entry):
     """Tokens are sent as they are made; without it there is less work for the server and no latency
     to the first token."""
     prompt_as: Literal["ids", "text"] = "ids"
-    """How prompts are sent."""
+    """The form in which prompts are sent."""
     body: dict[str, Any] = Field(default_factory=dict)
     """More fields of each request, e.g. {stop_token_ids: [2]}."""
 
@@ -126,14 +126,14 @@ class Vllm(Served):
     """`vllm serve MODEL`, started and stopped by the command."""
 
     kind: Literal["vllm"]
-    """Which kind of entry this is."""
+    """The kind of entry."""
     shares: Text | None = None
     """An earlier entry of this kind whose server it uses, so that one server is measured in two
     ways."""
     python: Text | None = None
-    """Of vLLM's environment; default: vllm_python of the configuration."""
+    """Python of vLLM's environment; default: vllm_python of the configuration."""
     dtype: Text = "auto"
-    """As vLLM names it."""
+    """Name in vLLM."""
     prefix_caching: Switch = False
     """Prompts come again in each repetition; a cache would skip them."""
     args: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ class Vllm(Served):
     env: dict[Variable, str] = Field(default_factory=dict)
     """More of the environment."""
     startup_seconds: Seconds = 600.0
-    """How long it may take to start."""
+    """Seconds that it may take to start."""
 
 
 class Endpoint(Served):
@@ -149,18 +149,18 @@ class Endpoint(Served):
     serves."""
 
     kind: Literal["endpoint"]
-    """Which kind of entry this is."""
+    """The kind of entry."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s/]\S*$")]
     """E.g. http://host:8000/v1."""
     tokenizer: Text
-    """Of that model, for the prompts."""
+    """Tokenizer of that model, for the prompts."""
     api_key_env: Variable | None = None
     """The environment variable that holds the key."""
 
 
 AnyEntry = Annotated[Ours | Transformers | Vllm | Endpoint, Field(discriminator="kind")]
 
-# What entries that share a process share: the model in it was made with these.
+# Entries that share a process share its model, which was made with these.
 OF_THE_MODEL = ("model", "adapter", "quantize", "family", "dtype", "device", "compile", "threads")
 
 
@@ -176,12 +176,12 @@ class Limits(Section):
 
 
 class CompareConfig(Section):
-    """One comparison. Greedy throughout."""
+    """Configure one comparison. All entries decode greedily."""
 
     output: Text
     """Folder of the report."""
     entries: Annotated[tuple[AnyEntry, ...], Field(min_length=1)]
-    """What is compared."""
+    """The entries to compare."""
     baseline: Text | None = None
     """The entry that ratios are taken against; default: the first."""
     tasks: tuple[Text, ...] = ()
@@ -192,34 +192,34 @@ class CompareConfig(Section):
     prompts_file: Text | None = None
     """Prompts of your own, as decode.pipeline takes them."""
     split: Literal["tuning", "heldout"] = "heldout"
-    """Of the problems."""
+    """Split of the problems."""
     seed: Seed = 0
-    """Of the problems."""
+    """Seed of the problems."""
     problems: Problems = 64
-    """A task, timed."""
+    """Timed problems of each task."""
     waves: Annotated[int, Field(ge=1, le=1000)] = 1
     """Timed problems for each request in flight, at least: with one wave alone all begin together
     and the run ends with few in flight."""
     accuracy_problems: Annotated[int, Field(ge=0, le=10**6)] = 500
-    """A task, judged, in a pass of their own; 0: only the timed ones."""
+    """Judged problems of each task, in a pass of their own; 0: only the timed ones."""
     max_new_tokens: Tokens | None = None
     """Default: the task's; 256 for prompts."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response."""
     accuracy_concurrency: Requests | None = None
-    """Of the judged pass; default: the highest of concurrency."""
+    """Concurrency of the judged pass; default: the highest of `concurrency`."""
     concurrency: Annotated[tuple[Requests, ...], Field(min_length=1)] = (1,)
     """Requests in flight, rising; each is measured."""
     repetitions: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Of each measurement."""
+    """Repetitions of each measurement."""
     warmup: Problems = 4
     """Requests before each run, not counted; at least the concurrency."""
     tokenizer: Text | None = None
-    """That counts visible tokens; default: the baseline's."""
+    """Tokenizer that counts visible tokens; default: the baseline's."""
     vllm_python: Text = ".venv-vllm/bin/python"
     """Python of vLLM's environment."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 2
-    """Of a served request that failed."""
+    """Retries of a served request that failed."""
     limits: Limits = Limits()
     """Seconds after which a served request has failed."""
     figures: Switch = True
@@ -354,7 +354,7 @@ OWN_PROMPTS = "prompts"  # the name of the workload that a prompts file is
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt; text is taken as it is. problem, task: None where nothing can judge the
+    """Hold a prompt; text is taken as it is. problem, task: None where nothing can judge the
     answer."""
 
     id: str

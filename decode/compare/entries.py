@@ -91,7 +91,7 @@ def make_ready(
         owner = getattr(entry, "shares", None) or entry.name
         if isinstance(entry, Ours | Transformers):
             if owner == entry.name:
-                # One process serves all entries that share its model, told of them at its start.
+                # A process serves all entries that share its model; it learns of them at its start.
                 sharing = [e for e in config.entries if isinstance(e, Ours) and e.shares == owner]
                 started = Worker([entry, *sharing], workloads, verbose)
                 workers[owner] = stack.enter_context(started)
@@ -142,7 +142,7 @@ def _served(
     def run(workload: Workload, count: int, concurrency: int) -> Run:
         ids = encoded[workload.name][:count]
         prompts = [tokenizer.decode(i) for i in ids] if entry.prompt_as == "text" else ids
-        # Asked anew for each run: which processes a server has is its own affair.
+        # Ask before each run: a server may start and end processes.
         pids = [] if server is None else [server.pid, *_children(server.pid)]
         reset_peak(pids)
         run = client.run(prompts, concurrency, workload.max_new_tokens, workload.stop)

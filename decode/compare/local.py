@@ -369,7 +369,7 @@ def encode_all(tokenizer: Any, workload: Workload, name: str) -> list[list[int]]
 
 
 def reset_peak(pids: Iterable[int]) -> None:
-    """Let each process's peak begin anew."""
+    """Reset each process's peak."""
     for pid in pids:
         with contextlib.suppress(OSError):
             # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).

@@ -92,7 +92,7 @@ class Report:
             if f["workload"] == workload
         ]
         own = [speed for speed in self.ranked if speed["workload"] == workload]
-        # Where the baseline is faster than each of the others.
+        # Find where the baseline is faster than each of the others.
         wins: dict[str, list[str]] = {r["entry"]: [] for r in own if not r["series"]}
         for concurrency in dict.fromkeys(speed["concurrency"] for speed in own):
             here = {r["entry"]: r["throughput"] for r in own if r["concurrency"] == concurrency}

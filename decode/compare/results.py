@@ -1,4 +1,4 @@
-"""What was measured: runs counted and judged, and how fast and how right the entries are."""
+"""Count and judge the runs, and say how fast and how right the entries are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """One run of one entry, counted and judged. repetition: from 0; None for the pass that only
+    """Hold a counted and judged run of an entry. repetition: from 0; None for the pass that only
     judges."""
 
     entry: str
@@ -95,7 +95,7 @@ def _groups(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], list
     return groups
 
 
-# How fast and how right the entries are.
+# Speed and accuracy of the entries.
 
 
 def speeds_of(records: Iterable[Record], series: dict[str, str | None] | None = None) -> list[Row]:
@@ -111,7 +111,7 @@ def speeds_of(records: Iterable[Record], series: dict[str, str | None] | None = 
 
 
 def _speed_of(runs: list[Record]) -> Row:
-    # Of all repetitions together: times of requests are medians over all of them.
+    # All repetitions together: times of requests are medians over all of them.
     answers = [a for run in runs for a in run.answers]
     good = [a for a in answers if a.error is None]
     # A whole run from its first request to its last answer, so waiting and failing count.
@@ -135,7 +135,7 @@ def _speed_of(runs: list[Record]) -> Row:
         "throughput": float(np.median(speeds)),
         "throughput_low": min(speeds),
         "throughput_high": max(speeds),
-        # Of one request, from here on; from its submission to the first token that could be shown,
+        # From here on of one request: from its submission to the first token that could be shown,
         # to its end, and to the end of its first forward.
         "request_throughput": _percentile(
             [a.tokens / t for a, t in zip(good, ends, strict=True) if t and a.tokens]
@@ -154,7 +154,7 @@ def _speed_of(runs: list[Record]) -> Row:
         "tokens_per_forward": sum(a.tokens for a in fed) / forwards if fed else None,
         "rows_per_forward": sum(a.rows or 0 for a in fed) / forwards if fed else None,
         "p_cache": p_cache_of(tokens, counts),
-        # Of a call, whichever requests share it.
+        # A call may be shared by several requests.
         "tokens_per_call": sum(run.tokens for run in runs) / calls if calls else None,
         # None where it cannot be read: an endpoint, or a system other than Linux.
         "peak_bytes": max((run.peak_bytes or 0 for run in runs), default=0) or None,

@@ -18,7 +18,7 @@ from decode.step import BlockView, Predictions, Step
 
 @dataclass(frozen=True)
 class Autoregressive(Decoder):
-    """One token after the other until an end id or max_new_tokens. Needs a causal model."""
+    """Decode token after token until an end id or max_new_tokens. Needs a causal model."""
 
     name: ClassVar[str] = "autoregressive"
     summary: ClassVar[str] = "one token a forward (default for a causal model)"
@@ -42,7 +42,7 @@ class Autoregressive(Decoder):
 
 
 class AutoregressiveSession(Session):
-    """One request, token after token."""
+    """Decode a request token after token."""
 
     def __init__(self, prompt: list[int], max_new_tokens: int, contract: Contract):
         super().__init__(prompt, max_new_tokens, contract)

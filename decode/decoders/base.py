@@ -1,4 +1,4 @@
-"""What every decoder is: options that are checked, and a session for each request
+"""Define a decoder: options that are checked, and a session for each request
 (`decode.decoders.session`)."""
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Block(Decoder):
 
 
 class BlockSession(MaskedSession):
-    """One request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
+    """Decode a request. ends: int64 ``[len(x)]``, where what each position sees ends. The current
     block's own positions are ``[start, end)``; done: its steps so far. cached: rows before it are
     final."""
 

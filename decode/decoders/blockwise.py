@@ -92,7 +92,7 @@ class Blockwise(Decoder):
 
 
 class BlockwiseSession(MaskedSession):
-    """One request, block after block.
+    """Decode a request block after block.
 
     block: number of the current one, at positions ``[start, end)``.
 
@@ -150,11 +150,11 @@ class BlockwiseSession(MaskedSession):
         cached = self.final
         # The first step of a block feeds all that may have changed; only later ones feed less.
         if self.decoder.cache != "none" and self.refreshed == self.block:
-            # What is before the block keeps those of the first step, when it saw the block all
+            # Positions before the block keep those of the first step, when they saw the block all
             # masked.
             first = max(first, self.start)
             if self.decoder.cache == "dual":
-                # What is behind the block keeps the keys and values of the block's first step.
+                # Positions behind it keep the keys and values of the block's first step.
                 stop = self.end
         self.refreshed = self.block
         # Row p - 1 predicts position p in shifted families; it may lie before the block.

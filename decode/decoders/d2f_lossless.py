@@ -34,7 +34,7 @@ from decode.step import Predictions, Step
 
 
 class LosslessSession(D2FSession):
-    """One request. branches: the states drafted after the one that is fed, each from the last.
+    """Decode a request. branches: the states drafted after the one that is fed, each from the last.
 
     guesses: (token, confidence, sureness) by position, the last predictions. counts: ``drafted``
     branches, and how many of them were ``accepted``.
@@ -42,7 +42,7 @@ class LosslessSession(D2FSession):
 
     def __init__(self, decoder: Pipeline, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
-        # Of branches in a forward; each state decides a token more than the one before.
+        # The most branches of a forward: each state decides a token more than the one before.
         self.most = min((decoder.lossless or 1) - 1, decoder.length)
         self.branches: list[D2FSession] = []
         self.guesses: dict[int, tuple[int, float, float]] = {}
@@ -79,7 +79,7 @@ class LosslessSession(D2FSession):
         for state, found in zip(self.branches, others, strict=True):
             if not np.array_equal(state.x, self.x):  # the pipeline went another way
                 break
-            # As `step` would have appended and activated blocks before feeding this state.
+            # Append and activate blocks, as `step` would have before feeding this state.
             self.advance()
             self._take(found)
             revealed = revealed + self.revealed
@@ -105,7 +105,7 @@ class LosslessSession(D2FSession):
             guesses = [self.guesses.get(position, unknown) for position in state.wanted.tolist()]
             tokens, *scores = zip(*guesses, strict=True)
             confidence, sureness = np.array(scores, dtype=np.float32)
-            # Of entropy and margin `sureness` looks at no more than the one that sureness is.
+            # `sureness` reads only one of entropy and margin, so both may hold it.
             stale = Predictions(np.array(tokens), confidence, entropy=-sureness, margin=sureness)
             # The plain pipeline's step: a fork of this session must not draft in its turn.
             D2FSession.accept(state, stale)
@@ -124,7 +124,7 @@ class LosslessSession(D2FSession):
 
 def _fork(state: D2FSession) -> D2FSession:
     """Copy a session, so that steps of the copy leave the original as it is."""
-    # What a step changes in place is copied; the counts stay shared, as no fork is ever fed.
+    # Copy what a step changes in place; the counts stay shared, as no fork is ever fed.
     twin = copy(state)
     twin.x, twin.masked = state.x.copy(), state.masked.copy()
     twin.pipeline = [copy(block) for block in state.pipeline]

@@ -25,7 +25,7 @@ Checked = list[tuple[PipelineBlock, Ints, Floats]]  # and what it gives the toke
 
 
 class RevokingSession(D2FSession):
-    """One request. Each response position has scratch slots for its shadow.
+    """Decode a request. Each response position has scratch slots for its shadow.
 
     verified: the positions int64 ``[V]`` that the last step's shadows predict, by block.
     """
@@ -90,7 +90,7 @@ class RevokingSession(D2FSession):
         self._judge(self._checked(predictions), drafted)
         # Only now: a block that was complete may have lost a token.
         self._close()
-        # Looked for anew: the end id that stopped the appending may just have been taken back.
+        # Look for it again: the end id that stopped the appending may just have been taken back.
         response = self.x[self.prompt_length :]
         self.revealed_eos = bool(np.isin(response, self.contract.end_ids).any())
         self.revocations.count()
@@ -151,7 +151,7 @@ class AlwaysSession(RevokingSession):
             chosen = weakest(probability, self.decoder.tau_revoke, spare)
             self.revoke_in(block, positions[chosen])
             decided = drafted.get(block.start, 0)
-            # One fewer than it decided: each deciding forward leaves the block a token fuller.
+            # Spare is one less than it decided: each such forward fills the block by a token.
             self.spare[block.start] = decided - 1 if decided else spare - len(chosen)
 
 

@@ -123,7 +123,7 @@ class PipelineBlock:
 
 
 class D2FSession(MaskedSession):
-    """One request in the pipeline.
+    """Decode a request in the pipeline.
 
     pipeline: the blocks that are open or done, of which the prompt is the first.
     cached: positions before it are fed no longer.
@@ -166,8 +166,8 @@ class D2FSession(MaskedSession):
 
     def advance(self) -> bool:
         """Append and activate blocks, find what is wanted; False where it is done."""
-        # One block a forward at most, and before activation, so that a block may be appended and
-        # become fully active in the same forward.
+        # Append at most one block a forward, before activation: it may become fully active in the
+        # same forward.
         self._append()
         self._activate()
         if self._done():

@@ -113,8 +113,8 @@ class FreeDave(Static):
 
 
 class FreeDaveSession(StaticSession):
-    """One request. drafts: of each branch the (position, token) pairs that it has beyond the branch
-    before it, in the order in which they would be revealed.
+    """Decode a request. drafts: for each branch the (position, token) pairs that it adds to the
+    branch before it, in the order in which they would be revealed.
 
     counts: ``drafted`` branches, and how many of them were ``accepted``.
     """
@@ -124,7 +124,7 @@ class FreeDaveSession(StaticSession):
     def __init__(self, decoder: FreeDave, prompt: list[int], contract: Contract):
         super().__init__(decoder, prompt, contract)
         self.drafts: list[list[tuple[int, int]]] = []
-        # One slot behind the sequence is the spare one that all blockwise sessions have.
+        # The first slot behind the sequence is the spare one of all blockwise sessions.
         self.scratch = len(self.x) + 1
         self.counts = {"drafted": 0, "accepted": 0}
 
@@ -237,8 +237,8 @@ class FreeDaveSession(StaticSession):
         for start in range(self.prompt_length, len(self.x), decoder.size):
             end = min(start + (1 + decoder.ahead) * decoder.size, len(self.x))
             stop = end if decoder.cache == "dual" else int(self.ends[end - 1])
-            # What was final when the rows were last fed, a forward ago: where that completed more
-            # blocks, it left nothing to draft from.
+            # Rows were last fed a forward ago; if that completed more blocks, it left nothing to
+            # draft from.
             before = max(start - decoder.ahead * decoder.size, self.prompt_length)
             first = int(np.searchsorted(self.ends, before, "right"))
             most = max(most, stop - (first if decoder.cache == "none" else max(first, start)))

@@ -44,7 +44,7 @@ def visible_ends(length: int, prompt_length: int, contract: Contract) -> Ints:
 
 
 class Session(abc.ABC):
-    """One request being decoded, over the sequence x of prompt and response.
+    """Decode a request, over the sequence x of prompt and response.
 
     x: int64 ``[P + max_new_tokens]``, one slot a position.
     width: how far the next step may speculate, set by the engine (its `max_rows`). Only a lossless

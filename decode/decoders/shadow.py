@@ -61,8 +61,8 @@ def add_shadow(
         tokens = np.full(end - start, contract.mask_id)
         slots = slot + positions - start
         seen = ends[start:end]
-        # Of the shadow a row sees what its position sees of the block: less than all of it where
-        # the block is made of several blocks of the model.
+        # A row sees as much of the shadow as its position sees of the block: less than all of it
+        # where the block is made of several blocks of the model.
         own_end = slot + np.minimum(seen, end) - start
         spans = shadow_spans(positions, positions + 1 - leakage, seen, slot, own_end)
         read = verified - start

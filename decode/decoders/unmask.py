@@ -68,7 +68,7 @@ class Static(Blockwise):
 
 
 class StaticSession(BlockwiseSession):
-    """One request."""
+    """Decode a request."""
 
     decoder: Static
 

@@ -152,7 +152,7 @@ class WeDLM(Decoder):
 
 
 class WeDLMSession(MaskedSession):
-    """One request. The rows of a step, in their physical order, take the slots that follow the
+    """Decode a request. The rows of a step, in their physical order, take the slots that follow the
     committed ones: a committed row's slot is its position, every row sees the slots up to its own.
 
     visible_end: where the response ends; with refill ``repository`` x goes on beyond it.
@@ -267,8 +267,8 @@ class WeDLMSession(MaskedSession):
 
 
 class VerifiedSession(WeDLMSession):
-    """One request with verify="ar". Positions before `known` are verified, all but the last of them
-    committed; filled ones from there on are drafts.
+    """Decode a request with verify="ar". Positions before `known` are verified, all but the last of
+    them committed; filled ones from there on are drafts.
 
     counts: accepted, drafts that were the greedy next token; rejected, those that were not, with
     the drafts after them.
@@ -284,8 +284,8 @@ class VerifiedSession(WeDLMSession):
         return min(self.decoder.window, self.width)
 
     def end_of_window(self, leading: int) -> int:
-        # Of one slot: no mask, as autoregressive decoding feeds it. Drafts that are left cost a row
-        # a token too, and save forwards.
+        # A window of one slot feeds no mask, as autoregressive decoding. Drafts that are left cost
+        # a row a token too, and save forwards.
         return leading if self.window == 1 else super().end_of_window(leading)
 
     @property
@@ -306,8 +306,8 @@ class VerifiedSession(WeDLMSession):
             return None
         if self.window > 1 or not self.masked[self.known]:
             return self.feed_window(self.known - 1)
-        # What `feed_window` gives without drafts and masks, in less time: at high load there is one
-        # for each token.
+        # `feed_window` without drafts and masks, in less time: at high load there is one for each
+        # token.
         self.end = self.known
         fed = np.arange(self.committed, self.known)
         self.wanted = fed[:0]
@@ -322,7 +322,7 @@ class VerifiedSession(WeDLMSession):
         ahead = slice(self.known, self.known + filled)
         found = predictions.token[:filled].tolist(), predictions.confidence[:filled].tolist()
         drafts = self.x[ahead].tolist(), self.masked[ahead].tolist()
-        # Where the response ends before the rows do, the last drafts are behind it.
+        # The response may end before the rows do; the last drafts are then behind it.
         for token, confidence, draft, masked in zip(*found, *drafts, strict=False):
             drafted, right = not masked, draft == token
             self.reveal(self.known, token, confidence)

@@ -74,7 +74,7 @@ class Wino(Blockwise):
 
 
 class WinoSession(BlockwiseSession):
-    """One request. The block's shadow has scratch slots of its own.
+    """Decode a request. The block's shadow has scratch slots of its own.
 
     verified: int64 ``[V]``, the positions that the last step's shadow predicts. forwards: of this
     block. last: how many tokens the block's last forward decided.
@@ -94,7 +94,7 @@ class WinoSession(BlockwiseSession):
 
     @property
     def settled_end(self) -> int:
-        # Of a block in progress any token may be taken back, also one left of the first mask.
+        # Any token of a block in progress may be taken back, also one left of the first mask.
         undecided = super().settled_end
         if self.decoder.tau2 and self.masked[self.start : self.end].any():
             return min(undecided, self.start)

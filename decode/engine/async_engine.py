@@ -114,7 +114,7 @@ class EngineThread(threading.Thread):
     def enter(self, tickets: Sequence[Ticket]) -> None:
         """Queue all of these or none. Raises QueueFullError and EngineClosedError."""
         with self._wake:
-            # Those that the next forward has room for do not count as waiting.
+            # Requests that fit into the next forward do not count as waiting.
             room = self._running if self._blocked else self._engine.batch_size
             waiting = len(self._new) + len(self._active) - room
             if self.closed or waiting + len(tickets) > self._max_waiting:
@@ -137,7 +137,7 @@ class EngineThread(threading.Thread):
         error.__cause__ = cause
         return error
 
-    # What follows runs in the thread.
+    # The rest runs in the thread.
 
     def run(self) -> None:
         try:

@@ -92,8 +92,8 @@ def _segments(spans: Ints, firsts: Ints, bases: Sequence[int]) -> list[Segment]:
     """Find the slots that the rows of each request see: from its first to the last seen."""
     starts, ends = spans[..., 0], spans[..., 1]  # [T, K]
     last = np.maximum.reduceat(ends.max(1), firsts)
-    # Where every row sees all of them, attention over the segment needs no mask at all. Empty
-    # ranges, which others of the batch may bring, hide nothing.
+    # If every row sees all of them, attention over the segment needs no mask. Empty ranges, which
+    # others of the batch may bring, hide nothing.
     least = np.where(ends > starts, ends, ends.max()).min(1)
     whole = (np.maximum.reduceat(starts.max(1), firsts) == 0) & (
         np.minimum.reduceat(least, firsts) == last
@@ -149,7 +149,7 @@ def _bits(value: float) -> np.int64:
 
 
 class PredictionRequest(NamedTuple):
-    """One request's `rows` that are read; queried_tokens and uncertainty as in its `Step`."""
+    """Ask for predictions of a request's `rows`; queried_tokens, uncertainty: as in its `Step`."""
 
     sampler: Sampler
     rows: int
@@ -265,7 +265,7 @@ def split(table: NDArray[np.float64], groups: list[PredictionRequest]) -> list[P
         if not all_finite and not finite[part].all():
             results.append(None)
             continue
-        # What another group asked for is in the table, too, and not handed out.
+        # The table also has what other groups asked for; it is not handed out.
         wanted = group.queried_tokens is not None
         queried = (values[1, part], values[2, part]) if wanted else (None, None)
         scores = (values[3, part], values[4, part]) if group.uncertainty else (None, None)

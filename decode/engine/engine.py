@@ -135,7 +135,7 @@ class Engine:
         self.max_rows = max_rows or (GPU_MAX_ROWS if cuda else CPU_MAX_ROWS)
         self.prefill_rows = prefill_rows
         if static is None:
-            # Of a model in parts every rank would have to capture its own.
+            # With a model in parts, every rank would have to capture its own graph.
             static = graphs_wanted(self.device) and model.tensor_parallel == 1
         self.static: GraphForwards | None = None
         self._give_back: weakref.finalize[..., Engine] | None = None
@@ -379,6 +379,6 @@ class Engine:
             self._release(request)
             return request.fail(error, now)
         if request.done:
-            # What it wrote is finite, as what was read of it is, and adds nothing at a weight of 0.
+            # Logits that were read are finite, so its rows are, and add 0 at a weight of 0.
             self._release(request, clear=not len(step.read))
         return event

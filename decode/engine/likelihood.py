@@ -137,8 +137,8 @@ def block_parts(length: int, given: int, ends: Ints, size: int, shift: int) -> I
 
 
 class LikelihoodSession(Session):
-    """One sequence. Parts that fit go into one forward, a copy of a block in slots behind those of
-    the sequence. likelihoods: those known so far, by position."""
+    """Score a sequence. Parts that fit go into one forward, a copy of a block in slots behind
+    those of the sequence. likelihoods: those known so far, by position."""
 
     def __init__(self, decoder: Likelihood, ids: list[int], contract: Contract):
         super().__init__(ids, 0, contract)
@@ -150,7 +150,7 @@ class LikelihoodSession(Session):
         else:
             parts = block_parts(len(ids), decoder.given, self.ends, size, contract.logit_shift)
             self.scratch = max(size, min(ROWS, size * (len(ids) - decoder.given)))
-        # Where nothing is predicted, of a single token, a forward all the same: a request has one.
+        # Nothing is predicted of a single token; it still has one forward, as every request.
         self.parts = deque(parts) or deque([Part(0, int(self.ends[0]), None, [])])
         self.predicted: Ints = np.zeros(0, dtype=np.int64)
         self.cached = 0

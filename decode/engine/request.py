@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its session, its counts, its result."""
+"""Take a request through the engine: its session, its counts, its result."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class Request:
             self.reused_rows += self.feed.spared
             self.feed = None
         self.session.accept(whole)
-        # One step ahead: a request that is done leaves the batch before the next forward. A stop
-        # string in text that may still change ends nothing.
+        # Ask for the next step at once: a request that is done leaves the batch before the next
+        # forward. A stop string in text that may still change ends nothing.
         stopped = self.decoder.stop and self._stop(self.session.settled) is not None
         self.step = None if stopped else self.session.step()
         if self.step is None:

@@ -184,7 +184,7 @@ class D2FLM(TemplateLM):
             boolean(name, ({"check_greedy": check_greedy} | loading).get(name, True))
         self.seed = seed
         self.monte_carlo = MonteCarlo(mc_num, self.batch_size, float(cfg), check_greedy)
-        # As an Accelerator asks for it; without a GPU processes know of each other only with cpu.
+        # Ask as an Accelerator does: without a GPU, processes find each other only with cpu.
         on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
         self.processes = PartialState(cpu=on_cpu)
         self._rank, self._world_size = self.processes.process_index, self.processes.num_processes
@@ -430,7 +430,7 @@ class D2FLM(TemplateLM):
                     logprob = sum(one.logprob for one in each)
                     yield order[event.request], Score(logprob, 0.0, greedy, result.forwards)
 
-    # What is kept beside the answers.
+    # The cache of answers.
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """Take lm-eval's cache of responses. Its keys are prompts and generation_kwargs alone, so

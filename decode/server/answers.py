@@ -159,8 +159,8 @@ class CompletionAnswers(Answers):
             return []
         found = choice.text.new_logprobs()
         if choice.result is not None and choice.result.finish_reason == "end":
-            # As OpenAI and vLLM do. lm-eval asks for a token after the prompt and leaves out the
-            # last: without an entry for the end token, it would leave out one of the prompt.
+            # OpenAI and vLLM do so too. lm-eval asks for a token after the prompt and leaves out
+            # the last: without an entry for the end token, it would leave out one of the prompt.
             assert choice.text.end is not None
             found = [*found, choice.text.end]
         shift = len(self._prompt(choice))

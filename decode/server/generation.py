@@ -125,7 +125,7 @@ class Choice:
 
 
 Take = Callable[[Choice, Event, str], None]
-# How a request ended, by the code of its error; "finished" without one.
+# The outcome of a request by the code of its error; "finished" without one.
 _OUTCOMES = {"queue_full": "refused", "stopping": "cancelled", "timeout": "timeout"}
 
 

@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, list[str]]:
 
 @command(interrupted="interrupted")
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> None:
-    """Run the command; its exit status."""
+    """Run the command and return its exit status."""
     options, overrides = parse(arguments)
     with quiet(options.verbose):
         from distill.config import read_config

@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its response. answer: response tokens up to and with the first end token
+    """Hold a prompt with its response. answer: response tokens up to and with the first end token
     (all of them where the response was cut); what follows is the tail of end tokens."""
 
     index: int

@@ -202,7 +202,7 @@ def fill_rows(stream: Stream, first: int) -> tuple[list[list[Placed]], int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step and an epoch hold, found by packing `steps` steps, as means over them.
+    """Say what a step and an epoch hold: means over the `steps` steps that were packed.
 
     tokens_per_step: places that hold a sample, of `places_per_step`. response_tokens_per_step: of
     them, those that noise may mask. samples_per_epoch, steps_per_epoch: None for generated tasks,
@@ -231,7 +231,7 @@ def plan(stream: Stream, most_steps: int = 20) -> Plan:
     data, epoch, index, steps = stream.data, stream.epoch, 0, 0
     placed: list[Placed] = []
     while steps < most_steps and (epoch is None or index < epoch):
-        # Where the last step of an epoch goes over into the next one, it is counted whole.
+        # The last step of an epoch may go over into the next one; it is counted whole.
         rows, index = fill_rows(stream, index)
         steps += 1
         placed += (each for row in rows for each in row)

@@ -154,7 +154,7 @@ def state_at(
     now, later = counted & (steps == t), counted & (steps > t)
     # The block of the first token of A_t, as the official code limits R_t (`scope: block`).
     current = block == block[np.argmax(now)]
-    # What is cut off is all masked and seen by nobody, so it would only take room in a row.
+    # The rest is all masked and seen by nobody, so it would only take room in a row.
     kept = len(steps) if terms.kl_weight else int(there.sum())
     return State(
         index,

@@ -393,7 +393,7 @@ def read_rows_only(backbone: PreTrainedModel) -> None:
         hidden [R, L, C] -> norm, attention, sum -> index [1, N, C] -> norm, MLP, sum -> [1, N, C]
     """
     layer: Any = backbone.model.layers[-1]
-    # As FSDP does: a class of its own, with the layer's weights and names.
+    # Give it a class of its own, as FSDP does, with the layer's weights and names.
     layer.__class__ = _reading(layer.__class__)
 
 

@@ -47,8 +47,8 @@ from distill.objectives.base import (
 )
 from triton_kernels.masked_kl import masked_linear_kl, tile_shape
 
-# What a named schedule sets: the official code's noise, the paper's, blocks in no order, the states
-# of the decoder's pipeline, block diffusion's states.
+# Keys that a named schedule sets: the official code's noise, the paper's, blocks in no order, the
+# states of the decoder's pipeline, block diffusion's states.
 SCHEDULES: dict[str, dict[str, float]] = {
     "code": {"low": 0.2, "high": 0.7, "monotone_share": 1.0},
     "paper": {"low": 0.3, "high": 0.7, "monotone_share": 1.0},
@@ -103,8 +103,8 @@ class D2FOptions(Options):
     prompt_rule, masks_by_ratio, has_teacher = "block", True, True
 
     block_size: BlockSizes = 16
-    """One, several with equal shares, or sizes with their shares of the samples. Of several,
-    decoders take the first."""
+    """A size, several with equal shares, or sizes with their shares of the samples. Decoders take
+    the first of several."""
     distill_target: Literal["soft", "reverse", "hard"] = "soft"
     """KL(teacher || student), as the official code; reverse: KL(student || teacher), as the paper;
     hard: cross-entropy with the clean ids."""
@@ -213,9 +213,9 @@ class D2F(Objective):
         rng, length, far_weight = self.rng(sample), len(sample.response), settings.far_weight
         end = length  # of the blocks that the decoder would have opened
         if settings.schedule == "clean_prefix":
-            # One block a sample. Block diffusion's own code reads every block of a sample at once,
-            # beside its clean copy. Here a step learns from fewer tokens for that, but each counts
-            # as under the other schedules: 1 / ratio, over the tokens that the step reads.
+            # Mask one block a sample. Block diffusion's own code reads every block of a sample at
+            # once, beside its clean copy. A step here learns from fewer tokens, but each counts as
+            # under the other schedules: 1 / ratio, over the tokens that the step reads.
             ratios, end = noise.clean_prefix_ratios(length, size, settings.min_ratio, rng)
             far_weight = 0.0
         elif rng.random() < settings.monotone_share:

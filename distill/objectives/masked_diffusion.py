@@ -130,7 +130,7 @@ class MaskedDiffusion(Objective):
             return noise.uniform_ratios(length, ratio), np.full(length, 1 / ratio)
         ratio = settings.min_ratio + (1 - settings.min_ratio) * even
         size = int(rng.choice(settings.block_sizes))
-        # Of the answer alone: the tail of end tokens is never the current block.
+        # Take blocks of the answer alone: the tail of end tokens is never the current block.
         blocks = -(-sample.answer // size)
         start = size * int(rng.integers(blocks))
         ratios = noise.decoding_ratios(length, start, start + size, ratio)

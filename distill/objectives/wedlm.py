@@ -39,14 +39,14 @@ class WeDLMOptions(Options):
     prompt_rule, masks_by_ratio = "causal", True
 
     block_size: BlockSizes = 16
-    """One, several with equal shares, or sizes with their shares of the samples. Of several,
-    decoders take the first."""
+    """A size, several with equal shares, or sizes with their shares of the samples. Decoders take
+    the first of several."""
     weights: Literal["paper", "code"] = "paper"
     """1 / gamma, or as the official code normalised by their sum."""
     ar_weight: Weight = 1.0
     """Weight of the next-token loss."""
     attention: Literal["causal", "bidirectional"] = "causal"
-    """Of a block's noisy rows among themselves; bidirectional is the paper's ablation, decoded with
+    """Attention among a block's noisy rows; bidirectional is the paper's ablation, decoded with
     refill block and window_attention bidirectional."""
     adapter: Switch = False
     """Train a LoRA instead of all weights."""

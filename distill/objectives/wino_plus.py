@@ -66,7 +66,7 @@ class WinoPlusOptions(Options):
     prompt_rule = "bidirectional"
 
     block_size: Tokens = 16
-    """Of the rollouts."""
+    """Block size of the rollouts."""
     tau1: Ratio = 0.6
     """Confidence from which a wrong prediction of a later token is deferred; below tau2."""
     tau2: Ratio = 0.9
@@ -78,11 +78,11 @@ class WinoPlusOptions(Options):
     scope: Literal["all", "block"] = "all"
     """Later tokens that may be deferred: all, or as the official code those of the block."""
     tail: Switch = True
-    """Whether tokens after the first end token are trained."""
+    """Train tokens after the first end token too."""
     trajectory: Literal["recorded", "random"] = "recorded"
     """random: the paper's ablation."""
     mask: Literal["bidirectional", "block_causal"] = "bidirectional"
-    """Of the trained model."""
+    """Mask of the trained model."""
     kl_weight: Weight = 0.0
     """Weight of KL(teacher || student) (the paper's beta)."""
     lora: Lora = Lora()
