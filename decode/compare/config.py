@@ -133,7 +133,7 @@ class Vllm(Served):
     python: Text | None = None
     """Python of vLLM's environment; default: vllm_python of the configuration."""
     dtype: Text = "auto"
-    """Name in vLLM."""
+    """vLLM's name for it."""
     prefix_caching: Switch = False
     """Prompts come again in each repetition; a cache would skip them."""
     args: tuple[str, ...] = ()
