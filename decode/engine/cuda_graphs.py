@@ -19,8 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -62,8 +61,7 @@ def graphs_wanted(device: torch.device) -> bool:
     return device.type == "cuda" and os.environ.get(VARIABLE) != "0"
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of forward that has a graph of its own: so many rows, and of those that are read
     scores: queried probability, entropy and margin beside token and confidence; drawn: some are
     drawn, filtered: from a part of the vocabulary."""
@@ -97,9 +95,7 @@ class GraphForwards:
         size = next((size for size in SIZES if size >= count), None)
         if size is None:
             return None
-        kind = Kind(
-            size, wanted.queried is not None, wanted.draws is not None, filtered=wanted.filtered
-        )
+        kind = Kind(size, wanted.queried is not None, wanted.draws is not None, wanted.filtered)
         if kind not in self._forwards:
             self._forwards[kind] = GraphForward(self.model, self.cache, kind, self.pool)
         return self._forwards[kind].start(rows, wanted)
@@ -204,21 +200,11 @@ class GraphForward:
         except Exception as error:
             # Without a graph each forward is computed eagerly in the same buffers: slower, the same
             # tokens.
-            warnings.warn(
-                f"no CUDA graph of the forward: {_chain(error)}", RuntimeWarning, stacklevel=2
-            )
+            # An error within a capture makes another at its end, which says nothing.
+            cause = str(error.__context__ or error).strip().partition("\n")[0]
+            warnings.warn(f"no CUDA graph of the forward: {cause}", RuntimeWarning, stacklevel=2)
             return
         self.graph = graph
-
-
-def _chain(error: BaseException | None) -> str:
-    """Join the first lines of an error and of those that it came from: an error within a capture
-    makes another at its end, which says nothing."""
-    lines = []
-    while error is not None:
-        lines += (str(error).strip().splitlines() or [type(error).__name__])[:1]
-        error = error.__context__
-    return ", after: ".join(lines)
 
 
 # Caches with their graphs, kept while their model is loaded and lent to one engine at a time::
