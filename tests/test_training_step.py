@@ -376,3 +376,12 @@ def test_a_batch_is_copied_to_a_gpu_while_it_works(monkeypatch):
     moved = batch.to(torch.device("cuda"))
     assert copied == [(True, "cuda", True)] * 6
     assert moved.teacher_spans is None
+
+
+def test_each_part_of_each_step_draws_its_own_dropout_again_after_a_resume():
+    drawn = []
+    for place in ((0, 1, 2), (0, 1, 2), (0, 2, 2), (0, 1, 3), (1, 1, 2)):  # seed, step, row
+        trainer.seed_dropout(*place)
+        drawn.append(tuple(torch.rand(4).tolist()))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 4

@@ -56,7 +56,7 @@ def test_every_key_that_is_seen_is_in_one_tile_that_is_visited(ranges, width):
     assert seen(ranges) <= covered
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ranges=queries())
 def test_the_kernel_loads_no_other_tile(device, ranges):
     """Keys that it must not load are NaN, which a weight of 0 would not hide."""

@@ -33,6 +33,8 @@ def judge(given: object, **options: object):
 TEXT = [
     ("exact", {}, "Paris", " Paris\n", True),
     ("exact", {}, "Paris", "paris", False),
+    ("exact", {}, "Paris", "Paris, France", False),
+    ("exact", {}, "12", "1", False),
     ("exact", {"ignore_case": True}, "Paris", "paris", True),
     ("contains", {}, "Paris", "It is Paris, I think", True),
     ("contains", {}, "Paris", "It is paris", False),
