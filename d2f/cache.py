@@ -79,19 +79,6 @@ class SlotCache:
         """Return 0: positions are given with every forward."""
         return 0
 
-    def get_query_offset(self, *args: object) -> int:
-        """Return 0, for the same reason."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return sizes for a mask that span attention never builds."""
-        return query_length, 0
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return False: transformers must not swap the buffers."""
-        return False
-
 
 class SlotPool:
     """Give requests contiguous runs of slots, first fit::
