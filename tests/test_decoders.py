@@ -5,6 +5,7 @@ as the official codes compute them: where one lies exactly on it, the last bit d
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -126,6 +127,14 @@ def test_a_decoder_of_ones_own_is_found_by_module_and_class():
     ):
         with pytest.raises(InputError, match=said):
             find_decoder(name)
+
+
+def test_a_decoder_of_ones_own_may_lie_in_the_working_folder(tmp_path, monkeypatch):
+    source = "from decode import Static\n\nclass Near(Static):\n    name = 'near'\n"
+    (tmp_path / "near_by.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    assert find_decoder("near_by:Near").name == "near"
 
 
 @given(

@@ -153,6 +153,16 @@ def test_a_lossless_request_speculates_within_its_share_of_the_rows(kind, decode
     assert sum(rows[1]) < sum(rows[8]) and (kind != "wedlm" or sum(rows[8]) < sum(rows[64]))
 
 
+def test_requests_that_wait_have_their_share_of_the_next_forward():
+    model = exact_model("llada")
+    engine = Engine(model, batch_size=4, slots=1000, max_rows=12)
+    for i in range(6):
+        engine.submit(Request(i, [5, 6], PIPELINE, model.contract, None))
+        assert engine._width() == 12 // min(i + 1, 4)
+    engine.advance()
+    assert engine._width() == 3
+
+
 @settings(max_examples=15)
 @given(
     st.sampled_from(["llada", "dream student"]),

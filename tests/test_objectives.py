@@ -201,6 +201,14 @@ def test_packed_samples_do_not_see_each_other(tmp_path):
 # Masked diffusion's noise.
 
 
+def test_a_token_weighs_the_inverse_of_its_samples_ratio(tmp_path):
+    config = settings(tmp_path, noise={"uniform_share": 1.0})
+    made, rows = batch_of("masked_diffusion", fresh_model("llada"), config)
+    for sample in [placed.sample for row in rows for placed in row]:
+        ratios, weight = made.state(sample)
+        assert len(set(ratios)) == 1 and weight == pytest.approx(1 / ratios)
+
+
 def test_blockwise_states_weigh_their_block_and_leave_the_left_alone(tmp_path):
     """Left of the block nothing is masked; the block counts for all of the answer's blocks; what is
     on its right is all masked and counts `far_weight`."""
