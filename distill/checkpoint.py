@@ -41,13 +41,13 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int) -> None:
     """
     place = _place(folder, step)
     try:
-        make_folder(folder)
+        folder.mkdir(exist_ok=True)  # alone: a run whose own folder was removed ends
         with writing_folder(place) as beside, (beside / STATE).open("wb") as file:
             torch.save(state, file)
             file.flush()
             # Before the folder gets its name: after a power cut it must not lead to half a file.
             os.fsync(file.fileno())
-    except (InputError, RuntimeError) as error:  # torch gives RuntimeError for a full disk
+    except (InputError, OSError, RuntimeError) as error:  # torch gives RuntimeError for a full disk
         kept = f"step {steps(folder)[-1]} is kept" if steps(folder) else "there is none before it"
         raise CheckpointError(
             f"{place}: step {step} could not be written: {error}; {kept}"

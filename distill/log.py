@@ -82,15 +82,13 @@ class Log:
         lines = [values for values in read_log(path) if values["step"] <= done]
         write_beside(path, "".join(json.dumps(values) + "\n" for values in lines))
         self.began = time.monotonic() - (lines[-1].get("seconds", 0.0) if lines else 0.0)
-        self.path, self._file = path, GrowingFile(path)
+        self.path = path
 
     def write(self, values: dict[str, Any]) -> None:
         line = values | {"seconds": round(time.monotonic() - self.began, 1)}
-        with says_what_is_kept(self.path, "the same command goes on from the newest checkpoint"):
-            self._file.write(json.dumps(line) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        kept = "the same command goes on from the newest checkpoint"
+        with says_what_is_kept(self.path, kept), GrowingFile(self.path) as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

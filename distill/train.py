@@ -40,7 +40,8 @@ class Options:
     Every key of the configuration can be overridden: --steps 10 --optimizer.lr 1e-4
 
     d2f train runs in one process; for several call accelerate launch -m distill.train, for their
-    kinds with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs`.
+    kinds with --config_file "$(d2f configs ddp)" or another of accelerate in `d2f configs`, on a
+    CPU with --multi_gpu --num_processes N.
     """
 
     config: Annotated[str | None, arg(metavar="NAME")] = None

@@ -229,8 +229,6 @@ def train(config: TrainConfig, *, stop_after: int | None = None) -> Path:
                     state |= {"step": done, "sample": sample}
                     checkpoint.save(folder.checkpoints, done, state, config.keep)
     progress.bar.close()
-    if log is not None:
-        log.close()
 
     # Result
     if done == config.steps:

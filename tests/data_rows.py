@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tiny import tokenizer
+from tiny import saved_tokenizer, tokenizer
 
 from distill.config import Data, TrainConfig, parse_config
 from distill.data.samples import Sample
@@ -63,8 +63,9 @@ def run_settings(
     shape = {"hidden_size": 32, "intermediate_size": 48, "layers": 1, "heads": 2, "kv_heads": 1}
     values: dict[str, Any] = {
         "objective": objective, "output": str(output), "family": family, "model": shape,
-        "data": {"row_length": 96, "rows": 2} | data, "steps": 2, "tracker": "none",
+        "tokenizer": saved_tokenizer(), "steps": 2, "tracker": "none",
+        "data": {"row_length": 96, "rows": 2} | data,
     } | changes  # fmt: skip
     if "init" in changes:
-        del values["model"], values["family"]
+        del values["model"], values["family"], values["tokenizer"]
     return parse_config(values, "test")

@@ -23,12 +23,7 @@ base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
 
 def config_of(place: Path, data: dict[str, Any], **changes: Any) -> TrainConfig:
     """A run that holds something out."""
-    return run_settings(place / "run", data, **{"tokenizer": saved_tokenizer(place)} | changes)
-
-
-def saved_tokenizer(place: Path) -> str:
-    tokenizer().save_pretrained(place / "tokenizer")
-    return str(place / "tokenizer")
+    return run_settings(place / "run", data, **changes)
 
 
 def stream_of(config: TrainConfig) -> Stream:

@@ -27,6 +27,7 @@ from distill import checkpoint
 from distill.checkpoint import RunFolder, digests
 from distill.export import card, data_name, samples_hash
 from distill.log import Log, Progress, read_log, result_text
+from distill.objectives import OBJECTIVES
 from distill.train import train
 from distill.trainer import learning_rate
 
@@ -95,7 +96,6 @@ def test_a_log_goes_on_after_a_resume_and_is_cut_after_a_step(tmp_path):
     path.write_text('{"step": 1, "loss": NaN}\n{"step": 3, "seconds": 100.0}\n{"step": 4}\n{"st')
     log = Log(path, 3)
     log.write({"step": 4})
-    log.close()
     lines = read_log(path)
     assert [line["step"] for line in lines] == [1, 3, 4]
     assert 100.0 <= lines[-1]["seconds"] < 110.0
@@ -409,6 +409,22 @@ def test_a_full_disk_keeps_what_was_there_and_the_same_command_goes_on(
     assert not list(run.rglob("*.writing"))
     train(settings(run))
     assert same(run, stopped / "whole")
+
+
+@pytest.mark.parametrize("often", [{"log_every": 1, "save_every": 6}, {"log_every": 9}])
+def test_a_folder_that_is_removed_under_way_is_said_in_a_line(tmp_path, monkeypatch, often):
+    kind = OBJECTIVES["masked_diffusion"]
+    plain, calls = kind.forward, iter(range(1, 9))
+
+    def forward(self, batch):
+        if next(calls) == 3:
+            shutil.rmtree(tmp_path / "run")
+        return plain(self, batch)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    with pytest.raises(InputError, match=r"/run/.* could not be written: .*No such file") as said:
+        train(settings(tmp_path / "run", **often))
+    assert "\n" not in str(said.value) and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e5])

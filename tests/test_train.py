@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from tiny import random_model
+from tiny import random_model, saved_tokenizer
 
 import d2f
 from d2f.errors import CheckpointError, InputError
@@ -45,6 +45,7 @@ def settings(output: Path, objective: str = "masked_diffusion", **changes: Any) 
         "output": str(output),
         "family": "causal" if objective == "next_token" else "llada",
         "model": SHAPE,
+        "tokenizer": saved_tokenizer(),
         "data": {"tasks": {"countdown": 1.0, "sudoku": 1.0}, "row_length": 96, "rows": 2},
         "noise": NOISE.get(objective, {}),
         "optimizer": {"lr": 0.003, "warmup": 2},
@@ -53,7 +54,7 @@ def settings(output: Path, objective: str = "masked_diffusion", **changes: Any) 
         "log_every": 1,
     } | changes
     if "init" in changes:
-        del values["model"], values["family"]
+        del values["model"], values["family"], values["tokenizer"]
     return parse_config(values, "test")
 
 
@@ -211,7 +212,7 @@ def test_a_model_from_scratch_has_a_tokenizer_that_knows_its_tasks(tmp_path):
     data = {"tasks": {"coding": 1.0}, "row_length": 320, "rows": 2}
     known, unknown = (
         prepare_model(config, "meta").tokenizer
-        for config in (settings(tmp_path, data=data), settings(tmp_path))
+        for config in (settings(tmp_path, data=data, tokenizer=None), settings(tmp_path))
     )
     program = "def rate(sizes):"
     assert len(known(program).input_ids) == 6 < len(unknown(program).input_ids)

@@ -114,3 +114,14 @@ def test_the_first_command_of_the_readme_is_quiet(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
     card = (tmp_path / "runs" / "tiny-d2f" / "adapter" / "README.md").read_text()
     assert "| starts from | tiny-teacher |" in card
+
+
+def test_accelerate_launch_on_a_cpu_says_that_it_started_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    train(settings(tmp_path / "alone", steps=1))
+    assert "notice" not in capsys.readouterr().err
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "False")  # as it sets it, asked for any number
+    train(settings(tmp_path / "launched", steps=1))
+    assert "one process trains; on a CPU accelerate launch starts several by" in (
+        capsys.readouterr().err
+    )
