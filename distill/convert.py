@@ -85,27 +85,26 @@ def export(name: str, output: Path, official: bool = False) -> list[str]:
     say in lines what was done. Raises InputError."""
     import torch
 
+    from d2f.checkpoint import folder_of
     from d2f.device import parse_dtype
     from d2f.files import make_folder, writing_folder
     from d2f.loading import describe, load
+    from d2f.models import resolve
     from d2f.saving import save_model, save_official
 
-    config, card = _run(Path(name)), None
-    if config is None:
-        outline = describe(name)
-        dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
-        model = load(outline, dtype=dtype, device="cpu")
-    else:
-        dtype, card = getattr(torch, config.export_dtype), Path(name) / "model" / "README.md"
-        adapter = Path(name) / "adapter" if config.trains_adapter else None
-        whole = config.init if config.trains_adapter else f"{name}/model"
-        model = load(str(whole), adapter=adapter, device="cpu")
+    config = _run(Path(name))
+    outline = describe(name if config is None else f"{name}/model")
+    dtype = parse_dtype(outline.config.dtype, torch.device("cpu"))
+    model = load(outline, dtype=dtype, device="cpu")
     model.contract = dataclasses.replace(model.contract, base=None, base_hash=None)
+    if config is not None and config.init is not None and config.family is None:
+        # Its official configuration and code come along.
+        model.path = str(folder_of(resolve(config.init), weights=False))
     make_folder(output.parent)
     with writing_folder(output) as beside:
         (save_official if official else save_model)(model, beside, dtype=dtype)
-        if card is not None and card.is_file():
-            shutil.copy(card, beside)
+        if config is not None:
+            shutil.copy(Path(name) / "model" / "README.md", beside)
     form = f"{model.family}'s official format" if official else "transformers' format"
     return [f"{output}: {form}, {str(dtype).removeprefix('torch.')}"]
 
@@ -218,14 +217,11 @@ def _add_mask(
     if there is None:
         tokenizer.add_special_tokens({"mask_token": token})
         return f"mask token {token}: added to the tokenizer as id {tokenizer.mask_token_id}"
-    roles = [
-        role
-        for role in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if getattr(tokenizer, role) == token
-    ]
-    if there in end_ids or roles:
-        means = "ends a response" if there in end_ids else f"is the tokenizer's {roles[0]}"
-        raise InputError(f"--mask-token {token} {means}: expected a token of its own")
+    roles = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id")
+    if there in (*end_ids, *(getattr(tokenizer, role) for role in roles)):
+        raise InputError(
+            f"--mask-token {token} begins, ends, pads or replaces text: expected a token of its own"
+        )
     added = tokenizer.added_tokens_decoder.get(there)
     if tokenizer.mask_token != token and not (added is not None and added.special):
         raise InputError(

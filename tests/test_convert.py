@@ -18,7 +18,7 @@ from tiny import random_model
 import d2f
 from d2f import spans
 from d2f.convert import convert
-from d2f.saving import save_model
+from d2f.saving import save_official
 from decode import pipeline
 from distill import train as training
 from distill.convert import main
@@ -117,8 +117,8 @@ def test_a_mask_token_that_is_there_is_taken(tmp_path, capsys):
         ("llama", ["--family", "sdar"], "sdar starts from qwen3, got llama"),
         ("llama", ["--family", "causal"], "must be of a diffusion model, got causal"),
         ("llama", ["--family", "bert"], "family must be one of .*, got 'bert'"),
-        ("llama", ["--family", "dream", "--mask-token", "<|im_end|>"], "ends a response"),
-        ("llama", ["--family", "dream", "--mask-token", "<|endoftext|>"], "ends a response"),
+        ("llama", ["--family", "dream", "--mask-token", "<|im_end|>"], "a token of its own"),
+        ("llama", ["--family", "dream", "--mask-token", "<|endoftext|>"], "a token of its own"),
         ("llama", ["--family", "dream", "--mask-token", "a"], "ordinary token of the tokenizer"),
     ],
 )
@@ -206,9 +206,14 @@ def test_a_stock_checkpoint_becomes_a_decoding_student(tmp_path, monkeypatch, ki
 @pytest.mark.parametrize("objective", ["masked_diffusion", "d2f"])
 def test_a_finished_run_is_exported_without_training_again(tmp_path, monkeypatch, objective):
     """Merged, in LLaDA's own format, and put on the hub; a run that has not ended has no result."""
-    save_model(random_model("llada"), tmp_path / "base", dtype=torch.float32)
+    base = tmp_path / "base"
+    save_official(random_model("llada"), base, dtype=torch.float32)
+    values = json.loads((base / "config.json").read_text())
+    auto_map = {"AutoModel": "modeling_llada.LLaDAModelLM"}
+    (base / "config.json").write_text(json.dumps(values | {"auto_map": auto_map}))
+    (base / "modeling_llada.py").write_text("# its own code")
     run, uploaded = tmp_path / "run", []
-    config = settings(run, objective, init=str(tmp_path / "base"), export_official=True)
+    config = settings(run, objective, init=str(base), export_official=True)
     training.train(config, stop_after=1)
     given = ["--model", str(run), "--output"]
     assert main([*given, str(tmp_path / "early")]) == 2
@@ -220,6 +225,7 @@ def test_a_finished_run_is_exported_without_training_again(tmp_path, monkeypatch
     assert main([*given, str(tmp_path / "merged"), "--upload", "me/mine"]) == 0
     assert uploaded == [{"repo_id": "me/mine", "folder_path": tmp_path / "merged"}]
     assert main([*given, str(tmp_path / "official"), "--official"]) == 0
+    assert (tmp_path / "official" / "modeling_llada.py").is_file()
     for made, wanted in (("merged", "model"), ("official", "official")):
         ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path / made, run / wanted))
         assert ours.keys() == theirs.keys()
