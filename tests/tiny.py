@@ -26,10 +26,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @cache
 def saved_tokenizer() -> str:
     """The folder of what a training from scratch makes for the default tasks, in half a second."""
-    folder = tempfile.mkdtemp()
-    train_tokenizer(1024, tasks=[name for name in TASKS if name in DEFAULT_TASKS]).save_pretrained(
-        folder
-    )
+    folder, names = tempfile.mkdtemp(), [name for name in TASKS if name in DEFAULT_TASKS]
+    train_tokenizer(1024, tasks=names).save_pretrained(folder)
     return folder
 
 
