@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import wino_plus_runs
@@ -19,11 +18,6 @@ from distill.objectives import OBJECTIVES
 from distill.train import train
 
 base, files = wino_plus_runs.base, wino_plus_runs.files  # fixtures
-
-
-def config_of(place: Path, data: dict[str, Any], **changes: Any) -> TrainConfig:
-    """A run that holds something out."""
-    return run_settings(place / "run", data, **changes)
 
 
 def stream_of(config: TrainConfig) -> Stream:
@@ -49,8 +43,8 @@ def held(found: Stream) -> set[str]:
 def test_held_out_rows_are_never_trained_on_and_all_others_are(tmp_path):
     file = write(tmp_path / "rows.jsonl", pairs(20))
     data = {"file": str(file)}
-    every = trained(stream_of(config_of(tmp_path, data)))
-    found = stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 6}))
+    every = trained(stream_of(run_settings(tmp_path / "run", data)))
+    found = stream_of(run_settings(tmp_path / "run", data, evaluation={"loss_rows": 6}))
     assert len(every) == 20 and len(held(found)) == 6
     assert trained(found) == every - held(found)
     assert plan(found, 99).samples_per_epoch == 14
@@ -65,7 +59,7 @@ def test_they_are_drawn_by_the_seed_and_their_text_and_by_nothing_else(tmp_path)
 
     def drawn(seed: int = 0, rows: int = 5, file: Path = file) -> set[str]:
         settings = {"evaluation": {"loss_rows": rows}, "seed": seed}
-        return held(stream_of(config_of(tmp_path, {"file": str(file)}, **settings)))
+        return held(stream_of(run_settings(tmp_path / "run", {"file": str(file)}, **settings)))
 
     assert drawn() < drawn(rows=9)
     assert len(drawn() - drawn(file=turned)) <= 1
@@ -76,19 +70,19 @@ def test_rows_of_one_text_are_on_one_side(tmp_path):
     """However often a row is there: held out once, and trained on never."""
     rows = [row for row in pairs(8) for _ in range(3)]
     data = {"file": str(write(tmp_path / "rows.jsonl", rows))}
-    found = stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 3}))
+    found = stream_of(run_settings(tmp_path / "run", data, evaluation={"loss_rows": 3}))
     assert len(found.held_out.samples) == len(held(found)) == 3
     assert len(trained(found)) == 5 and not trained(found) & held(found)
     assert plan(found, 99).samples_per_epoch == 15 and "9 held out" in found.report()
     with pytest.raises(InputError, match=r"must be at most 8, the different rows of .* got 9"):
-        stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 9}))
+        stream_of(run_settings(tmp_path / "run", data, evaluation={"loss_rows": 9}))
 
 
 def test_rows_that_training_leaves_out_are_not_held_out(tmp_path):
     rows = [*pairs(6), "not JSON", {"prompt": "q", "response": "a " * 99}]
     data = {"file": str(write(tmp_path / "rows.jsonl", rows))}
     data |= {"on_long": "drop", "on_bad_row": "skip"}
-    found = stream_of(config_of(tmp_path, data, evaluation={"loss_rows": 5}))
+    found = stream_of(run_settings(tmp_path / "run", data, evaluation={"loss_rows": 5}))
     assert len(held(found)) == 5
     assert len(trained(found)) == 1
 
@@ -97,8 +91,8 @@ def test_a_file_of_its_own_takes_nothing_from_training(tmp_path):
     file = write(tmp_path / "rows.jsonl", pairs(8))
     other = write(tmp_path / "other.jsonl", pairs(12)[6:])
     data = {"file": str(file)}
-    plain = stream_of(config_of(tmp_path, data))
-    found = stream_of(config_of(tmp_path, data, evaluation={"loss_file": str(other)}))
+    plain = stream_of(run_settings(tmp_path / "run", data))
+    found = stream_of(run_settings(tmp_path / "run", data, evaluation={"loss_file": str(other)}))
     assert trained(found) == trained(plain)
     assert len(held(found)) == 6
     # Two of them ask what training asks.
@@ -106,12 +100,12 @@ def test_a_file_of_its_own_takes_nothing_from_training(tmp_path):
         f"6 of 6 rows of {other}; warning: 2 rows that are trained on have a prompt of theirs"
     )
     some = {"loss_file": str(other), "loss_rows": 4}
-    assert len(held(stream_of(config_of(tmp_path, data, evaluation=some)))) == 4
+    assert len(held(stream_of(run_settings(tmp_path / "run", data, evaluation=some)))) == 4
 
 
 def test_of_generated_tasks_they_are_problems_of_the_split(tmp_path):
     changes = {"evaluation": {"loss_rows": 5, "split": "heldout"}}
-    found = stream_of(config_of(tmp_path, {"tasks": {"countdown": 1.0}}, **changes))
+    found = stream_of(run_settings(tmp_path / "run", {"tasks": {"countdown": 1.0}}, **changes))
     questions = [make_problem("countdown", "heldout", i, 0).question for i in range(5)]
     prompts = [tokenizer().decode(sample.prompt) for sample in found.held_out.samples]
     assert all(question in prompt for question, prompt in zip(questions, prompts, strict=True))
@@ -140,7 +134,9 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path, evaluation, message
     chosen = {key: str(file) if value == "ROWS" else value for key, value in evaluation.items()}
     for call in (check, train):
         with pytest.raises(InputError, match=message):
-            call(config_of(tmp_path, {"file": str(file)}, eval_every=1, evaluation=chosen))
+            call(
+                run_settings(tmp_path / "run", {"file": str(file)}, eval_every=1, evaluation=chosen)
+            )
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
@@ -180,7 +176,9 @@ def test_a_file_of_rollouts_of_its_own_takes_nothing_from_training(tmp_path, bas
 
 def test_check_says_what_is_held_out(tmp_path):
     file = write(tmp_path / "rows.jsonl", pairs(20))
-    config = config_of(tmp_path, {"file": str(file)}, eval_every=1, evaluation={"loss_rows": 4})
+    config = run_settings(
+        tmp_path / "run", {"file": str(file)}, eval_every=1, evaluation={"loss_rows": 4}
+    )
     said = check(config).text
     assert "data: 16 samples, " in said
     assert f"held-out loss: 4 of 20 rows of {file}" in said

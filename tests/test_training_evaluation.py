@@ -173,9 +173,7 @@ def test_a_whole_model_is_kept_where_no_adapter_is_trained(tmp_path):
     )  # fmt: skip
     train(config)
     assert d2f.load(tmp_path / "best", device="cpu").contract.objective == "wedlm"
-    assert log(tmp_path)[1]["evaluation/accuracy"] in (0.0, 1.0)
     events = b"".join(path.read_bytes() for path in tmp_path.rglob("*tfevents*"))
-    assert b"evaluation/tokens_per_forward" in events
     assert b"evaluation/countdown/example" in events
 
 
@@ -196,7 +194,6 @@ def test_modes_and_random_state_come_back_also_after_an_error(student):
     ("changes", "message"),
     [
         ({"tasks": ["chess"]}, "evaluation: tasks: there is no task or task file 'chess'"),
-        ({"decoder": "fastest"}, "evaluation: decoder must be one of .* got 'fastest'"),
         ({"decoder": "autoregressive", "options": {}}, "autoregressive needs a causal model"),
         ({"options": {"tau": 0.5}}, "has no option tau"),
         ({"options": {"tau_conf": 3}}, "tau_conf must lie in"),
