@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -121,23 +121,16 @@ def bounded() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"takes more than {SECONDS:g} seconds")
 
-    in_main = threading.current_thread() is threading.main_thread()
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + MEGABYTES * 2**20
-        resource.setrlimit(resource.RLIMIT_AS, (_least(most, *limits), limits[1]))
-    if in_main:
-        handler = signal.signal(signal.SIGALRM, stop)
-        timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
+    with ExitStack() as stack:
+        if sys.platform == "linux":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + MEGABYTES * 2**20
+            finite = [limit for limit in (most, *limits) if limit != resource.RLIM_INFINITY]
+            stack.callback(resource.setrlimit, resource.RLIMIT_AS, limits)
+            resource.setrlimit(resource.RLIMIT_AS, (min(finite), limits[1]))
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, stop))
+            timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+            stack.callback(signal.setitimer, signal.ITIMER_REAL, *timer)
         yield
-    finally:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def _least(*limits: int) -> int:
-    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
