@@ -242,19 +242,6 @@ def test_a_long_text_is_scored_window_by_window(family):
     assert report["standard_errors"]["0"] == [pytest.approx(expected, rel=1e-3)]
 
 
-def test_a_way_that_does_not_fit_the_model_is_refused(student):
-    assert [lm(f).way for f in ("causal", "llada")] == ["left_to_right", "mc"]
-    assert student.way == "left_to_right"
-    for family, asked, said in (
-        ("causal", {"nll": "mc"}, "nll=mc: expected nll=left_to_right .* causal"),
-        ("llada", {"nll": "left_to_right"}, "nll=left_to_right: expected nll=mc .* bidirectional"),
-        ("llada", {"nll": "elbo"}, "nll=elbo: expected nll=mc"),
-        ("causal", {"cfg": 0.5}, "cfg=0.5: expected nll=left_to_right"),
-    ):
-        with pytest.raises(InputError, match=said):
-            lm(family, **asked)
-
-
 def test_forwards_and_tokens_are_counted_by_task():
     model = lm(decoder="threshold", tau=0.5, batch_size="auto", max_batch_size=2)
     assert (model.rank, model.world_size, model.batch_size) == (0, 1, 2)
@@ -324,19 +311,24 @@ def test_what_was_answered_before_an_interruption_is_not_asked_again(tmp_path):
         assert found == getattr(lm(mc_num=8, batch_size=1), kind)(its, True)
 
 
-def test_bad_arguments_are_refused_before_weights_are_read(monkeypatch):
+def test_bad_arguments_are_refused_before_weights_are_read(monkeypatch, student):
+    assert [lm("causal").way, lm("llada").way] == ["left_to_right", "mc"]
+    assert student.way == "left_to_right"
     monkeypatch.setattr("decode.harness.model.load", lambda options: pytest.fail("loaded"))
-    for more, said in (
-        ({"tau_conf": 2.0}, r"tau_conf must lie in \[0, 1\], got 2"),
-        ({"tau": 0.5}, "the decoder d2f, .* has no option tau"),
-        ({"decoder": "autoregressive"}, "needs a causal model"),
-        ({"temperature": 0.5}, "temperature: a task says it itself, or --gen_kwargs"),
-        ({"mc_num": 0}, "mc_num must be a whole number of at least 1, got 0"),
-        ({"cfg": -1}, "cfg must be 0 or more, got -1"),
-        ({"batch_size": "many"}, "batch_size must be a whole number"),
-        ({"compile": "yes"}, "compile must be true or false"),
+    for model, more, said in (
+        ("tiny-d2f", {"tau_conf": 2.0}, r"tau_conf must lie in \[0, 1\], got 2"),
+        ("tiny-d2f", {"tau": 0.5}, "the decoder d2f, .* has no option tau"),
+        ("tiny-d2f", {"decoder": "autoregressive"}, "needs a causal model"),
+        ("tiny-d2f", {"temperature": 0.5}, "temperature: a task says it itself, or --gen_kwargs"),
+        ("tiny-d2f", {"mc_num": 0}, "mc_num must be a whole number of at least 1, got 0"),
+        ("tiny-d2f", {"cfg": -1}, "cfg must be 0 or more, got -1"),
+        ("tiny-d2f", {"batch_size": "many"}, "batch_size must be a whole number"),
+        ("tiny-d2f", {"compile": "yes"}, "compile must be true or false"),
+        ("tiny-ar", {"nll": "mc"}, "nll=mc: expected nll=left_to_right .* causal"),
+        ("tiny-ar", {"cfg": 0.5}, "cfg=0.5: expected nll=left_to_right"),
+        ("tiny-teacher", {"nll": "left_to_right"}, "expected nll=mc .* bidirectional"),
+        ("tiny-teacher", {"nll": "elbo"}, "nll=elbo: expected nll=mc"),
+        ("nowhere", {}, "nowhere: no such folder"),
     ):
         with pytest.raises(InputError, match=said):
-            D2FLM("tiny-d2f", **more)
-    with pytest.raises(InputError, match="nowhere: no such folder"):
-        D2FLM("nowhere")
+            D2FLM(model, **more)
