@@ -30,6 +30,7 @@ SPLITS: tuple[str, ...] = ("train", "tuning", "heldout")
 ALL = "all"
 """In place of a split: every row of a task's data, where its splits are shares of it."""
 MAX_REPEATS = 500  # repeated keys in a row after which a split counts as exhausted
+MAX_COUNT = 100_000  # distinct problems at a time: about a minute and a half of drawing
 
 
 def check(problem: Problem, text: str) -> bool:
@@ -77,9 +78,11 @@ def make_problem(task: str, split: str, index: int, seed: int = 0) -> Problem:
 def make_problems(task: str, split: str, count: int, seed: int = 0) -> list[Problem]:
     """Make the first count problems with distinct keys, walking the indexes from 0.
 
-    Raises ValueError as make_problem does, and for a count beyond what the split holds (MAX_REPEATS
-    repeats in a row).
+    Raises ValueError as make_problem does, and for a count above MAX_COUNT or beyond what the split
+    holds (MAX_REPEATS repeats in a row).
     """
+    if count > MAX_COUNT:
+        raise ValueError(f"count must be at most {MAX_COUNT}, got {count}")
     found: dict[str, Problem] = {}
     index = repeats = 0
     while len(found) < count:
