@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -291,3 +293,17 @@ Weight = Annotated[float, Field(ge=0, le=1e6)]
 FILE_SIZE = "^[1-9][0-9]{0,8}[KMGT]B$"
 FileSize = Annotated[str, Field(pattern=FILE_SIZE)]  # as 5GB
 Seconds = Annotated[float, Field(gt=0, le=1e7)]
+
+
+def find_attribute(place: str, what: str) -> Any:
+    """Import what ``module:attribute`` names; the module may lie in the working folder. Raises
+    InputError, which names `what` it is for."""
+    module, _, name = place.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # the working folder, after all that is installed
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # whatever the module raises
+        raise InputError(
+            f"{what} {place}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error

@@ -519,7 +519,7 @@ def parse_config(values: dict[str, Any], source: str) -> TrainConfig:
 
 def _section(name: object, source: str) -> type[Options]:
     try:
-        section: type[Options] = OBJECTIVES.find(name).section
+        section: type[Options] = OBJECTIVES[name].section
     except InputError as error:
         raise InputError(f"{source}: objective.name: {error}") from error
     return section

@@ -10,14 +10,13 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from d2f.config import Section, Switch, Text, check
+from d2f.config import Section, Switch, Text, check, find_attribute
 from d2f.data import BadRecord
 from d2f.errors import InputError, did_you_mean, repr_of
 from d2f.tasks.problem import Problem, bounded, columns_of, render
@@ -438,17 +437,10 @@ def make_judge(
                 f"{where}: the judge {name} is code of this file's choice: give "
                 "--allow-code-execution if you trust it"
             )
-        module, _, function = name.partition(":")
-        if "" not in sys.path:
-            sys.path.append("")  # the working folder, after all that is installed
-        try:
-            return Own(
-                place=name, function=getattr(import_module(module), function), options=options
-            )
-        except Exception as error:  # whatever the module raises; pydantic's of what is no function
-            raise InputError(
-                f"{where}: judge {name}: cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+        function = find_attribute(name, f"{where}: judge")
+        if not callable(function):
+            raise InputError(f"{where}: judge {name}: expected a function, got {repr_of(function)}")
+        return Own(place=name, function=function, options=options)
     if name not in JUDGES:
         raise InputError(
             f"{where}: expected a judge, {', '.join(JUDGES)} or a function of your own as "

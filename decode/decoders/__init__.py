@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import sys
 from importlib import import_module
 
+from d2f.config import find_attribute
 from d2f.contract import Contract
 from d2f.errors import InputError, did_you_mean, repr_of
 from decode.decoders.base import Decoder
@@ -51,15 +51,7 @@ def find_decoder(name: object) -> type[Decoder]:
             f"decoder must be one of {', '.join(DECODERS)}, got {repr_of(name)} (one of your own "
             f"is given as module:Class){did_you_mean(name, DECODERS)}"
         )
-    place, _, attribute = name.partition(":")
-    if "" not in sys.path:
-        sys.path.append("")  # the working folder, after all that is installed
-    try:
-        kind = getattr(import_module(place), attribute)
-    except Exception as error:  # whatever the module raises
-        raise InputError(
-            f"decoder {name}: cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    kind: type[Decoder] = find_attribute(name, "decoder")
     if not _is_decoder(kind):
         raise InputError(
             f"decoder {name}: expected a subclass of decode.Decoder that has a name and begins "

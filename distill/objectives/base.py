@@ -83,6 +83,10 @@ class Fed:
 class Objective(nn.Module):
     """Hide tokens of samples, feed them and compute a loss; each objective is a subclass.
 
+    A step goes from top to bottom of this class: `draw` (by default from the ratios of `state`)
+    hides tokens and weighs them, `sample_spans` says what each token sees, `fed` lays a sample out,
+    `batch` packs a step, `forward` reads it and returns its loss.
+
     section: the class of the configuration's section `objective`. copies: how often a sample is fed
     in its row, one after the other.
     """
@@ -96,8 +100,7 @@ class Objective(nn.Module):
         read_rows_only(model.backbone)
         self.network = model.adapter or model.backbone
         self._no_split_modules = model.backbone._no_split_modules  # what FSDP shards one by one
-        self.config = config
-        self.tail, self.block_shares = config.objective.has_tail, config.objective.block_shares
+        self.config, self.tail = config, config.objective.has_tail
         self.attention: Way | None = None  # None: as decoding chooses
         self.mask_ratio: float | None = None  # of a held-out loss; None: its own noise
         self.reads_teacher = config.objective.has_teacher
@@ -163,17 +166,17 @@ class Objective(nn.Module):
 
     def block_size(self, sample: Sample) -> int:
         """Draw the size of a sample's blocks by the configured shares."""
-        sizes = list(self.block_shares)
-        if len(sizes) == 1:
-            return sizes[0]
+        shares = self.config.objective.block_shares
+        if len(shares) == 1:
+            return next(iter(shares))
         rng = noise.sample_rng(self.config.seed, sample.index, noise.BLOCKS)
-        return int(rng.choice(sizes, p=list(self.block_shares.values())))
+        return int(rng.choice(list(shares), p=list(shares.values())))
+
+    # A step's rows as tensors.
 
     def sample_spans(self, sample: Sample) -> Tensor:
         """Return the spans ``[len(sample), 1, 2]`` that the trained model sees."""
         return spans.bidirectional(len(sample))
-
-    # A step's rows as tensors.
 
     def fed(self, sample: Sample) -> Fed:
         """Lay a sample out as it is fed; `sample_spans` says what its rows see."""
@@ -222,12 +225,19 @@ class Objective(nn.Module):
                 targets.append(fed.targets)
                 weights.append(fed.weight)
         weight = (np.concatenate(weights) / np.maximum(total, 1e-9)) @ self.shares
-        both = pack(rows[mine], _all, length) if self.reads_teacher else None
+
+        def packed(spans_of: Callable[[Sample], Tensor]) -> Tensor:  # int32 [R, length, K, 2]
+            each = [[spans_of(placed.sample) for placed in row] for row in rows[mine]]
+            return torch.stack([spans.pack(row, length) for row in each])
+
+        def everything(sample: Sample) -> Tensor:
+            return spans.bidirectional(len(sample))
+
         return Batch(
             input_ids=torch.from_numpy(ids),
             positions=torch.from_numpy(positions),
-            spans=pack(rows[mine], self.sample_spans, length),
-            teacher_spans=both,
+            spans=packed(self.sample_spans),
+            teacher_spans=packed(everything) if self.reads_teacher else None,
             rows=torch.from_numpy(np.concatenate(reads)),
             targets=torch.from_numpy(np.concatenate(targets)),
             weight=torch.from_numpy(weight).float(),
@@ -279,15 +289,6 @@ class Objective(nn.Module):
     def counted(self, batch: Batch) -> Tensor:
         """Tell which rows that the loss reads a held-out loss counts, bool ``[N]``."""
         return batch.weight > 0
-
-
-def pack(rows: Rows, sample_spans: Callable[[Sample], Tensor], length: int) -> Tensor:
-    """Pack samples' spans as their rows are: ``[R, length, 1, 2]``."""
-    return torch.stack([spans.pack([sample_spans(p.sample) for p in row], length) for row in rows])
-
-
-def _all(sample: Sample) -> Tensor:
-    return spans.bidirectional(len(sample))
 
 
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
