@@ -314,12 +314,17 @@ class Options(Section):
     @property
     def trained_lora(self) -> Lora | None:
         """The adapter that is trained on frozen weights; None where all weights are trained."""
-        return None
+        return getattr(self, "lora", None)
 
     @property
     def block_shares(self) -> dict[int, float]:
         """Share of the samples that are trained with each block size, in the given order."""
-        return {}
+        sizes: BlockSizes | None = getattr(self, "block_size", None)
+        if isinstance(sizes, int):
+            return {sizes: 1.0}
+        if isinstance(sizes, dict):
+            return {size: share / sum(sizes.values()) for size, share in sizes.items()}
+        return {size: sizes.count(size) / len(sizes) for size in sizes or ()}
 
     @property
     def best_loss(self) -> str:
@@ -328,6 +333,11 @@ class Options(Section):
 
     def check(self, config: TrainConfig) -> None:
         """Raise ValueError for keys outside the section that do not go with it."""
+        if max(self.block_shares, default=0) > config.data.row_length:
+            raise ValueError(
+                f"objective.block_size must not exceed data.row_length {config.data.row_length}, "
+                f"got {max(self.block_shares)}"
+            )
 
     def contract(self) -> dict[str, object]:
         """Return what decoding must know of the result: fields of `d2f.contract.Contract`."""
@@ -335,15 +345,6 @@ class Options(Section):
         if self.block_shares:  # of several, decoders take the first
             found["block_size"] = next(iter(self.block_shares))
         return found
-
-
-def shares_of(sizes: BlockSizes) -> dict[int, float]:
-    """Share of each of the sizes, however they are given."""
-    if isinstance(sizes, int):
-        return {sizes: 1.0}
-    if not isinstance(sizes, dict):
-        return {size: sizes.count(size) / len(sizes) for size in sizes}
-    return {size: share / sum(sizes.values()) for size, share in sizes.items()}
 
 
 class Settings(Section):

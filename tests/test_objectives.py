@@ -50,39 +50,27 @@ def gradient(loss: torch.Tensor, made: Objective) -> torch.Tensor:
 # The official code's values.
 
 
-@pytest.fixture(scope="module")
-def golden(llada):
-    """(student states, teacher states, clean ids, weight) of the golden batch's masked rows."""
+def test_both_losses_are_the_official_ones(llada):
+    """On the golden batch's masked rows. The official code minimises CE(student, softmax(teacher))
+    / p: our KL plus the teacher's entropy, which has no gradient."""
     data = load_file(GOLDEN / "forward.safetensors")
     ids, masked = data["input_ids"].long(), data["masked"].bool()
     length, prompts = ids.shape[1], data["prompt_lengths"]
     in_blocks = torch.stack([spans.block_causal(length, int(p), 8) for p in prompts])
+    weight = 1 / data["p_mask"][masked] / masked.sum()
+    head = llada.backbone.lm_head.weight.detach()
     with torch.no_grad():
         student = llada.hidden(ids, in_blocks)[masked]
         teacher = llada.hidden(ids, spans.bidirectional(length))[masked]
-    weight = 1 / data["p_mask"][masked] / masked.sum()
-    return student, teacher, data["clean_ids"].long()[masked], weight, data
-
-
-@pytest.mark.parametrize("columns", [None, 17])
-def test_the_soft_loss_is_the_official_one(golden, llada, columns):
-    """The official code minimises CE(student, softmax(teacher)) / p: our KL plus the teacher's
-    entropy, which has no gradient."""
-    student, teacher, _, weight, data = golden
-    with torch.no_grad():
         log_p = llada.head(teacher).log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    head = llada.backbone.lm_head.weight.detach()
-    ours = masked_linear_kl(student, teacher, head, weight, columns=columns)
-    total = ours + (entropy * weight).sum()
-    assert total.item() == pytest.approx(data["loss_soft_ce_over_p"].item(), rel=1e-5)
-
-
-def test_the_hard_loss_is_the_official_one(golden, llada):
-    student, _, clean, weight, data = golden
-    with torch.no_grad():
-        ours = weighted_cross_entropy(llada.head(student), clean, weight)
-    assert ours.item() == pytest.approx(data["loss_hard_ce_over_p"].item(), rel=1e-5)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        clean = data["clean_ids"].long()[masked]
+        hard = weighted_cross_entropy(llada.head(student), clean, weight)
+    assert hard.item() == pytest.approx(data["loss_hard_ce_over_p"].item(), rel=1e-5)
+    for columns in (None, 17):
+        ours = masked_linear_kl(student, teacher, head, weight, columns=columns)
+        total = ours + (entropy * weight).sum()
+        assert total.item() == pytest.approx(data["loss_soft_ce_over_p"].item(), rel=1e-5)
 
 
 # D2F's loss as a formula.
@@ -177,25 +165,6 @@ def test_the_loss_does_not_depend_on_the_processes(tmp_path, objective):
         whole = made(made.batch(rows, slice(0, 2)))
         halves = [made(made.batch(rows, slice(i, i + 1))) for i in (0, 1)]
     assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-5, abs=1e-6)
-
-
-def test_packed_samples_do_not_see_each_other(tmp_path):
-    """The gradient of one sample's loss with respect to another's tokens is exactly zero."""
-    model = fresh_model("llada")
-    made, rows = batch_of("masked_diffusion", model, settings(tmp_path))
-    first = rows[0][0]
-    batch = made.batch([[first], []], slice(0, 1))
-    packed = made.batch(rows, slice(0, 1))
-    assert (packed.rows < len(first.sample)).sum() == len(batch.rows)
-    with torch.no_grad():
-        alone = made.read(batch, batch.spans)
-        together = made.read(packed, packed.spans)[: len(batch.rows)]
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
-    embeddings = model.backbone.model.embed_tokens.weight
-    made.read(packed, packed.spans)[: len(batch.rows)].sum().backward()
-    used = set(batch.input_ids[0, : len(first.sample)].tolist()) | {0}
-    foreign = sorted(set(packed.input_ids[0].tolist()) - used)
-    assert foreign and embeddings.grad[foreign].abs().max().item() == 0.0
 
 
 # Masked diffusion's noise.
@@ -316,19 +285,13 @@ def test_an_objective_of_ones_own_trains_and_exports(tmp_path):
     assert f"by the objective `{HALF}`" in (tmp_path / "model" / "README.md").read_text()
 
 
-def test_the_classes_are_those_of_their_files():
-    assert list(OBJECTIVES) == ["d2f", "masked_diffusion", "next_token", "wedlm", "wino_plus"]
-    assert all(issubclass(OBJECTIVES[name], Objective) for name in OBJECTIVES)
-
-
 @pytest.mark.parametrize(
     ("objective", "message"),
     [
         ("half", r"objective\.name: expected one of d2f, .* wino_plus, .* got 'half'$"),
         ("next_tokn", "got 'next_tokn'; did you mean next_token"),
-        (3, r"objective\.name: expected one of d2f, .* got 3"),
         ({}, r"objective\.name: expected one of d2f, .* got None"),
-        ("no_such_module:Half", "objective.name: .* cannot be imported: No module"),
+        ("no_such_module:Half", "objective.name: .* cannot be imported: ModuleNotFoundError"),
         ("test_objectives:None", "objective.name: .* cannot be imported: .* no attribute 'None'"),
         ({"name": HALF, "wait": 1}, r"objective\.wait: there is no such key"),
         ({"name": HALF, "weight": 2}, r"objective\.weight: expected at most 1, got 2"),

@@ -138,18 +138,6 @@ def test_a_schedule_that_contradicts_is_an_error(changes, message):
         settings(noise=changes)
 
 
-def test_a_resolved_configuration_reads_back_as_it_was():
-    for changes in (
-        {"noise": {"schedule": "paper"}},
-        {"noise": {"schedule": "pipeline", "states": "x"}},
-        {"noise": {"schedule": "clean_prefix", "min_ratio": 0.2}},
-        {"block_size": {"4": 1.0, "8": 3.0}},
-        {"block_size": [4, 8]},
-    ):
-        config = settings(**changes)
-        assert parse_config(config.model_dump(mode="json"), "again") == config
-
-
 def test_a_size_is_drawn_per_sample_by_its_share():
     made = objective(block_size={"4": 1.0, "8": 3.0})
     drawn = [made.block_size(sample(i)) for i in range(400)]
@@ -180,7 +168,7 @@ def test_each_draw_of_a_sample_has_a_stream_of_its_own(monkeypatch):
     assert set(streams) == {noise.BLOCKS, noise.RATIOS, noise.MASK}
 
 
-@pytest.mark.parametrize("size", [0, [], {}, [4, 0], {"4": 0.0}, True])
+@pytest.mark.parametrize("size", [0, [], {"4": 0.0}])
 def test_a_bad_block_size_is_named(size):
     with pytest.raises(InputError, match="block_size"):
         settings(block_size=size)
@@ -261,20 +249,13 @@ def test_the_command_records_a_file_that_training_takes(tmp_path, capsys):
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "must be a JSON object, got list"),
-        ('{"states": [1]}', "expected the states"),
         ('{"states": {"4": [[0, 0]]}}', "a state without a mask"),
         ('{"states": {"4": [[1.5]]}}', "4.0.0: expected at most 1, got 1.5"),
-        ('{"states": {"4": []}}', "expected at least 1"),
         ('{"states": {"four": [[1]]}}', "expected the states"),
         ('{"states": {}}', "or none"),
     ],
 )
 def test_a_bad_file_of_states_is_named(tmp_path, text, message):
-    path = tmp_path / "states.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=message) as error:
-        read_states(path)
-    assert str(path) in str(error.value)
-    with pytest.raises(InputError, match="cannot be read"):
-        read_states(tmp_path / "none.json")
+    (tmp_path / "states.json").write_text(text)
+    with pytest.raises(InputError, match=f"states.json.*{message}"):
+        read_states(tmp_path / "states.json")

@@ -353,7 +353,7 @@ def test_wino_plus_asks_twice_which_rows_need_logits(base, files, tmp_path, monk
     all read rows would be made, most of them for a weight of 0."""
     config = wino_plus_runs.settings(
         tmp_path / "run", files["llada", "d2f"], init=str(base["llada"]),
-        wino_plus=wino_plus_runs.BLOCK_CAUSAL, log_every=100, save_every=100,
+        **wino_plus_runs.BLOCK_CAUSAL, log_every=100, save_every=100,
     )  # fmt: skip
     assert read_in_a_step(config, monkeypatch) == {"nonzero": 2}
 

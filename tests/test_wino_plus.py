@@ -34,7 +34,7 @@ from distill.data.trajectories import (
     random_steps,
     state_at,
 )
-from distill.objectives import OBJECTIVES, wino_plus
+from distill.objectives import OBJECTIVES
 from distill.objectives import base as shared
 from distill.objectives.wino_plus import WinoPlusOptions
 from distill.train import train
@@ -128,7 +128,7 @@ def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
     assert (again.masked == epochs[0][3].masked).all() and again.prompt == epochs[0][3].prompt
     decided = [list(rollout.trajectory_accepted) for rollout in stream.rollouts]
     assert [steps.tolist() for steps in stream.steps] == decided
-    mixed = settings(tmp_path, files["llada", "wino"], wino_plus={"trajectory": "random"})
+    mixed = settings(tmp_path, files["llada", "wino"], trajectory="random")
     other = OBJECTIVES["wino_plus"](random_model("llada"), mixed).stream()
     assert len(other.states) == count
     assert any((a != b).any() for a, b in zip(stream.steps, other.steps, strict=True))
@@ -137,14 +137,12 @@ def test_an_epoch_has_every_state_once_in_an_order_of_its_own(tmp_path, files):
 def test_inspect_shows_what_is_decided_next(tmp_path, files, base):
     """The states that training sees, as the stream gives them."""
     config = settings(tmp_path / "out", files["llada", "wino"], init=str(base["llada"]))
-    path = tmp_path / "c.yaml"
-    config.save(path)
+    config.save(tmp_path / "c.yaml")
     out = io.StringIO()
-    inspect(["--inspect", "--config", str(path), "--samples", "3"], Console(file=out))
+    given = ["--inspect", "--config", str(tmp_path / "c.yaml"), "--samples", "3"]
+    assert inspect(given, Console(file=out)) == 0
     parts = out.getvalue().split("\nsample ")[1:]
-    model = d2f.load(base["llada"])
-    stream = OBJECTIVES["wino_plus"](model, config).stream()
-    assert len(parts) == 3 and stream.epoch == len(stream.states)
+    stream = OBJECTIVES["wino_plus"](random_model("llada"), config).stream()
     for part, state in zip(parts, map(stream.sample, range(3)), strict=True):
         assert f"before step {stream.where(state.index).rsplit(' ', 1)[1]}" in part
         text = part.split("masked by block")[0].split("\n", 1)[1]
@@ -171,9 +169,7 @@ def objective_of(
     for name, parameter in model.adapter.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.03)
-    config = settings(
-        tmp_path, files[family, decoder], wino_plus={"tau1": 0.08, "tau2": 0.3, **wino}
-    )
+    config = settings(tmp_path, files[family, decoder], **{"tau1": 0.08, "tau2": 0.3} | wino)
     made = OBJECTIVES["wino_plus"](model, config)
     rows, _ = fill_rows(made.stream(), 0)
     return made, rows
@@ -269,57 +265,16 @@ def test_only_masked_rows_reach_the_head(tmp_path, files):
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("rows", [slice(0, 0), slice(0, 2)])
-def test_a_process_without_samples_has_a_loss_of_zero(tmp_path, files, rows):
-    made, _ = objective_of(tmp_path, files, "llada", "d2f", **BLOCK_CAUSAL)
-    loss = made(made.batch([[], []], slice(0, 2)))
-    assert loss.item() == 0.0
-    loss.backward()
-
-
 def test_the_loss_does_not_depend_on_the_processes(tmp_path, files):
+    """One without samples has a loss of zero."""
     made, rows = objective_of(tmp_path, files, "dream", "d2f", **BLOCK_CAUSAL)
     with torch.no_grad():
         whole = made(made.batch(rows, slice(0, 8)))
         parts = [made(made.batch(rows, slice(i, i + 4))) for i in (0, 4)]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("term", ["defer", "sharpen"])
-def test_the_defer_term_raises_entropy_and_the_sharpen_term_lowers_it(tmp_path, files, term):
-    """A small step against the term's own gradient, seen in the entropy of its set."""
-    made, rows = objective_of(tmp_path, files, "llada", "wino")
-    batch = made.batch(rows, slice(0, 8))
-
-    def loss(**weights: float) -> Tensor:
-        made.settings = made.settings.model_copy(
-            update={"defer_weight": 0.0, "sharpen_weight": 0.0} | weights
-        )
-        return made(batch)
-
-    own = gradient(loss(**{f"{term}_weight": 1.0}), made) - gradient(loss(), made)
-    student = made.read(batch, batch.spans)
-    confidence, token = made.predictions(student)
-    right = token == batch.targets
-    sets = {
-        "defer": batch.deferrable & ~right & (confidence >= made.settings.tau1),
-        "sharpen": batch.now & right & (confidence < made.settings.tau2),
-    }
-
-    def entropy() -> float:
-        with torch.no_grad():
-            p = made.model.head(made.read(batch, batch.spans)).softmax(-1)
-            each = -(p * p.log()).sum(-1)
-            return (each * wino_plus._mean_weight(batch, sets[term])).sum().item()
-
-    before = entropy()
-    parameters = [p for p in made.parameters() if p.requires_grad]
-    vector = torch.nn.utils.parameters_to_vector(parameters)
-    moved = vector - 1e-3 * own / own.norm()
-    torch.nn.utils.vector_to_parameters(moved, parameters)
-    change = entropy() - before
-    expected = 1e-3 * own.norm().item() * (1 if term == "defer" else -1)
-    assert change == pytest.approx(expected, rel=0.1)
+    loss = made(made.batch([[], []], slice(0, 2)))
+    loss.backward()
+    assert loss.item() == 0.0
 
 
 # Training.
@@ -332,7 +287,7 @@ def test_the_defer_term_raises_entropy_and_the_sharpen_term_lowers_it(tmp_path, 
 def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
     tmp_path, files, base, family, decoder, wino
 ):
-    changes = {"init": str(base[family]), "wino_plus": wino}
+    changes = {"init": str(base[family])} | wino
     file = files[family, decoder]
     train(settings(tmp_path / "whole", file, **changes))
     for _ in range(2):
@@ -357,14 +312,10 @@ def test_a_killed_run_resumes_to_the_bit_and_exports_what_decoding_must_know(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"wino_plus": {"tau1": 0.9, "tau2": 0.9}}, "tau1 must be below tau2, got 0.9 and 0.9"),
-        ({"wino_plus": {"scope": "row"}}, "objective.scope"),
-        ({"wino_plus": {"sharpen_weight": -0.1}}, "objective.sharpen_weight"),
-        ({"objective": {"name": "wino_plus", "lambda": 0.1}}, "objective.lambda"),
-        (
-            {"data": {"tasks": {"story": 1.0}}},
-            "needs data.file: a file of distill.rollouts",
-        ),
+        ({"tau1": 0.9, "tau2": 0.9}, "tau1 must be below tau2, got 0.9 and 0.9"),
+        ({"scope": "row"}, "objective.scope"),
+        ({"lambda": 0.1}, "objective.lambda"),
+        ({"data": {"tasks": {"story": 1.0}}}, "needs data.file: a file of distill.rollouts"),
         ({"init": None, "family": "llada", "model": {}}, "wino_plus needs init"),
     ],
 )
@@ -376,41 +327,23 @@ def test_a_bad_configuration_is_an_error(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("decoder", "header", "change", "message"),
     [
-        ("wino", {"mask_id": 99}, {}, "another mask_id: expected that of .*1, got 99"),
+        ("wino", {"mask_id": 99}, {}, "another mask_id: expected 1, got 99"),
         ("wino", {"tokenizer": "f00"}, {}, "another tokenizer: .*got 'f00'"),
-        ("d2f", {}, {}, "expected that of objective.mask, .bidirectional., got .block_causal"),
-        ("wino", {}, {"wino_plus": BLOCK_CAUSAL}, "expected .* .block_causal., got .bidirectional"),
-        ("d2f", {}, {"wino_plus": BLOCK_CAUSAL, "block_size": 8}, "line 2 was decoded in blocks of "
-         "4: expected those of block_size, 8"),
-        ("wino", {}, {"data": {"file": "", "row_length": 40, "rows": 2}}, "line 2 has .* tokens, "
+        ("d2f", {}, {}, "another mask: expected 'bidirectional', got 'block_causal'"),
+        ("d2f", {}, BLOCK_CAUSAL | {"block_size": 8}, "line 2 was decoded in blocks of 4: expected "
+         "those of block_size, 8"),
+        ("wino", {}, {"data": {"row_length": 40, "rows": 2}}, "line 2 has .* tokens, "
          "data.row_length is 40"),
+        ("wino", 5, {}, r"r\.jsonl is not a file of distill\.rollouts"),
     ],
 )  # fmt: skip
 def test_rollouts_that_do_not_fit_are_refused_before_training(
     tmp_path, files, base, decoder, header, change, message
 ):
     first, *lines = files["llada", decoder].read_text().splitlines(keepends=True)
-    path = tmp_path / "rollouts.jsonl"
-    run = json.loads(first)["rollouts"] | header
+    run = json.loads(first)["rollouts"] | header if isinstance(header, dict) else header
+    path = tmp_path / "r.jsonl"
     path.write_text(json.dumps({"rollouts": run}) + "\n" + "".join(lines))
-    if "data" in change:
-        change = {"data": change["data"] | {"file": str(path)}}
     with pytest.raises(InputError, match=message):
         train(settings(tmp_path / "out", path, init=str(base["llada"]), **change))
     assert not (tmp_path / "out").exists()
-
-
-def test_lines_that_are_none_of_rollouts_are_named(tmp_path, files, base):
-    path, (first, *lines) = tmp_path / "r.jsonl", files["llada", "wino"].read_text().splitlines()
-
-    def refused(message: str, *written: str) -> None:
-        path.write_text("\n".join([*written, ""]))
-        with pytest.raises(InputError, match=message):
-            train(settings(tmp_path / "out", path, init=str(base["llada"])))
-
-    for header in ("some notes", "{}", '{"rollouts": 5}'):
-        refused(r"r\.jsonl is not a file of distill\.rollouts", header, *lines)
-    for token, message in ((5000, "line 3: ids must lie below"), (1, "mask id 1")):
-        values = json.loads(lines[1])
-        values["generated_ids"][4] = token
-        refused(message, first, lines[0], json.dumps(values))

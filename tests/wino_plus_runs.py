@@ -45,17 +45,15 @@ def files(tmp_path_factory, base) -> dict[tuple[str, str], Path]:
 
 
 def settings(output: Path, file: Path, **changes) -> TrainConfig:
+    """A run; a change is a key of the objective's where it has one of that name."""
+    own = {"name": "wino_plus", "block_size": 4, "lora": {"r": 4, "alpha": 4, "dropout": 0.1}}
     values = {
-        "objective": "wino_plus",
-        "output": str(output),
-        "init": "unused",
-        "data": {"file": str(file), "row_length": 128, "rows": 8},
-        "block_size": 4,
-        "lora": {"r": 4, "alpha": 4, "dropout": 0.1},
-        "optimizer": {"lr": 0.003, "warmup": 2},
-        "steps": 6,
-        "save_every": 2,
-        "log_every": 1,
+        "output": str(output), "init": "unused", "data": {"row_length": 128, "rows": 8},
+        "optimizer": {"lr": 0.003, "warmup": 2}, "steps": 6, "save_every": 2, "log_every": 1,
         "tracker": "none",
-    }
-    return parse_config(values | changes, "test")
+    }  # fmt: skip
+    for name, value in changes.items():
+        (values if name in TrainConfig.model_fields else own)[name] = value
+    if "tasks" not in values["data"]:
+        values["data"] = values["data"] | {"file": str(file)}
+    return parse_config(values | {"objective": own}, "test")

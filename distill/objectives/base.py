@@ -346,16 +346,7 @@ class TrainingPlan(SpanPlan):
         super().__init__(spans, segments, way)
         self.read = read
 
-    @torch.compiler.disable
-    def attend(
-        self,
-        layer: nn.Module | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None = None,
-    ) -> Tensor:
-        return super().attend(layer, query, key, value, scale)
+    attend = torch.compiler.disable(SpanPlan.attend)
 
 
 ROWS = 256  # queries of a part: fewer reach fewer keys in vain, and are more calls

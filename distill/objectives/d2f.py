@@ -15,8 +15,6 @@ weight: `distill_target: reverse`, `weighting: equal`.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -26,7 +24,7 @@ from pydantic import model_validator
 from torch import Tensor
 
 from d2f import noise, spans
-from d2f.checkpoint import folder_of
+from d2f.checkpoint import folder_of, read_object
 from d2f.config import Positive, Ratio, Section, Text
 from d2f.contract import Contract
 from d2f.errors import InputError
@@ -34,7 +32,7 @@ from d2f.families import FAMILIES
 from d2f.model import DiffusionModel
 from d2f.models import resolve
 from d2f.noise import read_states
-from distill.config import BlockSizes, Lora, MaskRatio, Options, TrainConfig, shares_of
+from distill.config import BlockSizes, Lora, MaskRatio, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives import OBJECTIVES
 from distill.objectives.base import (
@@ -116,23 +114,8 @@ class D2FOptions(Options):
     """The adapter that is trained."""
 
     @property
-    def trained_lora(self) -> Lora:
-        return self.lora
-
-    @property
-    def block_shares(self) -> dict[int, float]:
-        return shares_of(self.block_size)
-
-    @property
     def best_loss(self) -> str:
         return "cross_entropy" if self.distill_target == "hard" else "kl"
-
-    def check(self, config: TrainConfig) -> None:
-        if max(self.block_shares) > config.data.row_length:
-            raise ValueError(
-                f"objective.block_size must not exceed data.row_length {config.data.row_length}, "
-                f"got {max(self.block_shares)}"
-            )
 
     def contract(self) -> dict[str, object]:
         return super().contract() | {"noise": (self.noise.low, self.noise.high)}
@@ -148,13 +131,12 @@ class D2F(Objective):
         super().__init__(model, config)
         assert isinstance(config.objective, D2FOptions)
         self.options = config.objective
-        path = self.options.noise.states
+        path, sizes = self.options.noise.states, list(self.options.block_shares)
         self.states = None if path is None else read_states(path)
-        lacking = set(self.options.block_shares) - set(self.states.by_size if self.states else ())
-        if self.states is not None and lacking:
+        if self.states is not None and not set(sizes) <= set(self.states.by_size):
             raise InputError(
-                f"{path}: expected states of the block sizes {list(self.options.block_shares)}, "
-                f"got {list(self.states.by_size)}"
+                f"{path}: expected states of the block sizes {sizes}, got "
+                f"{list(self.states.by_size)}"
             )
 
     @classmethod
@@ -169,44 +151,35 @@ class D2F(Objective):
 
     @classmethod
     def doubt(cls, config: TrainConfig) -> str | None:
-        """Warn of an `init` that was not trained to read both sides, as the teacher does.
-
-        A checkpoint of this project says in its contract what it was trained by, and nothing where
-        it was converted and not trained; of a published one the kind of model counts.
-        """
+        """Warn of an `init` that was not trained to read both sides, as the teacher does. This
+        project's contract says what trained a checkpoint; of a published one its kind counts."""
         if config.init is None:
             return None
         folder = folder_of(resolve(config.init), weights=False)
-        contract = Contract.load(folder)
-        known = "was never"
+        contract, why = Contract.load(folder), None
         if contract is None:
-            if not _is_autoregressive(folder):
-                return None
-            why = "it is an autoregressive model"
+            if (folder / "config.json").is_file():
+                kind = read_object(folder / "config.json").get("model_type")
+                why = "it is autoregressive" if kind in FAMILIES["causal"].model_types else None
         elif contract.objective is None:
-            known, why = "may never have been", "its contract names no objective"
+            why = "its contract names no objective"
         elif OBJECTIVES[contract.objective].section.prompt_rule == "causal":
             why = f"its contract says objective {contract.objective}"
-        else:
-            return None
-        return (
-            f"warning: init {config.init} {known} trained to read both sides ({why}). The teacher "
-            "of objective d2f is init itself, read so: untrained it teaches nothing of use; train "
-            "it by objective masked_diffusion first"
+        return why and (
+            f"warning: init {config.init} was never trained to read both sides ({why}), and is the "
+            "teacher of objective d2f, read so: train it by objective masked_diffusion first"
         )
 
     @classmethod
     def loss_bytes(cls, model: DiffusionModel, config: TrainConfig, reads: int) -> int:
         assert isinstance(config.objective, D2FOptions)
-        target = config.objective.distill_target
-        if target == "hard":
-            return super().loss_bytes(model, config, reads)
-        if target == "reverse":
+        if config.objective.distill_target == "soft":
+            # A tile of two models' logits, as PyTorch computes on it; the kernel makes no copies.
+            rows, columns = tile_shape(reads, model.vocab_size, model.device)
+            return 2 * rows * columns * (logit_bytes(config) + 8)
+        if config.objective.distill_target == "reverse":
             reads = min(2 * reads, rows_at_a_time(model.vocab_size))
-            return super().loss_bytes(model, config, reads)
-        # A tile of two models' logits, as PyTorch computes on it; the kernel makes no fp32 copies.
-        rows, columns = tile_shape(reads, model.vocab_size, model.device)
-        return 2 * rows * columns * (logit_bytes(config) + 8)
+        return super().loss_bytes(model, config, reads)
 
     def state(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         settings, size = self.options.noise, self.block_size(sample)
@@ -271,11 +244,3 @@ def linear_reverse_kl(
 
     rows = max(1, rows_at_a_time(len(head)) // 2)  # two models' logits share the bound
     return sum_in_parts(of_part, (student_hidden, teacher_hidden.detach(), weight), rows)
-
-
-def _is_autoregressive(folder: Path) -> bool:
-    try:
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):  # for loading to refuse
-        return False
-    return kind in FAMILIES["causal"].model_types

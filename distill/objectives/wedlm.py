@@ -28,7 +28,7 @@ from d2f import noise, spans
 from d2f.config import Switch, Weight
 from d2f.errors import InputError
 from d2f.model import DiffusionModel
-from distill.config import BlockSizes, Lora, Options, TrainConfig, shares_of
+from distill.config import BlockSizes, Lora, Options, TrainConfig
 from distill.data.samples import Sample
 from distill.objectives.base import Fed, Objective
 
@@ -56,10 +56,6 @@ class WeDLMOptions(Options):
     @property
     def trained_lora(self) -> Lora | None:
         return self.lora if self.adapter else None
-
-    @property
-    def block_shares(self) -> dict[int, float]:
-        return shares_of(self.block_size)
 
 
 class WeDLM(Objective):
