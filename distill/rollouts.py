@@ -184,22 +184,17 @@ def describe(
     options: Options, model: DiffusionModel, weights: str, jobs: list[TrajectoryJob]
 ) -> dict[str, Any]:
     """Describe what decides a run's rollouts; their reader checks it."""
-    from d2f import __version__
     from decode.decoders.session import mask_kind
+    from decode.jobs import model_header
     from distill.data.trajectories import tokenizer_hash
 
     assert model.tokenizer is not None
     mask = "block-causal" if options.decoder == "d2f" else mask_kind(model.contract)
     return {
-        "version": __version__,
-        "model": options.model,
-        "adapter": options.adapter,
-        "weights": weights,
+        **model_header(options, model, weights),
         "tokenizer": tokenizer_hash(model.tokenizer),
         "mask_id": model.mask_id,
         "mask": mask.replace("-", "_"),
-        "dtype": model.precision,
-        "device": model.device.type,
         "compiled": model.is_compiled,
         "decoder": options.decoder,
         "options": asdict(jobs[0].decoder) | {"max_new_tokens": None},

@@ -173,7 +173,8 @@ def test_the_file_begins_with_what_decides_its_rollouts(lenient, saved, tmp_path
     model = d2f.load(saved, device="cpu")
     options = run.pop("options")
     assert run == {
-        "version": d2f.__version__, "model": saved, "adapter": None,
+        "version": d2f.__version__, "model": saved, "adapter": None, "merged": False,
+        "family": "llada",
         "weights": run["weights"], "tokenizer": tokenizer_hash(model.tokenizer),
         "mask_id": model.mask_id, "mask": "bidirectional", "dtype": "float32", "device": "cpu",
         "compiled": False, "decoder": "wino", "tasks": ["countdown", "sudoku"], "problems": 5,
