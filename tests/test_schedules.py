@@ -90,38 +90,30 @@ def test_what_lies_beyond_the_first_appended_block_weighs_as_far():
     assert seen == {False, True}
 
 
-def test_of_a_clean_prefix_only_the_current_block_counts():
-    """Block diffusion's training: before it all is clean, after it all is masked and not learnt."""
+def test_of_a_clean_prefix_only_the_current_block_is_read():
+    """Block diffusion's training: before it all is clean, after it all is masked and not learnt.
+    The weights are those of a mean over what is read: 1 / ratio over the number of tokens."""
     made = objective(noise={"schedule": "clean_prefix", "min_ratio": 0.25})
-    starts = set()
-    for i in range(60):
-        ratios, weight = made.state(sample(i, response=22))
+    samples, starts, inverse, read = [sample(i, response=22) for i in range(60)], set(), [], []
+    batch = made.batch([[Placed(s, 0)] for s in samples], slice(0, 60))
+    for row, each in enumerate(samples):
+        ratios, weight = made.state(each)
         start = int((ratios == 0).sum())
         end = min(start + 4, 22)
-        assert ratios.tolist() == [0.0] * start + [ratios[start]] * (end - start) + [1.0] * (
-            22 - end
-        )
-        assert 0.25 <= ratios[start] <= 1
-        assert (weight[start:end] == 1 / ratios[start]).all() and not weight[end:].any()
+        at = ratios[start]
+        assert ratios.tolist() == [0.0] * start + [at] * (end - start) + [1.0] * (22 - end)
+        assert 0.25 <= at <= 1
+        assert (weight[start:end] == 1 / at).all() and not weight[end:].any()
         starts.add(start)
+        masked, _ = made.draw(each)
+        hidden = batch.input_ids[row, 3:25] == made.model.mask_id
+        assert (hidden.numpy() == masked).all() and masked[end:].all()
+        current = start + np.flatnonzero(masked[start:end])
+        read += (row * 96 + 3 + current).tolist()
+        inverse += [1 / at] * len(current)
     assert starts == {0, 4, 8, 12, 16, 20}, "each block is the current one of some sample"
-
-
-def test_a_batch_of_a_clean_prefix_reads_the_current_blocks_alone():
-    """Hidden is what is masked, read what is masked in the current block; the weights are those of
-    a mean over what is read: the sum of 1 / ratio over the number of tokens."""
-    made = objective(noise={"schedule": "clean_prefix"})
-    samples = [sample(i) for i in range(6)]
-    batch = made.batch([[Placed(s, 0)] for s in samples], slice(0, 6))
-    drawn = [made.draw(s) for s in samples]
-    current = [masked & (weight > 0) for masked, weight in drawn]
-    hidden = (batch.input_ids == made.model.mask_id)[:, 3:27].numpy()
-    assert (hidden == np.stack([masked for masked, _ in drawn])).all()
-    row, column = np.nonzero(np.stack(current))
-    assert (batch.rows.numpy() == row * 96 + 3 + column).all()
-    inverse = np.concatenate([w[read] for (_, w), read in zip(drawn, current, strict=True)])
-    assert batch.weight.numpy() == pytest.approx(inverse / len(row), rel=1e-6)
-    assert any((masked & ~read).any() for (masked, _), read in zip(drawn, current, strict=True))
+    assert batch.rows.tolist() == read
+    assert batch.weight.numpy() == pytest.approx(np.array(inverse) / len(read), rel=1e-6)
 
 
 @pytest.mark.parametrize(
