@@ -319,12 +319,12 @@ class Options(Section):
     @property
     def block_shares(self) -> dict[int, float]:
         """Share of the samples that are trained with each block size, in the given order."""
-        sizes: BlockSizes | None = getattr(self, "block_size", None)
+        sizes: BlockSizes = getattr(self, "block_size", ())
         if isinstance(sizes, int):
             return {sizes: 1.0}
         if isinstance(sizes, dict):
             return {size: share / sum(sizes.values()) for size, share in sizes.items()}
-        return {size: sizes.count(size) / len(sizes) for size in sizes or ()}
+        return {size: sizes.count(size) / len(sizes) for size in sizes}
 
     @property
     def best_loss(self) -> str:
