@@ -438,7 +438,7 @@ def test_a_problem_that_nothing_could_solve_is_an_error(name, options, answer, m
         ({"name": "regex", "pattern": "("}, "no regular expression"),
         ({"name": "exact", "case": True}, "judge exact: case: there is no such key"),
         ("no.such:thing", "judge no.such:thing: cannot be imported"),
-        ("sys:path", "sys:path: cannot be imported: .*callable"),
+        ("sys:path", "judge sys:path: expected a function"),
         ({"name": "python", "tests": "1"}, "--allow-code-execution"),
     ],
 )
