@@ -1,4 +1,4 @@
-"""A Python that seems to have vLLM."""
+"""A Python that seems to have vLLM, and entries that are always calm."""
 
 import sys
 from pathlib import Path
@@ -21,3 +21,11 @@ def make_fake_python(folder: Path) -> str:
 @pytest.fixture
 def fake_python(tmp_path):
     return make_fake_python(tmp_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def calm():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decode.compare.entries.wait_for_calm", lambda: None)
+        patch.setattr("decode.compare.server.POLL_SECONDS", 0.05)
+        yield

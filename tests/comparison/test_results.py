@@ -1,7 +1,5 @@
 """From answers to the table: each figure against a plain computation of it."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -57,8 +55,9 @@ def test_the_judging_pass_is_not_timed():
     wide = record(answers=[judged(), judged(1, right=False)], repetition=None, seconds=0.1)
     (speed,) = speeds_of([timed, wide])
     assert speed["throughput"] == 2.5 and speed["repetitions"] == 1
-    (found,) = accuracies([timed, wide], "a")
-    assert (found["right"], found["problems"]) == (1, 2)
+    other = record(answers=[judged(text="y")], repetition=1)
+    (found,) = accuracies([timed, wide, other], "a")
+    assert (found["right"], found["problems"], found["unstable"]) == (1, 2, 1)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
@@ -72,13 +71,6 @@ def test_the_difference_to_the_baseline_is_paired(pairs):
     low, high = paired(int((steps > 0).sum()), int((steps < 0).sum()), len(pairs))
     assert (a["difference_low"], a["difference_high"]) == (100 * low, 100 * high)
     assert low < high and (b["difference"], b["same"]) == (0.0, len(pairs))
-
-
-def test_an_answer_that_changes_between_runs_is_counted():
-    runs = [record(answers=[judged(text=t), judged(1, text="same")], repetition=i)
-            for i, t in enumerate(["x", "y", "x"])]  # fmt: skip
-    (found,) = accuracies(runs, "a")
-    assert found["unstable"] == 1
 
 
 def test_it_is_said_where_the_baseline_is_faster():
@@ -128,11 +120,3 @@ def test_what_is_hidden_or_failed_is_never_counted():
         entry="e", concurrency=1, repetition=0,
     )  # fmt: skip
     assert long.tokens == 9, "no more than were asked for"
-
-
-def test_records_come_back_from_json_as_they_were():
-    records = [
-        record(answers=[judged(i, text=f"é{i}", error=None if i else "e") for i in range(3)]),
-        record("b", [judged(prefill=None, counts={"drafts": 2})], repetition=None),
-    ]
-    assert [Record.from_json(json.loads(json.dumps(r.to_json()))) for r in records] == records
