@@ -9,7 +9,6 @@ does a part, such as "* 300 of 8-11"; `--report-only` reports what is there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from benchmarks import parser
 from d2f.config import Section, check, override, read_mapping
 from d2f.errors import InputError
 from d2f.files import make_folder, write_beside
@@ -227,17 +227,13 @@ def render(ablation: Ablation, title: str, rows: Sequence[dict[str, Any]]) -> st
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the ablation that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", required=True, help="YAML, or a name that `d2f configs` lists")
-    parser.add_argument("--output", required=True, type=Path, help="folder of the report")
-    parser.add_argument("--runs", type=Path, help="folder of models and answers")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="runs by folder, as *-11")
-    parser.add_argument("--report-only", action="store_true", help="train and decode nothing")
-    options, overrides = parser.parse_known_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--config", required=True, help="YAML, or a name that `d2f configs` lists")
+    given.add_argument("--output", required=True, type=Path, help="folder of the report")
+    given.add_argument("--runs", type=Path, help="folder of models and answers")
+    given.add_argument("--only", default="*", metavar="PATTERN", help="runs by folder, as *-11")
+    given.add_argument("--report-only", action="store_true", help="train and decode nothing")
+    options, overrides = given.parse_known_args(arguments)
     try:
         values = read_mapping(find_config(options.config, *ABLATIONS))
         override(values, overrides, Ablation)

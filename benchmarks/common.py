@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +16,44 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from d2f.contract import Contract
-from d2f.errors import InputError
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
+from decode import report
 
 MASK_ID = 3
 
 
-def _llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Any:
-    return lambda: LlamaConfig(
+def _shape(
+    vocabulary: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    kind: type[PretrainedConfig] = LlamaConfig,
+) -> Callable[[], PretrainedConfig]:
+    return lambda: kind(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=8192,
-        **{"num_key_value_heads": heads, **more},
     )
 
 
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
-    "LLaDA-8B": _llama(126464, 4096, 12288, 32, 32),
-    "Dream-7B": lambda: Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-    ),
+    "LLaDA-8B": _shape(126464, 4096, 12288, 32, 32, 32),
+    "Dream-7B": _shape(152064, 3584, 18944, 28, 28, 4, kind=Qwen2Config),
     # LLaDA's architecture with about 1.5 B weights; the numbers are this project's choice.
-    "llada-1b": _llama(126464, 2048, 5634, 22, 32, num_key_value_heads=4),
+    "llada-1b": _shape(126464, 2048, 5634, 22, 32, 4),
     # LLaDA-8B with every width and the vocabulary divided by eight, and four layers: for a CPU.
-    "LLaDA-8B/8": _llama(15808, 512, 1536, 4, 4),
+    "LLaDA-8B/8": _shape(15808, 512, 1536, 4, 4, 4),
     # Small, with a vocabulary of the usual size, which is then most of it.
-    "small": _llama(32000, 256, 768, 4, 4),
-    "tiny": _llama(300, 64, 128, 2, 4, num_key_value_heads=2),
+    "small": _shape(32000, 256, 768, 4, 4, 4),
+    "tiny": _shape(300, 64, 128, 2, 4, 2),
 }
-LARGE, SMALL = ("LLaDA-8B", "Dream-7B"), ("tiny", "small")
 
 
 def device() -> str:
@@ -65,6 +64,11 @@ def device() -> str:
 def default_dtype() -> str:
     """bfloat16 on a GPU, float32 on a CPU."""
     return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def default_shapes() -> list[str]:
+    """Large shapes on a GPU, small ones on a CPU."""
+    return ["LLaDA-8B", "Dream-7B"] if torch.cuda.is_available() else ["tiny", "small"]
 
 
 def build(shape: str, dtype: torch.dtype, device: str) -> DiffusionModel:
@@ -93,32 +97,6 @@ def bytes_needed(model: DiffusionModel, rows: int, cached: int) -> int:
     table = backbone.model.embed_tokens.weight
     slot = sum(x.numel() * x.element_size() for layer in model.new_cache(1).layers for x in layer)
     return weights - table.numel() * table.element_size() + slot * (cached + rows)
-
-
-def free_bytes(device: str) -> int:
-    """Free memory of the device."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
-def check_fits(needed: dict[str, int], device: str) -> None:
-    """Raise InputError where a shape needs more bytes than are free, before any is built."""
-    free = free_bytes(device)
-    for shape, size in needed.items():
-        if size > free:
-            raise InputError(
-                f"{shape} needs about {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on "
-                f"the {device}: expected a smaller shape of {', '.join(SHAPES)}"
-            )
-
-
-def default_shapes(needed: dict[str, int], device: str) -> Sequence[str]:
-    """Return the large shapes that fit on a GPU, else small ones."""
-    fit = [shape for shape in LARGE if needed[shape] <= free_bytes(device)]
-    return fit if device == "cuda" and fit else SMALL
 
 
 def about(dtype: str) -> dict[str, Any]:
@@ -202,37 +180,20 @@ def peak_bytes(device: str, *, reset: bool = False) -> int:
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated()
     if reset:
-        with contextlib.suppress(OSError):
-            # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).
-            Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
-    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        report.reset_peak([os.getpid()])
+    return report.peak_bytes([os.getpid()]) or 0
 
 
 def in_fresh_process(
     measure: Callable[..., dict[str, Any]], *arguments: Any
 ) -> dict[str, Any] | None:
-    """Call measure(*arguments) in a process of its own, so that its memory is its own.
-
-    Returns None where the GPU's memory did not suffice. Raises RuntimeError where the process
-    failed or was killed.
-    """
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    process = context.Process(target=_serve, args=(results, measure, arguments))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise RuntimeError(f"{measure.__name__} ended with status {process.exitcode}")
-    found: dict[str, Any] | None = results.get()
-    return found
-
-
-def _serve(results: Any, measure: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        results.put(measure(*arguments))
-    except torch.cuda.OutOfMemoryError:
-        results.put(None)
+    """Call measure(*arguments) in a process of its own, so that its memory is its own; None where
+    the GPU's memory did not suffice."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(measure, *arguments).result()
+        except torch.cuda.OutOfMemoryError:
+            return None
 
 
 class RowFile:

@@ -16,7 +16,6 @@ That a kernel compiles and fits is not that it is fast.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -26,12 +25,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from benchmarks import parser
 from benchmarks.common import RowFile
 from triton_kernels import masked_kl
 from triton_kernels.confidence import confidence_of_logits
@@ -62,31 +63,26 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls that launch every kernel as decoding and training do, by name."""
     new = partial(torch.empty, device="meta", dtype=dtype)
     long = partial(torch.empty, device="meta", dtype=torch.int64)
-    for heads, kv_heads, dim in (
-        *((32, 32, 128), (28, 4, 128), (32, 8, 128)),
-        *((32, 32, dim) for dim in (64, 80, 96)),
-        (32, 8, 256),
-    ):
-        for rows in (16, 64, 1024):
-            q, k = new(rows, heads, dim), new(kv_heads, 8192, dim)
-            spans = torch.empty(rows, MAX_SPANS, 2, device="meta", dtype=torch.int32)
-            what = f"{heads} heads over {kv_heads}, dimension {dim}, {rows} rows"
-            attend = partial(span_attention, q, k, k, spans, kernel=True, check=False)
-            yield f"span attention, {what}", attend
+    wide = partial(torch.empty, device="meta")
+    shapes = [(32, 32, 128), (28, 4, 128), (32, 8, 128), (32, 8, 256)]
+    shapes += [(32, 32, dim) for dim in (64, 80, 96)]
+    for (heads, kv_heads, dim), rows in product(shapes, (16, 64, 1024)):
+        q, k = new(rows, heads, dim), new(kv_heads, 8192, dim)
+        spans = torch.empty(rows, MAX_SPANS, 2, device="meta", dtype=torch.int32)
+        what = f"{heads} heads over {kv_heads}, dimension {dim}, {rows} rows"
+        attend = partial(span_attention, q, k, k, spans, kernel=True, check=False)
+        yield f"span attention, {what}", attend
     k, keys = new(32, 4096, 128), new(32, 64, 128)
     yield "write slots", partial(write_slots, k, k, long(64), keys, keys, kernel=True)
     for sampled in (False, True):
-        wide = partial(torch.empty, device="meta")
         draws = Draws(long(64), long(64), wide(64), long(64), wide(64)) if sampled else None
         score = partial(confidence_of_logits, mask_id=5, named=long(64), draws=draws, kernel=True)
         yield f"confidence{', sampled' * sampled}", partial(score, new(64, 126464))
-    logits, wide = new(1024, 126464), partial(torch.empty, device="meta")
+    logits = new(1024, 126464)
     statistics = (wide(1024), wide(1024), wide(512))
     yield "masked KL", partial(masked_kl.add_tile, logits, *statistics)
-    yield (
-        "masked KL",
-        partial(masked_kl.difference, logits, wide(1024), wide(512), kernel=True),
-    )
+    both = (wide(1024), wide(512))
+    yield "masked KL", partial(masked_kl.difference, logits, *both, kernel=True)
 
 
 @contextmanager
@@ -168,21 +164,13 @@ def _blocks(registers: int, shared: int, warps: int, capability: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile and print; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--capability", type=int, default=90, choices=SM)
+    given = parser(__doc__)
     dtypes = ["bfloat16", "float16", "float32"]
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=dtypes)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[""],
-        metavar="TEXT",
-        help="calls with one of these in the name",
-    )
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    options = parser.parse_args(arguments)
+    given.add_argument("--capability", type=int, default=90, choices=SM)
+    given.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=dtypes)
+    given.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="calls by name")
+    given.add_argument("--json", type=Path, help="file for the numbers")
+    options = given.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("error: unset TRITON_INTERPRET: the interpreter compiles nothing", file=sys.stderr)
         return 2
@@ -194,9 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = RowFile(options.json, about)
     for dtype in options.dtypes:
         for name, call in cases(getattr(torch, dtype)):
-            if not any(text in name for text in options.only):
-                continue
-            for row in compiled(name, call, options.capability):
+            wanted = any(text in name for text in options.only)
+            for row in compiled(name, call, options.capability) if wanted else ():
                 table.add({"dtype": dtype, **asdict(row)})
                 numbers = f"{row.shared:>7}{row.registers:>10}{row.spilled:>8}{row.blocks:>7}"
                 by = " ".join(row.by) or "-"

@@ -14,24 +14,26 @@ blocks being decoded, on 512 to 4,096 cached keys:
     transformers   the model's own forward with a DynamicCache and a mask, all logits of its rows,
                    RoPE in the model's dtype
 
-By default a GPU takes those of LLaDA-8B and Dream-7B that its memory holds, a CPU the shapes tiny
-and small; it has no graph and no flex. What would not fit is an error before anything is built.
+By default a GPU takes LLaDA-8B and Dream-7B, a CPU tiny and small; it has no graph and no
+flex.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
+from benchmarks import parser
 from benchmarks.common import (
     MASK_ID,
     SHAPES,
@@ -39,15 +41,15 @@ from benchmarks.common import (
     about,
     build,
     bytes_needed,
-    check_fits,
     default_dtype,
     default_shapes,
+    device,
     seconds,
 )
 from benchmarks.kernels import decoding_spans
 from d2f.attention import NAME, SpanPlan
 from d2f.compile import CompiledRows
-from d2f.errors import CompileError, InputError
+from d2f.errors import CompileError
 from d2f.model import DiffusionModel, Fp32Rotary
 from decode.engine.batch import FlatRows, Wanted, prediction_table
 from decode.engine.cuda_graphs import GraphForwards
@@ -56,25 +58,10 @@ from triton_kernels.dispatch import VARIABLE
 Forward = Callable[[], object]
 
 
-def memory_needed(shape: str, dtype: torch.dtype, rows: int, cached: int, device: str) -> int:
-    """About how many bytes a measurement takes: weights, both caches, and the logits three times in
-    fp32; at least the two buffers that the bandwidth is measured with."""
-    model = build(shape, dtype, "meta")
-    weights = sum(p.numel() * p.element_size() for p in model.backbone.parameters())
-    slots = bytes_needed(model, rows, cached) - bytes_needed(model, 0, 0)
-    logits = 4 * rows * model.vocab_size
-    return max(weights + 2 * slots + 3 * logits, 2 * buffer_bytes(device))
-
-
-def buffer_bytes(device: str) -> int:
-    """Size of a buffer far larger than any cache."""
-    return (4 << 30) if device == "cuda" else (256 << 20)
-
-
 def bandwidth(device: str) -> float:
     """Bytes a second, read and written, of copying a buffer far larger than any cache."""
-    source = torch.empty(buffer_bytes(device), dtype=torch.uint8)
-    source = source.to(device).fill_(7)
+    source = torch.full(((4 << 30) if device == "cuda" else (256 << 20),), 7, dtype=torch.uint8)
+    source = source.to(device)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source), device, 10)
 
@@ -119,15 +106,8 @@ def _finished(static: GraphForwards, flat: FlatRows) -> object:
 
 
 def _without_kernels(run: Forward) -> object:
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "0"
-    try:
+    with patch.dict(os.environ, {VARIABLE: "0"}):
         return run()
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 @contextmanager
@@ -207,43 +187,27 @@ def try_compile(model: DiffusionModel) -> CompiledRows | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: see above")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
-    parser.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
-    parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    options = parser.parse_args(arguments)
-    device, dtype = "cuda" if cuda else "cpu", getattr(torch, options.dtype)
-    needed = {
-        shape: memory_needed(shape, dtype, max(options.rows), max(options.cached), device)
-        for shape in options.shapes or SHAPES
-    }
-    shapes = options.shapes or default_shapes(needed, device)
-    try:
-        check_fits({shape: needed[shape] for shape in shapes}, device)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    speed = bandwidth(device)
+    given = parser(__doc__)
+    given.add_argument("--shapes", nargs="+", choices=SHAPES, default=default_shapes())
+    given.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128])
+    given.add_argument("--cached", type=int, nargs="+", default=[512, 2048, 4096])
+    given.add_argument("--dtype", default=default_dtype())
+    given.add_argument("--repeat", type=int, default=20)
+    given.add_argument("--json", type=Path, help="file for the numbers")
+    options = given.parse_args(arguments)
+    speed = bandwidth(device())
     facts: dict[str, Any] = {**about(options.dtype), "bytes_per_second": speed}
     print(f"{facts['device']}, {options.dtype}, {speed / 1e9:.0f} GB/s, torch {facts['torch']}; ms")
     table = RowFile(options.json, facts)
-    for shape in shapes:
-        model = build(shape, dtype, device)
+    for shape in options.shapes:
+        model = build(shape, getattr(torch, options.dtype), device())
         compiled = try_compile(model)
-        for cached in options.cached:
-            for rows in options.rows:
-                floor = 1e3 * bytes_needed(model, rows, cached) / speed
-                found = measure(model, rows, cached, device, options.repeat, compiled)
-                sizes = {"shape": shape, "rows": rows, "cached": cached, "floor": floor}
-                table.add({**sizes, **found})
-                times = "".join(f"  {way} {ms:.3f} ({ms / floor:.2f})" for way, ms in found.items())
-                print(f"{shape:<9}{rows:>4} on {cached:<5} floor {floor:.3f}{times}", flush=True)
+        for cached, rows in product(options.cached, options.rows):
+            floor = 1e3 * bytes_needed(model, rows, cached) / speed
+            found = measure(model, rows, cached, device(), options.repeat, compiled)
+            table.add({"shape": shape, "rows": rows, "cached": cached, "floor": floor, **found})
+            times = "".join(f"  {way} {ms:.3f} ({ms / floor:.2f})" for way, ms in found.items())
+            print(f"{shape:<9}{rows:>4} on {cached:<5} floor {floor:.3f}{times}", flush=True)
         del model, compiled
     return 0
 

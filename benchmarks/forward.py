@@ -19,9 +19,7 @@ milliseconds: `cpu` is the processor time of the whole process, the others are w
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -37,6 +35,8 @@ import transformers
 import d2f
 import decode
 import decode.engine.engine
+from benchmarks import parser
+from benchmarks.common import seconds as seconds_of
 from d2f.files import write_beside
 from d2f.model import DiffusionModel
 from d2f.tasks import make_problems
@@ -47,6 +47,7 @@ from decode.engine.cuda_graphs import GraphForwards
 from decode.engine.engine import Engine
 from decode.engine.prompts import encode
 from decode.engine.request import Request
+from decode.report import environment
 from decode.step import Step
 
 REPEAT = 50  # of the products alone
@@ -164,43 +165,39 @@ def products(model: DiffusionModel, rows: int, read: int) -> float:
         layers = [(layer, layer.in_features) for layer in found]
     inputs = [torch.randn(1, rows, width, **kind) for _, width in layers]
     last = torch.randn(1, read, model.backbone.lm_head.in_features, **kind)
-    times = []
+
+    def all_of_them() -> None:
+        for (layer, _), x in zip(layers, inputs, strict=True):
+            layer(x)
+        model.backbone.lm_head(last)
+
     with torch.inference_mode():
-        for _ in range(REPEAT):
-            began = time.perf_counter()
-            for (layer, _), x in zip(layers, inputs, strict=True):
-                layer(x)
-            model.backbone.lm_head(last)
-            if model.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        return seconds_of(all_of_them, model.device.type, REPEAT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
-    parser.add_argument("--task", default="story", choices=TASKS)
-    parser.add_argument("--problems", type=int, default=16, help="held-out problems (default 16)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N")
-    parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--compile", action="store_true", help="through torch.compile")
-    parser.add_argument("--profile", action="store_true", help="the operators instead")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--model", default="tiny-d2f", help="folder, hub name or bundled model")
+    given.add_argument("--task", default="story", choices=TASKS)
+    given.add_argument("--problems", type=int, default=16, help="held-out problems (default 16)")
+    given.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N")
+    given.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
+    given.add_argument("--device", help="default: cuda where there is one")
+    given.add_argument("--compile", action="store_true", help="through torch.compile")
+    given.add_argument("--profile", action="store_true", help="the operators instead")
+    given.add_argument("--json", type=Path, help="file for the numbers")
+    options = given.parse_args(arguments)
     transformers.utils.logging.disable_progress_bar()
     model = d2f.load(options.model, dtype=options.dtype, device=options.device)
     if options.compile:
         model.compile()
+    about = environment(model)
     print(
-        f"{options.model} on {options.task}, {options.problems} problems; {model.device}, "
-        f"{model.dtype}, {model.threads} threads, "
-        f"{'compiled' if options.compile else 'not compiled'}; torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}"
+        f"{options.model} on {options.task}, {options.problems} problems; {about['device']}, "
+        f"{about['dtype']}, {about['threads']} threads, "
+        f"{'compiled' if options.compile else 'not compiled'}; torch {about['torch']}, "
+        f"transformers {about['transformers']}, Python {about['python']}"
     )
     if options.profile:
         requests = requests_of(model, options.task, options.problems)

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks import parser
 from benchmarks.common import (
     RowFile,
     about,
@@ -243,25 +244,20 @@ def show(table: RowFile, row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    given = parser(__doc__)
     cuda = device() == "cuda"
     kinds = {"attention": attention, "loss": loss, "confidence": confidence}
-    parser.add_argument("kernel", choices=kinds)
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--cached", type=int, nargs="+", default=[512, 4096] if cuda else [512])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[4096] if cuda else [512])
-    parser.add_argument(
-        "--vocabularies", type=int, nargs="+", default=[126464, 152064] if cuda else [8192]
-    )
-    parser.add_argument("--width", type=int, default=4096 if cuda else 256, help="of hidden states")
-    parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    options = parser.parse_args(arguments)
+    vocabularies = [126464, 152064] if cuda else [8192]
+    given.add_argument("kernel", choices=kinds)
+    given.add_argument("--rows", type=int, nargs="+", default=[16, 64, 128])
+    given.add_argument("--cached", type=int, nargs="+", default=[512, 4096] if cuda else [512])
+    given.add_argument("--lengths", type=int, nargs="+", default=[4096] if cuda else [512])
+    given.add_argument("--vocabularies", type=int, nargs="+", default=vocabularies)
+    given.add_argument("--width", type=int, default=4096 if cuda else 256, help="of hidden states")
+    given.add_argument("--dtype", default=default_dtype())
+    given.add_argument("--repeat", type=int, default=20)
+    given.add_argument("--json", type=Path, help="file for the numbers")
+    options = given.parse_args(arguments)
     facts = about(options.dtype)
     print(f"{facts['device']}, {options.dtype}, torch {facts['torch']}; ms")
     kinds[options.kernel](options, RowFile(options.json, facts))

@@ -1,4 +1,4 @@
-"""python -m benchmarks.make_models [--models NAME,...] [--problems 500]
+"""python -m benchmarks.make_models [--models NAME ...] [--problems 500]
 
 Train the models that ship in d2f/models again, measure them on held-out problems and write their
 cards. Hours on a CPU; what is already trained in runs/ is kept, a killed run goes on. For a
@@ -8,7 +8,6 @@ elsewhere: d2f train --config NAME.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,12 +21,14 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from benchmarks import parser
 from d2f.config import read_mapping
 from d2f.errors import InputError
 from d2f.files import write_beside, writing_folder
 from d2f.shipped import TRAINING, shipped
 from d2f.tasks.task import RESPONSE_LENGTH
 from decode.decoders import DECODERS
+from decode.report import markdown_table
 from distill.config import read_config
 from distill.export import curve, data_name, front_matter
 
@@ -106,30 +107,14 @@ KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, ship and measure each model in turn."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.make_models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--problems", type=int, default=500, help="held-out problems a task (default 500)"
-    )
-    parser.add_argument(
-        "--models", default=",".join(NAMES), help=f"some of {','.join(NAMES)}, in this order"
-    )
-    options = parser.parse_args(arguments)
-    names, readme = options.models.split(","), ROOT / "README.md"
-    if set(names) - set(NAMES):
-        parser.error(f"--models must be among {','.join(NAMES)}, got {options.models}")
+    given = parser(__doc__)
+    given.add_argument("--problems", type=int, default=500, help="held-out problems a task")
+    given.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
+    options = given.parse_args(arguments)
+    readme = ROOT / "README.md"
+    os.chdir(ROOT)
     try:
-        if not readme.is_file() or MARKS[0] not in readme.read_text(encoding="utf-8"):
-            raise InputError(
-                f"the models go to {MODELS} and their table to {readme}, which is not there: "
-                "expected a checkout of the repository (pip install --editable); to train one of "
-                "them into this folder: d2f train --config NAME"
-            )
-        os.chdir(ROOT)
-        for name in names:
+        for name in options.models:
             make(name, options.problems)
         before, _, rest = readme.read_text(encoding="utf-8").partition(MARKS[0])
         after = rest.partition(MARKS[1])[2]
@@ -207,20 +192,19 @@ def measure(name: str, problems: int) -> list[dict[str, Any]]:
 
 def results_table() -> str:
     """Make the README's table of the measurements that lie beside the shipped models."""
-    lines = [
-        "| model | decoder | task | right of 500 | tokens a forward | forwards a problem |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = "model", "decoder", "task", "right of 500", "tokens a forward", "forwards a problem"
+    rows = []
     for name in NAMES:
         path = MODELS / name / EVALUATION
         for report in json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []:
             for row in report["rows"]:
-                lines.append(
-                    f"| `{name}` | {report['label']} | {row['task']} | {row['right']} "
-                    f"({row['accuracy']:.1%}) | {row['tokens_per_forward']:.2f} "
-                    f"| {row['forwards'] / row['problems']:.1f} |"
+                right = f"{row['right']} ({row['accuracy']:.1%})"
+                work = (
+                    f"{row['tokens_per_forward']:.2f}",
+                    f"{row['forwards'] / row['problems']:.1f}",
                 )
-    return "\n".join(lines)
+                rows.append((f"`{name}`", report["label"], row["task"], right, *work))
+    return "\n".join(markdown_table(head, rows))
 
 
 def log_of(name: str) -> list[dict[str, Any]]:
@@ -250,10 +234,17 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
     if config.init_adapter is not None:
         starts_from += f" with the adapter {config.init_adapter}"
     used = reports[0]["environment"]
+    head = ("decoder", "task", "right", "accuracy", "95 % interval", "tokens a forward", "forwards")
     rows = [
-        f"| {report['label']} | {row['task']} | {row['right']} of {row['problems']} "
-        f"| {row['accuracy']:.1%} | {row['accuracy_low']:.1%} to {row['accuracy_high']:.1%} "
-        f"| {row['tokens_per_forward']:.2f} | {row['forwards'] / row['problems']:.1f} |"
+        (
+            report["label"],
+            row["task"],
+            f"{row['right']} of {row['problems']}",
+            f"{row['accuracy']:.1%}",
+            f"{row['accuracy_low']:.1%} to {row['accuracy_high']:.1%}",
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['forwards'] / row['problems']:.1f}",
+        )
         for report in reports
         for row in report["rows"]
     ]
@@ -303,9 +294,7 @@ def card(name: str, reports: list[dict[str, Any]]) -> str:
         "each problem's key), greedy. Visible tokens are those before the first end token; "
         "forwards are calls of the model that a request was in.",
         "",
-        "| decoder | task | right | accuracy | 95 % interval | tokens a forward | forwards |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
+        *markdown_table(head, rows),
         "",
         f"Measured {used['date']} on {used['device']}, {used['threads']} threads, "
         f"{used['dtype']}, torch {used['torch']}, transformers {used['transformers']}, Python "

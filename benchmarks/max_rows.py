@@ -1,18 +1,16 @@
-"""Compare the default `max_rows` with fixed windows of verified WeDLM.
+"""python -m benchmarks.max_rows --json benchmarks/results/max-rows.json
 
-    python -m benchmarks.max_rows --json benchmarks/results/max-rows.json
-
-A window drafts so many tokens a forward; the tokens are the same for every window. With few
-requests in flight rows are nearly free and wide windows win, with many each row costs. `max_rows`
-narrows the window where many requests run: printed are visible tokens a second of each fixed
-window and of the default, and the default over the best fixed window of each point. All settings
-take turns in one process, so that what else the machine does hits all of them; with one thread
-(OMP_NUM_THREADS=1) seconds are those of the processor, without what other programs take.
+Compare the default `max_rows` with fixed windows of verified WeDLM. A window drafts so many tokens
+a forward; the tokens are the same for every window. With few requests in flight rows are nearly
+free and wide windows win, with many each row costs. `max_rows` narrows the window where many
+requests run: printed are visible tokens a second of each fixed window and of the default, and the
+default over the best fixed window of each point. All settings take turns in one process, so that
+what else the machine does hits all of them; with one thread (OMP_NUM_THREADS=1) seconds are those
+of the processor, without what other programs take.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -24,6 +22,7 @@ import torch
 
 import d2f
 import decode
+from benchmarks import parser
 from d2f.model import DiffusionModel
 from d2f.tasks import find_task, make_problems
 from decode.report import environment, markdown_table
@@ -73,12 +72,12 @@ def measure(task: str, settings: Sequence[int | str], repeat: int) -> list[dict[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and write the summary."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.max_rows", description=__doc__)
-    parser.add_argument("--tasks", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--max-rows", nargs="*", default=[], help="other values to try")
-    parser.add_argument("--repeat", type=int, default=5, help="turns that count")
-    parser.add_argument("--json", type=Path, help="where to write the summary")
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--tasks", nargs="+", default=list(MODELS), choices=MODELS)
+    given.add_argument("--max-rows", nargs="*", default=[], help="other values to try")
+    given.add_argument("--repeat", type=int, default=5, help="turns that count")
+    given.add_argument("--json", type=Path, help="where to write the summary")
+    options = given.parse_args(arguments)
     named = [DEFAULT, *(f"{rows} rows" for rows in options.max_rows)]
     rows = [row for t in options.tasks for row in measure(t, [*WINDOWS, *named], options.repeat)]
     header = ["task", "in flight", *map(str, WINDOWS), *named, *(f"{n} / best" for n in named)]

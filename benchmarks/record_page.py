@@ -7,27 +7,27 @@ took; the seconds that are shown are those of a second run, as the first one war
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
-import subprocess
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.browser import chromium, find_chromium
+from benchmarks import parser
+from benchmarks.serve_load import serving
 from d2f.command import command
 from d2f.errors import InputError
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
     Frame = tuple[bytes, int]  # a PNG, and the milliseconds for which it is shown
 
 MODELS = ("tiny-d2f", "tiny-ar")
-SERVING = "serving on "
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 860, 740  # pixels; a README is about 800 wide
 MOST_BYTES = 2_000_000
 STEP, PAUSE, LAST = 330, 1300, 2500  # milliseconds
@@ -36,18 +36,14 @@ STEP, PAUSE, LAST = 330, 1300, 2500  # milliseconds
 @command(interrupted="interrupted; nothing was written")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.record_page",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, required=True, help="the file, .webp")
-    parser.add_argument("--example", type=int, default=1, help="number of a held-out problem")
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--output", type=Path, required=True, help="the file, .webp")
+    given.add_argument("--example", type=int, default=1, help="number of a held-out problem")
+    options = given.parse_args(arguments)
     browser = find_chromium()
     if browser is None:
         raise InputError("expected chromium on the path (Debian: apt-get install chromium)")
-    with served() as url, chromium(browser) as found:
+    with serving(MODELS) as (url, _), chromium(browser) as found:
         page = found.new_page(
             viewport={"width": WIDTH, "height": HEIGHT},
             color_scheme="light",
@@ -58,24 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(frames, options.output)
 
 
+def find_chromium() -> str | None:
+    """Find chromium on the path."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
 @contextmanager
-def served() -> Iterator[str]:
-    """Serve both models in a process of its own and yield the address."""
-    named = [word for model in MODELS for word in ("--model", model)]
-    command = [sys.executable, "-m", "decode.serve", *named, "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    said = []
-    try:
-        for line in server.stderr:
-            said.append(line)
-            if line.startswith(SERVING):
-                yield line.removeprefix(SERVING).strip()
-                return
-        raise InputError(f"the server ended: {''.join(said).strip()}")
-    finally:
-        server.terminate()
-        server.communicate()
+def chromium(path: str) -> Iterator[Browser]:
+    """Start a browser without a window."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
 
 
 def record(page: Page, example: int) -> Iterator[Frame]:

@@ -6,10 +6,10 @@ of the decoders' options.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import parser
 from benchmarks.ablation import Ablation
 from d2f.config import Section
 from d2f.tasks.data_task import TaskFile
@@ -181,12 +181,8 @@ def _option(option: Option) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.reference_page",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.parse_args()
+    given = parser(__doc__)
+    given.parse_args()
     print(reference(), end="")
 
 

@@ -19,17 +19,19 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import parser
+
 WAYS = ("engine", "whole", "streamed")
 BATCH = 32
 LENGTH = 64  # most new tokens
-PATIENCE = 300.0  # seconds until a server must be there
+SERVING = "serving on "
 
 
 @contextmanager
@@ -37,24 +39,22 @@ def serving(models: Sequence[str], *arguments: str, threads: int = 1) -> Iterato
     """Serve models in a process of its own: the address, and the process's id."""
     command = [sys.executable, "-m", "decode.serve", "--port", "0", *arguments]
     command += [part for model in models for part in ("--model", model)]
-    with tempfile.TemporaryFile("w+") as log:
-        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        process = subprocess.Popen(command, stderr=log, env=env)
-        try:
-            end = time.monotonic() + PATIENCE
-            while True:
-                log.seek(0)
-                said = log.read()
-                url = next((w for w in said.split() if w.startswith("http://")), None)
-                if url is not None:
-                    break
-                if process.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the server did not start: {said[-2000:]}")
-                time.sleep(0.1)
-            yield url, process.pid
-        finally:
-            process.terminate()
-            process.wait(60)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stderr is not None
+    said = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if line.startswith(SERVING):
+                # What it says from here on must not fill the pipe.
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                yield line.removeprefix(SERVING).strip(), process.pid
+                return
+        raise RuntimeError(f"the server ended: {''.join(said)[-2000:]}")
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 async def timed(
@@ -149,27 +149,19 @@ def described(speeds: dict[str, dict[int, list[float]]], users: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.serve_load",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default="tiny-d2f")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--problems", type=int, default=96, help="a run")
-    parser.add_argument("--repeat", type=int, default=6, help="at least 2")
-    parser.add_argument("--threads", type=int, default=1, help="of a forward")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serve/cost.json"))
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--model", default="tiny-d2f")
+    given.add_argument("--in-flight", type=int, nargs="+", default=[1, 8, 32])
+    given.add_argument("--problems", type=int, default=96, help="a run")
+    given.add_argument("--repeat", type=int, default=6, help="at least 2")
+    given.add_argument("--threads", type=int, default=1, help="of a forward")
+    given.add_argument("--json", type=Path, default=Path("benchmarks/results/serve/cost.json"))
+    options = given.parse_args(arguments)
     limits = ("--max-batch", str(BATCH))
     with serving([options.model], *limits, threads=options.threads) as (url, _):
         speeds = asyncio.run(measure(url, options))
-    report = {
-        "model": options.model,
-        "threads": options.threads,
-        "problems": options.problems,
-        "tokens_per_second": speeds,
-    }
+    report = {key: getattr(options, key) for key in ("model", "threads", "problems")}
+    report["tokens_per_second"] = speeds
     options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 

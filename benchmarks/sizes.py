@@ -8,13 +8,13 @@ read. GB are 1e9 bytes. The tables of docs/gpu.md are written from it by
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 import d2f
+from benchmarks import parser
 from benchmarks.common import SHAPES, build
 from d2f.model import DiffusionModel
 from d2f.quantize import QUANTISATIONS
@@ -163,13 +163,9 @@ def decoding_table(models: Sequence[str] = MODELS) -> str:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sizes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--models", nargs="+", default=MODELS, help="shapes, or checkpoints")
-    models = parser.parse_args().models
+    given = parser(__doc__)
+    given.add_argument("--models", nargs="+", default=MODELS, help="shapes, or checkpoints")
+    models = given.parse_args().models
     print(f"{weights_table(models)}\n\n{decoding_table(models)}")
 
 

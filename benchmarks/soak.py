@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import parser
 from benchmarks.serve_load import serving
 
 DECODERS: dict[str, list[dict[str, Any]]] = {
@@ -131,10 +132,9 @@ async def send_bad(client: Any, body: dict[str, Any], wrong: dict[str, Any]) -> 
 
     body = body | wrong
     extra = {k: v for k, v in body.items() if k not in ("model", "prompt")}
+    named = {"model": body["model"], "prompt": body["prompt"]}
     try:
-        await client.completions.create(
-            model=body["model"], prompt=body["prompt"], extra_body=extra
-        )
+        await client.completions.create(**named, extra_body=extra)
     except (openai.BadRequestError, openai.NotFoundError):
         return "refused"
     return f"lost: a malformed request was answered: {body}"
@@ -188,17 +188,13 @@ async def soak(url: str, pid: int, options: argparse.Namespace) -> dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--distinct", type=int, default=400, help="different ones of these")
-    parser.add_argument("--in-flight", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serve/soak.json"))
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--requests", type=int, default=10_000)
+    given.add_argument("--distinct", type=int, default=400, help="different ones of these")
+    given.add_argument("--in-flight", type=int, default=40)
+    given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--json", type=Path, default=Path("benchmarks/results/serve/soak.json"))
+    options = given.parse_args(arguments)
     few = ("--max-batch", "16", "--max-waiting", "16")  # so that the queue is full now and then
     with serving(list(DECODERS), *few) as (url, pid):
         report = asyncio.run(soak(url, pid, options))

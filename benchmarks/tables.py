@@ -6,7 +6,6 @@ the evaluations beside the bundled models, and what decoders and quantisations s
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Callable
@@ -14,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.results import markdown, read_runs
+from benchmarks import parser
+from benchmarks.gpu import markdown, read_runs
 from benchmarks.make_models import results_table
 from benchmarks.sizes import decoding_table, weights_table
 from d2f.files import write_beside
-from d2f.quantize import QUANTISATIONS, Quantisation
+from d2f.quantize import QUANTISATIONS
 from decode.report import markdown_table
 
 ROOT = Path(__file__).parent.parent
@@ -153,24 +153,16 @@ def comparison() -> str:
 def quantisations() -> str:
     """Make a row for each value of --quantize."""
     head = ("`--quantize`", "weights", "activations", "by", "CPU", "CUDA GPU")
-    rows = [
-        (f"`{name}`", q.weights, q.activations, q.library, _on_cpu(name, q), _on_cuda(q))
-        for name, q in QUANTISATIONS.items()
-    ]
+    rows = []
+    for name, q in QUANTISATIONS.items():
+        cpu = "yes; slow without AVX512-VNNI or AMX" if name == "int8" else "yes"
+        cpu = f"no: {q.no_cpu}" if q.no_cpu else cpu
+        cuda = "yes"
+        if q.capability is not None:
+            major, minor = q.capability
+            cuda = f"compute capability {major}.{minor}" + ", bfloat16" * q.bf16
+        rows.append((f"`{name}`", q.weights, q.activations, q.library, cpu, cuda))
     return "\n".join(markdown_table(head, rows))
-
-
-def _on_cpu(name: str, found: Quantisation) -> str:
-    if found.no_cpu:
-        return f"no: {found.no_cpu}"
-    return "yes; slow without AVX512-VNNI or AMX" if name == "int8" else "yes"
-
-
-def _on_cuda(found: Quantisation) -> str:
-    if found.capability is None:
-        return "yes"
-    major, minor = found.capability
-    return f"compute capability {major}.{minor}" + ", bfloat16" * found.bf16
 
 
 def measured_on_gpus() -> str:
@@ -201,11 +193,7 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def main() -> None:
     """Rewrite every block."""
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.tables",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
+    parser(__doc__).parse_args()
     for name, (place, make) in BLOCKS.items():
         page = ROOT / place
         write_beside(page, with_block(page.read_text(encoding="utf-8"), name, make()))

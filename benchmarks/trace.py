@@ -6,7 +6,6 @@ request, one training step from a row of JSONL to its loss, and the modules that
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -15,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
+
+from benchmarks import parser
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("triton_kernels", "d2f", "decode", "distill")
@@ -61,34 +63,29 @@ def step() -> dict[str, int]:
     asked: list[dict[str, int]] = []
     plain = trainer.StopRequest.asked  # looked at between two steps
 
-    with tempfile.TemporaryDirectory() as folder, entered() as calls:
+    def between_two_steps(self: trainer.StopRequest) -> int:
+        asked.append(dict(calls))
+        return plain(self)
 
-        def between_two_steps(self: trainer.StopRequest) -> int:
-            asked.append(dict(calls))
-            return plain(self)
-
-        trainer.StopRequest.asked = between_two_steps  # type: ignore[method-assign]
-        try:
-            rows = Path(folder) / "rows.jsonl"
-            row = {"prompt": "Use 3, 5 and 7 to make 22.", "response": "3*5=15\n15+7=22"}
-            rows.write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
-            flags = {"data": json.dumps({"file": str(rows), "row_length": 64, "rows": 2})}
-            flags |= {"output": f"{folder}/run", "tracker": "none", "log_every": "100"}
-            given = [part for key, value in flags.items() for part in (f"--{key}", value)]
-            trainer.train(read_config("tiny-d2f", given), stop_after=3)
-        finally:
-            trainer.StopRequest.asked = plain  # type: ignore[method-assign]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        entered() as calls,
+        patch.object(trainer.StopRequest, "asked", between_two_steps),
+    ):
+        rows = Path(folder) / "rows.jsonl"
+        row = {"prompt": "Use 3, 5 and 7 to make 22.", "response": "3*5=15\n15+7=22"}
+        rows.write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
+        flags = {"data": json.dumps({"file": str(rows), "row_length": 64, "rows": 2})}
+        flags |= {"output": f"{folder}/run", "tracker": "none", "log_every": "100"}
+        given = [part for key, value in flags.items() for part in (f"--{key}", value)]
+        trainer.train(read_config("tiny-d2f", given), stop_after=3)
     before, after = asked[1:3]
     return {path: n - before.get(path, 0) for path, n in after.items() if n > before.get(path, 0)}
 
 
 def main() -> None:
     """Print each way's files, with the calls into each."""
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.trace",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
+    parser(__doc__).parse_args()
     for name, found in (("a D2F forward", forward()), ("a training step", step())):
         print(f"{name}: {len(found)} files, {sum(found.values())} calls")
         for path, calls in sorted(found.items()):

@@ -14,13 +14,11 @@ teacher's entropy. Each measurement is a process of its own, and its first step,
 not counted. The peak is that of a later step: on a GPU all that is allocated, on a CPU what the
 step takes beyond what is there before it, by the operating system's count. `--repetitions` measures
 the ways in turn several times and prints medians; the file has them all. The shape is LLaDA-8B on a
-GPU by default and small on a CPU; what would not fit into the memory is an error before anything is
-built.
+GPU by default and small on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import statistics
@@ -34,13 +32,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import parser
 from benchmarks.common import (
     MASK_ID,
     SHAPES,
     RowFile,
     about,
     build,
-    check_fits,
     default_dtype,
     in_fresh_process,
     peak_bytes,
@@ -49,7 +47,6 @@ from benchmarks.common import (
 from d2f import noise
 from d2f import spans as sp
 from d2f.adapters import new_lora
-from d2f.errors import InputError
 from d2f.model import DiffusionModel
 from d2f.spans import block_ends
 from distill.config import Data, TrainConfig
@@ -188,41 +185,20 @@ def peak_of(step: Callable[[], None], device: str) -> int:
     return peak_bytes(device) - (before if device == "cpu" else 0)
 
 
-def least_memory(
-    shape: str, dtype: torch.dtype, samples: int, length: int, ways: Sequence[str]
-) -> int:
-    """Bytes that a step takes at the least: weights, and for the plain one the logits of student
-    and teacher, the teacher's softmax and the gradient of the logits."""
-    model = build(shape, dtype, "meta")
-    weights = sum(p.numel() for p in model.backbone.parameters())
-    logits = 4 * samples * length * model.vocab_size if "plain" in ways else 0
-    return (weights + logits) * dtype.itemsize
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--shape", default="LLaDA-8B" if cuda else "small", choices=SHAPES)
-    parser.add_argument("--samples", type=int, default=1, help="sequences in a step")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of each")
-    parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--checkpointing", action="store_true", help="of activations")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
-    parser.add_argument("--repeat", type=int, default=5, help="steps in a measurement")
-    parser.add_argument("--repetitions", type=int, default=1, help="measurements of each way")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    options = parser.parse_args(arguments)
-    least = least_memory(
-        options.shape, getattr(torch, options.dtype), options.samples, options.length, options.ways
-    )
-    try:
-        check_fits({options.shape: least}, "cuda" if cuda else "cpu")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    given = parser(__doc__)
+    large = "LLaDA-8B" if torch.cuda.is_available() else "small"
+    given.add_argument("--shape", default=large, choices=SHAPES)
+    given.add_argument("--samples", type=int, default=1, help="sequences in a step")
+    given.add_argument("--length", type=int, default=1024, help="tokens of each")
+    given.add_argument("--dtype", default=default_dtype())
+    given.add_argument("--checkpointing", action="store_true", help="of activations")
+    given.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
+    given.add_argument("--repeat", type=int, default=5, help="steps in a measurement")
+    given.add_argument("--repetitions", type=int, default=1, help="measurements of each way")
+    given.add_argument("--json", type=Path, help="file for the numbers")
+    options = given.parse_args(arguments)
     facts = about(options.dtype)
     print(
         f"{facts['device']}, {options.dtype}, torch {facts['torch']}; {options.shape}, "

@@ -1,7 +1,8 @@
-"""Summarise measurements: intervals, the machine they were made on, Markdown tables."""
+"""Summarise measurements: intervals, the machine and memory that they took, Markdown tables."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import time
@@ -153,6 +154,26 @@ def processor() -> str:
             if entry.startswith("model name"):
                 return entry.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def reset_peak(pids: Iterable[int]) -> None:
+    """Let each process's peak begin anew."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pids: Iterable[int]) -> int | None:
+    """Sum the processes' peaks (pages that two of them share count twice); None where they cannot
+    be read."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    total += int(line.split()[1]) * 1024
+    return total or None
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -2,15 +2,13 @@
 
     with workers(options) as crew:                          # options.workers, options.address
         run = crew.ask(describe)                            # of a model that is loaded elsewhere
-        for key, found in crew.map(work, items, 64):     # as they finish, each once
+        for key, found in crew.map(work, items, 64):        # as they finish, each once
             ...
 
 One worker needs no Ray and imports none. With several, this process reads no weights: it hands out
 chunks of items and takes back their results, so that it alone writes. Ray restarts a worker that
-dies and gives it the chunk again.
-
-Plain actors and not Ray Data: `map_batches` starts its actors anew for each job, and tuning, which
-asks pass after pass, would load the model for each of them.
+dies and gives it the chunk again. They are plain actors: Ray Data starts its own anew for each job,
+and tuning, which asks pass after pass, would load the model for each.
 """
 
 from __future__ import annotations
@@ -200,9 +198,7 @@ def ray_session(
     Args:
         address: of a cluster; default RAY_ADDRESS. Without either Ray is started on 127.0.0.1 and
             stopped at the end. A process that has called `ray.init` keeps its own.
-        workers: how many.
-        option: what asked for them, for errors.
-        gpus: that each needs.
+        workers: how many. option: what asked for them, for errors. gpus: that each needs.
         log_to_driver: show on standard error what the workers write.
 
     Raises InputError where Ray is not installed, for a cluster that is not there, and for more
@@ -210,38 +206,38 @@ def ray_session(
     """
     require_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    local = address == "local"
-    if local:
-        here = {"CPU": cores_here()}
-        if gpus:
-            import torch
-
-            here["GPU"] = torch.cuda.device_count()
+    settings: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    if address == "local":
+        here = {"CPU": cores_here(), "GPU": _gpus_here() if gpus else 0}
         cores = share([here], workers, option, gpus)
+        settings |= {"num_cpus": here["CPU"], "include_dashboard": False}
+        if "ray" not in sys.modules:
+            # Read when Ray is imported: without it, it would listen on other addresses, too.
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, said each time
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if local and "ray" not in sys.modules:
-        # Read when Ray is imported: without it, it would listen on this machine's other addresses.
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, which said so each time
     import ray
 
     if ray.is_initialized():
         yield share(nodes(), workers, option, gpus)
         return
-    settings: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
-    if local:
-        settings |= {"num_cpus": here["CPU"], "include_dashboard": False}
-    else:
-        _check_there(address)
     try:
         try:
+            if address not in ("local", "auto"):
+                _check_there(address)
             ray.init(address, **settings)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(f"no Ray cluster can be used at {address}: {reason}") from error
-        yield cores if local else share(nodes(), workers, option, gpus)
+        yield cores if address == "local" else share(nodes(), workers, option, gpus)
     finally:  # also of a Ctrl-C while it starts
         ray.shutdown()
+
+
+def _gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def share(there: Sequence[Mapping[str, float]], workers: int, option: str, gpus: int = 0) -> int:
@@ -280,15 +276,8 @@ def cores_here() -> int:
 
 
 def _check_there(address: str) -> None:
-    """Raise InputError where nobody listens at HOST:PORT; Ray itself would try for minutes."""
+    """Raise OSError where nobody listens at HOST:PORT; Ray itself would try for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if address == "auto":
-        return
     if not host or not port.isdigit():
-        raise InputError(
-            f"a Ray cluster: expected HOST:PORT, ray://HOST:PORT or auto, got {address!r}"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise InputError(f"no Ray cluster can be used at {address}: {error}") from error
+        raise ValueError("expected HOST:PORT, ray://HOST:PORT or auto")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()

@@ -29,6 +29,7 @@ from d2f.config import (
     read_mapping,
 )
 from d2f.errors import InputError
+from d2f.flags import check_model_name
 from d2f.models import resolve
 from d2f.shipped import COMPARISON, DECODING, find_config
 from d2f.tasks import Problem, Task, find_tasks
@@ -309,13 +310,13 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> CompareConfi
     values = read_mapping(find_config(path, *COMPARISON))
     override(values, overrides, CompareConfig)
     config = check(CompareConfig, values, str(path))
-    for entry in config.entries:
-        for task in config.chosen or (None,):
-            if isinstance(entry, Ours):
-                with named(entry):
-                    settings = decoder_settings(entry, task.name if task else None)
-                    if settings.name is not None:  # else the model decides which decoder it is
-                        settings.check([config.length(task)])
+    for entry in (entry for entry in config.entries if isinstance(entry, Ours)):
+        with named(entry):
+            check_model_name(entry.model)
+            for task in config.chosen or (None,):
+                settings = decoder_settings(entry, task.name if task else None)
+                if settings.name is not None:  # else the model decides which decoder it is
+                    settings.check([config.length(task)])
     return config
 
 

@@ -21,15 +21,9 @@ from d2f.quantize import check_quantize
 from decode.cli import outline
 from decode.compare.client import NO_KEY, Client, Run, check_endpoint
 from decode.compare.config import CompareConfig, Endpoint, Ours, Transformers, Vllm, Workload, named
-from decode.compare.local import (
-    Worker,
-    encode_all,
-    peak_bytes,
-    prepare,
-    reset_peak,
-    tokenizer_of,
-)
+from decode.compare.local import Worker, encode_all, prepare, tokenizer_of
 from decode.compare.server import VllmServer, check_python
+from decode.report import peak_bytes, reset_peak
 
 DEATH_SECONDS = 2.0  # after a request has failed, in which its server may turn out to be dead
 

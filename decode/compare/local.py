@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from decode.compare.client import Answer, Run
 from decode.compare.config import Ours, Transformers, Workload, decoder_settings, named
 from decode.decoders import Decoder, qualified_name
 from decode.engine.prompts import check, encode
+from decode.report import peak_bytes, reset_peak
 from decode.step import Event
 
 Local = Ours | Transformers
@@ -257,7 +257,7 @@ class Worker:
     """A process for one entry, or for several that all use the first one's model.
 
     facts: what the report says of each, by name. verbose: the process shows what other libraries
-    say. Raises InputError where the process ends, in any method.
+    say. Raises InputError where the process fails, in any method.
     """
 
     def __init__(self, entries: Sequence[Local], workloads: list[Workload], verbose: bool = False):
@@ -291,10 +291,14 @@ class Worker:
         """Call a function in the process and return what it returns."""
         try:
             return self._pool.submit(function, *arguments).result()
+        except InputError:
+            raise
         except BrokenProcessPool as error:
             raise InputError(
                 f"entry {self.name}: its process ended, perhaps killed for want of memory"
             ) from error
+        except Exception as error:  # its cause is the traceback there, as text
+            raise InputError(f"entry {self.name} failed: {error.__cause__ or error!r}") from error
 
 
 # In the process itself.
@@ -343,7 +347,7 @@ def _run(name: str, workload: str, count: int, concurrency: int) -> Run:
     return run
 
 
-# Prompts and memory, of local and of served entries.
+# Prompts, of local and of served entries.
 
 
 def tokenizer_of(name: str) -> Any:
@@ -366,23 +370,3 @@ def encode_all(tokenizer: Any, workload: Workload, name: str) -> list[list[int]]
     return [
         encode(model, item.prompt, f"entry {name}: {item.id}", raw=True) for item in workload.items
     ]
-
-
-def reset_peak(pids: Iterable[int]) -> None:
-    """Reset each process's peak."""
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            # 5 sets VmHWM, the peak, back to what is resident now (proc(5)).
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def peak_bytes(pids: Iterable[int]) -> int | None:
-    """Sum the processes' peaks (pages that two of them share count twice); None where they cannot
-    be read."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    total += int(line.split()[1]) * 1024
-    return total or None

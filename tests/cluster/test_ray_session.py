@@ -33,8 +33,3 @@ def test_the_workers_fit_with_their_cores_and_would_not_with_more(nodes, workers
         return
     found = share(there, workers, "--workers", gpus)
     assert placed(found) >= workers > placed(found + 1)
-
-
-def test_a_machine_without_what_is_needed_has_room_for_none():
-    with pytest.raises(InputError, match="--replicas 1: there are cores with 1 GPU each for 0"):
-        share([{"CPU": 8.0}], 1, "--replicas", 1)

@@ -59,10 +59,6 @@ def crew(cluster, options):
     found.close()
 
 
-def test_a_worker_is_a_process_of_its_own(crew):
-    assert crew.ask(items.process) not in (os.getpid(), None)
-
-
 @pytest.mark.parametrize("kills", [{}, {0: 1, 13: 1, 19: 1}])
 def test_a_worker_that_dies_is_replaced_and_nothing_is_lost_or_given_twice(crew, tmp_path, kills):
     work = partial(items.doubled, deaths=tmp_path, kills=kills)
@@ -77,12 +73,10 @@ def test_a_worker_that_dies_as_it_loads_is_an_error_in_one_line(cluster, options
     assert "\n" not in str(error.value)
 
 
-def test_an_error_of_a_worker_is_raised_as_it_was(crew):
+def test_an_error_of_a_worker_is_raised_as_it_was_and_dying_ends_the_command(crew, tmp_path):
+    assert crew.ask(items.process) not in (os.getpid(), None)
     with pytest.raises(NonFiniteLogitsError, match=r"^item 3$"):
         list(crew.map(items.failing, ((n, n) for n in range(8)), 4))
-
-
-def test_items_that_kill_every_worker_end_the_command(crew, tmp_path):
     work = partial(items.doubled, deaths=tmp_path, kills={5: 9})
     with pytest.raises(InputError, match=r"^a worker died and was restarted 3 times"):
         list(crew.map(work, ((n, n) for n in range(8)), 4))

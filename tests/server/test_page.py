@@ -16,7 +16,7 @@ from tiny import Gate, fresh_model
 
 import d2f
 import decode
-from benchmarks.browser import chromium, find_chromium
+from benchmarks.record_page import chromium, find_chromium
 from d2f.tasks import make_problems
 from decode.server.app import create_app
 from decode.server.options import Options

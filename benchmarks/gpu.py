@@ -20,11 +20,11 @@ At the end come the tables for docs/gpu.md; --table prints those of a file, on a
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -32,33 +32,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
-from itertools import product
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.results import (
-    CUT,
-    DONE,
-    FAILED,
-    NOT_RUN,
-    Results,
-    device_and_versions,
-    markdown,
-    read_runs,
-)
+from benchmarks import parser
 from d2f.errors import InputError
-from d2f.files import make_folder
+from d2f.files import make_folder, write_beside
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CODE = ("triton_kernels", "d2f", "decode", "distill", "benchmarks", "tests")
 FALLBACK = re.compile(r"Warning: ((?:the Triton kernel|no CUDA graph).*)")
 KEPT = 6000  # characters of what a measurement printed, its end
 POLL, GRACE = 0.5, 5.0  # seconds between looks at its rows, and for ending by itself
 PARTS = ("correctness", "decode_step", "kernels", "training", "forward", "compare")
+DONE, FAILED, CUT, NOT_RUN = "done", "failed", "cut", "not run"
+TESTS = ("pytest", "hypothesis")
 
 
 @dataclass(frozen=True)
@@ -80,103 +73,84 @@ class Measurement:
     def words(self, *, dry: bool) -> list[str]:
         """The module and its arguments."""
         module, *arguments = self.command.split()
-        return [module, *(self.small or "").split()] if dry else [module, *arguments]
+        return [f"benchmarks.{module}", *((self.small or "").split() if dry else arguments)]
 
     def hindrance(self, *, cuda: bool, dry: bool) -> str:
         """Why it does not run here, empty where it does."""
-        if self.small is None and not cuda:
-            return "needs a GPU"
-        if self.small is None and dry:
-            return "not for a dry run"
-        missing = [name for name in self.needs if not _is_installed(name)]
+        if self.small is None and (dry or not cuda):
+            return "not for a dry run" if cuda else "needs a GPU"
+        missing = [name for name in self.needs if find_spec(name) is None]
         return f"needs {' and '.join(missing)}" if missing else ""
 
 
-def _is_installed(name: str) -> bool:
-    from importlib.util import find_spec
+_STEP = "decode_step --repeat 10 --rows 16 64 --shapes"
+MEASUREMENTS = tuple(Measurement(*row) for row in (
+    ("correctness", "kernels' tests", 120, "gpu_parts kernels --jobs 12", None, TESTS),
+    ("correctness", "tests marked gpu", 150, "gpu_parts marked", None, TESTS),
+    ("decode_step", "a decoding step of LLaDA-8B, 512 cached", 75, f"{_STEP} LLaDA-8B --cached 512",
+     "--shapes tiny --rows 4 --cached 16 --repeat 1"),
+    ("decode_step", "a decoding step of LLaDA-8B, 4,096 cached", 75,
+     f"{_STEP} LLaDA-8B --cached 4096"),
+    ("decode_step", "a decoding step of Dream-7B, 512 cached", 75,
+     f"{_STEP} Dream-7B --cached 512"),
+    ("decode_step", "a decoding step of Dream-7B, 4,096 cached", 75,
+     f"{_STEP} Dream-7B --cached 4096"),
+    ("kernels", "attention", 120, "kernels attention --cached 512 4096 --lengths 1024 4096",
+     "attention --rows 4 --cached 16 --lengths 8 --repeat 1"),
+    ("kernels", "the distillation loss", 90, "kernels loss --vocabularies 126464 --rows 512 4096",
+     "loss --rows 3 --vocabularies 300 --width 8 --repeat 1"),
+    ("kernels", "confidence", 30, "kernels confidence --rows 16 64 --vocabularies 126464",
+     "confidence --rows 1 --vocabularies 300 --width 8 --repeat 1"),
+    ("training", "a training step of 1,024 tokens", 90, "train_step --repeat 3",
+     "--shape tiny --length 64 --repeat 1 --ways ours"),
+    ("training", "a training step of 4,096 tokens", 90,
+     "train_step --repeat 3 --length 4096 --checkpointing --ways ours"),
+    ("forward", "parts of a forward of tiny-d2f", 60, "forward --model tiny-d2f --device cuda",
+     "--model tiny-d2f --problems 1 --batch-sizes 1"),
+    ("forward", "parts of a forward of tiny-ar", 60, "forward --model tiny-ar --device cuda"),
+    ("compare", "the bundled models compared", 400,
+     "gpu_parts compare --output {beside}-compare-{code}",
+     "compare --output {beside}-compare-{code}", ("httpx", "openai")),
+))  # fmt: skip
 
-    return find_spec(name) is not None
 
+class Results:
+    """The file at `path`, and in it the run of these facts, begun or gone on with.
 
-TESTS = ("pytest", "hypothesis")
-MEASUREMENTS = (
-    Measurement(
-        "correctness",
-        "kernels' tests",
-        120,
-        "benchmarks.gpu.native_tests kernels --jobs 12",
-        needs=TESTS,
-    ),
-    Measurement(
-        "correctness",
-        "tests marked gpu",
-        150,
-        "benchmarks.gpu.native_tests marked",
-        needs=TESTS,
-    ),
-    *(
-        Measurement(
-            "decode_step",
-            f"a decoding step of {shape}, {cached:,} cached",
-            75,
-            f"benchmarks.decode_step --shapes {shape} --rows 16 64 --cached {cached} --repeat 10",
-            "--shapes tiny --rows 4 --cached 16 --repeat 1" if i == 0 else None,
-        )
-        for i, (shape, cached) in enumerate(product(("LLaDA-8B", "Dream-7B"), (512, 4096)))
-    ),
-    Measurement(
-        "kernels",
-        "attention",
-        120,
-        "benchmarks.kernels attention --cached 512 4096 --lengths 1024 4096",
-        "attention --rows 4 --cached 16 --lengths 8 --repeat 1",
-    ),
-    Measurement(
-        "kernels",
-        "the distillation loss",
-        90,
-        "benchmarks.kernels loss --vocabularies 126464 --rows 512 4096",
-        "loss --rows 3 --vocabularies 300 --width 8 --repeat 1",
-    ),
-    Measurement(
-        "kernels",
-        "confidence",
-        30,
-        "benchmarks.kernels confidence --rows 16 64 --vocabularies 126464",
-        "confidence --rows 1 --vocabularies 300 --width 8 --repeat 1",
-    ),
-    Measurement(
-        "training",
-        "a training step of 1,024 tokens",
-        90,
-        "benchmarks.train_step --repeat 3",
-        "--shape tiny --length 64 --repeat 1 --ways ours",
-    ),
-    Measurement(
-        "training",
-        "a training step of 4,096 tokens",
-        90,
-        "benchmarks.train_step --repeat 3 --length 4096 --checkpointing --ways ours",
-    ),
-    *(
-        Measurement(
-            "forward",
-            f"parts of a forward of {model}",
-            60,
-            f"benchmarks.forward --model {model} --device cuda",
-            f"--model {model} --problems 1 --batch-sizes 1" if model == "tiny-d2f" else None,
-        )
-        for model in ("tiny-d2f", "tiny-ar")
-    ),
-    Measurement(
-        "compare",
-        "the bundled models compared",
-        400,
-        "benchmarks.gpu.compare_entries --output {beside}-compare-{code}",
-        "--output {beside}-compare-{code}",
-        needs=("httpx", "openai"),
-    ),
-)
+    {"runs": [{"facts":    {"device": ..., "torch": ..., "code": ...},   what it was run on
+               "measured": {"attention": {
+                    "state":    done | failed | cut | not run
+                    "why":      why it failed or did not run; else empty
+                    "command", "date", "commit", "seconds",
+                    "warnings": those after which figures are of the plain computation
+                    "found":    what the benchmark wrote, or had written when it was cut off
+                    "output":   the end of what it printed}}}]}
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]):
+        self.path = path
+        self.runs: list[dict[str, Any]] = read_runs(path) if path.exists() else []
+        same = [run for run in self.runs if run["facts"] == facts]
+        run = same[-1] if same else {"facts": facts, "measured": {}}
+        if not same:
+            self.runs.append(run)
+        self.facts: dict[str, Any] = run["facts"]
+        self.measured: dict[str, dict[str, Any]] = run["measured"]
+
+    def save(self, name: str, entry: dict[str, Any]) -> None:
+        """Keep a measurement, in place of an earlier one."""
+        self.measured[name] = entry
+        write_beside(self.path, json.dumps({"runs": self.runs}, indent=1) + "\n")
+
+    def seconds(self, name: str) -> float | None:
+        """Return what a measurement last took on this device, by any code: half as much again if it
+        was cut off, None if it was not measured."""
+        for run in reversed(self.runs):
+            alike = all(run["facts"][key] == self.facts[key] for key in ("device", "dry_run"))
+            entry = run["measured"].get(name)
+            if alike and entry is not None and entry["state"] in (DONE, CUT):
+                return float(entry["seconds"]) * (1.5 if entry["state"] == CUT else 1.0)
+        return None
 
 
 class Session:
@@ -236,16 +210,14 @@ class Session:
                     w for w in FALLBACK.findall(text) if w not in self.warnings
                 )
                 written = json.loads(rows.read_text(encoding="utf-8")) if rows.exists() else {}
-                took = time.monotonic() - began
-                self._save(found, state, why, took, written, text[-KEPT:])
+                self._save(found, state, why, time.monotonic() - began, written, text[-KEPT:])
 
             status = run_until(command, self.deadline - GRACE, log, lambda: save(CUT))
             if status is None:
                 save(CUT, "the time was over")
             elif status:
                 save(FAILED, f"exit status {status}")
-                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                print("\n".join(f"    {line}" for line in lines[-25:]))
+                print("\n".join(f"    {line}" for line in log.read_text("utf-8").split("\n")[-25:]))
             else:
                 save(DONE)
         entry = self.results.measured[found.name]
@@ -277,7 +249,9 @@ class Session:
         self.results.save(measurement.name, entry)
 
 
-def run_until(command: Sequence[str], deadline: float, log: Path, look: Any) -> int | None:
+def run_until(
+    command: Sequence[str], deadline: float, log: Path, look: Callable[[], None]
+) -> int | None:
     """Run a command and return its exit status, None where it still ran at the deadline.
 
     It is ended then, with the processes that it started. What it prints goes to `log`; `look` is
@@ -322,41 +296,109 @@ def commit() -> str | None:
     """Return the commit that is checked out, None without git or a repository."""
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or None
+
+
+def device_and_versions() -> dict[str, Any]:
+    """Collect the facts of this process; called in one of its own, it frees the GPU's memory."""
+    import numpy
+    import torch
+    import transformers
+    import triton
+
+    found: dict[str, Any] = {"device": "cpu", "cuda": None}
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(0)
+        found = {
+            "device": facts.name,
+            "capability": f"{facts.major}.{facts.minor}",
+            "gib": round(facts.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    versions = {p.__name__: p.__version__ for p in (torch, triton, transformers, numpy)}
+    return {**found, **versions, "python": platform.python_version()}
 
 
 def _say(found: Measurement, what: str) -> None:
     print(f"{found.part}, {found.name}: {what}", flush=True)
 
 
-def _minutes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected minutes above 0, got {text}")
-    return value
+# The tables.
+
+
+def read_runs(path: Path) -> list[dict[str, Any]]:
+    """Read the runs in a file. Raises InputError."""
+    try:
+        runs: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{path}: expected a file that python -m benchmarks.gpu has written"
+        ) from error
+    return runs
+
+
+def markdown(runs: Sequence[dict[str, Any]]) -> str:
+    """Show every run: what it was measured on, a line a measurement, and the rows of each."""
+    return "\n\n".join("\n\n".join(_run(run)) for run in runs) or "Nothing has been measured."
+
+
+def _run(run: dict[str, Any]) -> Iterator[str]:
+    facts, measured = dict(run["facts"]), run["measured"]
+    dates = sorted({entry["date"] for entry in measured.values()})
+    commits = sorted({entry["commit"] for entry in measured.values() if entry["commit"]})
+    dry = "Dry run: no figure here means anything. " if facts.pop("dry_run") else ""
+    yield f"**{facts.pop('device')}, {' and '.join(dates) or 'not yet'}**"
+    said = [f"{name} {value}" for name, value in facts.items() if value is not None]
+    yield f"{dry}{', '.join([*said, *(f'commit {name}' for name in commits)])}."
+    rows = []
+    for name, entry in measured.items():
+        state = entry["state"] + (f": {entry['why']}" if entry["why"] else "")
+        row = {"measured": name, "state": state, "seconds": entry["seconds"]}
+        rows.append({**row, "warned of": "; ".join(entry["warnings"])})
+    yield _table(rows)
+    for name, entry in measured.items():
+        lists = [rows for rows in entry["found"].values() if rows and isinstance(rows, list)]
+        tables = [rows for rows in lists if isinstance(rows[0], dict)]
+        if tables:
+            said = "; ".join(entry["warnings"])
+            warned = f" **With a fallback: {said}.**" if said else ""
+            whole = "" if entry["state"] == DONE else f" ({entry['state']}: what there is of it)"
+            yield f"{name}{whole}: `python -m {' '.join(entry['command'])}`{warned}"
+            yield from map(_table, tables)
+        if "report" in entry["found"]:  # Markdown already
+            yield entry["found"]["report"].replace("\n#", "\n###").removeprefix("# ").strip()
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    from decode.report import markdown_table
+
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    cells = ([_cell(row.get(column, "")) for column in columns] for row in rows)
+    return "\n".join(markdown_table(columns, cells))
+
+
+def _cell(value: Any) -> str:
+    """Show four digits of a number, and nothing that would end the cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "/").replace("\n", " ")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or print what was measured."""
     began = time.monotonic()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of the results")
-    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="to stop within")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
-    parser.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
-    parser.add_argument("--dry-run", action="store_true", help="everything at tiny sizes")
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print their tables")
-    options = parser.parse_args(arguments)
+    given = parser(__doc__)
+    given.add_argument("--output", type=Path, metavar="FILE", help="JSON of the results")
+    given.add_argument("--minutes", type=float, default=math.inf, help="to stop within")
+    given.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the parts")
+    given.add_argument("--vllm-python", help="Python of an environment with vLLM for this GPU")
+    given.add_argument("--dry-run", action="store_true", help="everything at tiny sizes")
+    given.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print their tables")
+    options = given.parse_args(arguments)
     try:
         if options.table:
             print(markdown([run for path in options.table for run in read_runs(path)]))
