@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise, product
@@ -62,8 +62,6 @@ Kind = Literal["halving", "grid", "tpe"]
 Setting = Mapping[str, int | float]
 """Values of some of a decoder's options that are numbers."""
 Grid = Mapping[str, Sequence[int | float]]
-Measure = Callable[[str, Sequence[Setting], Sequence[Problem]], list[Measurements]]
-"""Decode problems with each setting; the text names them in the ledger."""
 
 
 # The command line.
@@ -301,52 +299,52 @@ def measure_jobs(
         yield name, decode(problems).measurements()
 
 
-def measured_by(
-    crew: Crew, ledger: Ledger, display: ShownProgress, tuning: Tuning, task: Task
-) -> Measure:
-    """Return what decodes problems with each setting that the ledger does not have."""
+@dataclass
+class Bench:
+    """Measure settings of a task, and keep what was measured in the ledger."""
+
+    tuning: Tuning
+    task: Task
+    crew: Crew
+    ledger: Ledger
+    display: ShownProgress
 
     def measure(
-        what: str, settings: Sequence[Setting], problems: Sequence[Problem]
+        self, what: str, settings: Sequence[Setting], problems: Sequence[Problem]
     ) -> list[Measurements]:
+        """Decode problems with each setting that the ledger does not have. what: names them."""
         names, jobs = [], {}
         for setting in settings:
-            name = f"{task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
+            name = f"{self.task.name} {what} {len(problems)} {json.dumps(setting, sort_keys=True)}"
             names.append(name)
-            if name not in ledger.rows:
-                jobs[name] = task, tuning.build(setting, task), problems, tuning.batch_size
-        display.advance((len(names) - len(jobs)) * len(problems))
-        for name, measured in crew.map(measure_jobs, jobs.items(), 1):
+            if name not in self.ledger.rows:
+                decoder = self.tuning.build(setting, self.task)
+                jobs[name] = self.task, decoder, problems, self.tuning.batch_size
+        self.display.advance((len(names) - len(jobs)) * len(problems))
+        for name, measured in self.crew.map(measure_jobs, jobs.items(), 1):
             values = {key: array.tolist() for key, array in vars(measured).items()}
-            ledger.add({"id": name, **values})
-            display.advance(len(problems))
-        rows = [dict(ledger.rows[name]) for name in names]
+            self.ledger.add({"id": name, **values})
+            self.display.advance(len(problems))
+        rows = [dict(self.ledger.rows[name]) for name in names]
         return [Measurements(**{k: np.array(v) for k, v in r.items() if k != "id"}) for r in rows]
-
-    return measure
 
 
 # The search, the choice, and the check on problems that no decision has used.
 
 
 def search(
-    tuning: Tuning,
-    task: Task,
-    grid: Grid,
-    problems: Sequence[Problem],
-    measure: Measure,
-    display: ShownProgress,
-    together: int,
+    bench: Bench, grid: Grid, problems: Sequence[Problem]
 ) -> tuple[list[tuple[Setting, Measurements]], bool]:
     """Try settings until all, or the budget, are done, as a study of Optuna: all of a grid in turn,
-    rung by rung, so that a machine that gets slower does so for all; tpe `together` at a time. With
-    the same measurements the search comes out the same. Return what was measured, and whether the
-    budget ended it."""
+    rung by rung, so that a machine that gets slower does so for all; tpe as many at a time as there
+    are workers. With the same measurements the search comes out the same. Return what was measured,
+    and whether the budget ended it."""
     import optuna
     from optuna.distributions import CategoricalDistribution
     from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    tuning, task, display, together = bench.tuning, bench.task, bench.display, bench.crew.count
     sampler = optuna.samplers.TPESampler(seed=tuning.seed)
     # Accuracy and tokens a second.
     study = optuna.create_study(directions=["maximize", "maximize"], sampler=sampler)
@@ -368,7 +366,8 @@ def search(
         left -= len(running)
         parts: dict[int, list[Measurements]] = {trial.number: [] for trial in running}
         for first, stop in tuning.rungs:
-            found = measure(f"tuning {first}", [t.params for t in running], problems[first:stop])
+            asked = [trial.params for trial in running]
+            found = bench.measure(f"tuning {first}", asked, problems[first:stop])
             for trial, part in zip(running, found, strict=True):
                 parts[trial.number].append(part)
                 budget -= float(part.seconds.sum())
@@ -424,18 +423,16 @@ def frontier(measured: Sequence[Measurements]) -> list[int]:
 
 
 def check_choice(
-    tuning: Tuning,
-    task: Task,
+    bench: Bench,
     searched: Sequence[tuple[Setting, Measurements]],
     spent: bool,
     defaults: Setting,
     heldout: Sequence[Problem],
-    measure: Measure,
-    display: ShownProgress,
 ) -> dict[str, Any]:
     """Choose among what was searched, measure the choice on held-out problems, beside the most
     accurate setting and the decoder's defaults, and return the task's part of the report. spent:
     the budget ended the search."""
+    tuning, task = bench.tuning, bench.task
     most = max(measured.problems for _, measured in searched)
     compared = [one for one in searched if one[1].problems == most]
     common = [measured for _, measured in compared]
@@ -444,9 +441,9 @@ def check_choice(
     wanted = (compared[chosen][0], compared[reference][0], defaults)
     settings = [s for place, s in enumerate(wanted) if s not in wanted[:place]]
     total = len(settings) * tuning.repetitions * len(heldout)
-    display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
+    bench.display.begin(total, f"{task.name}, {len(settings)} settings on held-out problems")
     # In turn in each repetition: a machine that gets slower does so for all of them.
-    runs = [measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
+    runs = [bench.measure(f"heldout {n}", settings, heldout) for n in range(tuning.repetitions)]
     finals = [[run[place] for run in runs] for place in range(len(settings))]
     speeds = [[one.tokens_per_second for one in own] for own in finals]
     best, accurate, usual = (settings.index(setting) for setting in wanted)
@@ -603,21 +600,17 @@ def yaml_of(report: Mapping[str, Any], task: Mapping[str, Any]) -> str:
     come from."""
     run, around, adapter = report["run"], report["environment"], report["adapter"]
     tuned = next(row for row in task["settings"] if row["setting"] == task["chosen"])
-    measured = []
-    for row in (tuned, task["heldout"][0]):
-        _, right, accuracy, speed, forward, _ = cells(row)
-        measured.append(f"{right} right, {accuracy}, {speed} tokens/s, {forward} tokens a forward")
     lines = [
         "Written by python -m decode.tune.",
         f"model {report['model']}" + (f", adapter {adapter}" if adapter else ""),
         f"weights {run['weights'][:16]}, task {task['task']}, seed {run['seed']}, batch "
         f"{run['batch_size']}",
         f"chosen: {task['goal']}",
-        f"tuning: {measured[0]}",
-        f"held-out: {measured[1]}",
-        *task["text"],
-        f"{_machine(around)}, {around['date']}",
     ]
+    for what, row in (("tuning", tuned), ("held-out", task["heldout"][0])):
+        _, right, accuracy, speed, forward, _ = cells(row)
+        lines.append(f"{what}: {right} right, {accuracy}, {speed} tokens/s, {forward} a forward")
+    lines += [*task["text"], f"{_machine(around)}, {around['date']}"]
     comments = "".join(f"# {line}\n" for line in lines)
     return comments + dump({"decoder": run["decoder"], **task["chosen"]})
 
@@ -631,43 +624,42 @@ def draw(report: Mapping[str, Any], folder: Path) -> None:
     """Write frontier.png and frontier.svg: a panel a task, with the search and the held-out
     measurement, whose speeds are of another time."""
     from decode import plots
-    from decode.plots import Panel, Point, Series
 
-    run = report["run"]
+    run, around = report["run"], report["environment"]
     several = [name for name, values in run["grid"].items() if len(values) > 1]
 
-    def points(rows: Iterable[Mapping[str, Any]], task: Mapping[str, Any]) -> list[Point]:
-        found = []
-        for row in rows:
-            speeds = row.get("tokens_per_second_of_repetitions", [row["tokens_per_second"]])
-            short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in several}
-            label = described(short) if row.get("frontier") else ", ".join(row.get("roles", ()))
-            chosen = ROLES[0] in row.get("roles", ()) or row["setting"] == task["chosen"]
-            y, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
-            ends = min(speeds), max(speeds)
-            found.append(Point(row["tokens_per_second"], y, low, high, label, *ends, chosen=chosen))
-        return found
+    def point(row: Mapping[str, Any], chosen: Setting) -> plots.Point:
+        short = {n.removeprefix("tau_"): v for n, v in row["setting"].items() if n in several}
+        y, low, high = (100 * row[f"accuracy{end}"] for end in ("", "_low", "_high"))
+        if roles := row.get("roles"):
+            speeds = row["tokens_per_second_of_repetitions"]
+            ends, label, circled = (min(speeds), max(speeds)), ", ".join(roles), ROLES[0] in roles
+        else:
+            ends, label = (None, None), described(short) if row["frontier"] else ""
+            circled = row["setting"] == chosen
+        return plots.Point(row["tokens_per_second"], y, low, high, label, *ends, chosen=circled)
 
     panels = []
     for task in report["tasks"]:
-        rows = task["settings"]
-        most = max(row["problems"] for row in rows)
-        below = [row for row in rows if row["compared"] and not row["frontier"]]
-        dropped = points((row for row in rows if not row["compared"]), task)
+        groups: dict[str, list[plots.Point]] = {"front": [], "below": [], "dropped": []}
+        for row in task["settings"]:
+            kind = "front" if row["frontier"] else "below" if row["compared"] else "dropped"
+            groups[kind].append(point(row, task["chosen"]))
+        heldout = [point(row, task["chosen"]) for row in task["heldout"]]
         held = f"{task['heldout'][0]['problems']} held-out problems, range of repetitions"
-        front = points((row for row in rows if row["frontier"]), task)
         series = [
-            Series("frontier", front, line=True),
-            Series("other settings, the same problems", points(below, task), light=True),
-            Series("dropped on fewer problems (no bars)", dropped, faint=True),
-            Series(held, points(task["heldout"], task)),
+            plots.Series("frontier", groups["front"], line=True),
+            plots.Series("other settings, the same problems", groups["below"], light=True),
+            plots.Series("dropped on fewer problems (no bars)", groups["dropped"], faint=True),
+            plots.Series(held, heldout),
         ]
+        most = max(row["problems"] for row in task["settings"])
         title = f"{task['task']}: the search, {most} tuning problems"
-        panels.append(Panel(title, series, bound=(100 * task["bound"], "accuracy to reach")))
+        bound = (100 * task["bound"], "accuracy to reach")
+        panels.append(plots.Panel(title, series, bound=bound))
     caption = (
         f"{report['model']}, decoder {run['decoder']}, batch {run['batch_size']}, "
-        f"{_machine(report['environment'])}, {report['environment']['date']}. "
-        "Bars: 95 % Wilson intervals."
+        f"{_machine(around)}, {around['date']}. Bars: 95 % Wilson intervals."
     )
     plots.save(plots.draw(panels, caption, columns=1), folder / "frontier")
 
@@ -712,10 +704,11 @@ def _tune(
         if ledger.rows:
             display.say(f"notice: {len(ledger.rows)} measurements are already in {ledger.path}")
         for task in tuning.chosen:
-            measure = measured_by(crew, ledger, display, tuning, task)
-            of_tuning, heldout = problems[task.name]
-            found = search(tuning, task, grid, of_tuning, measure, display, crew.count)
-            part = check_choice(tuning, task, *found, defaults, heldout, measure, display)
+            bench, (of_tuning, heldout) = (
+                Bench(tuning, task, crew, ledger, display),
+                problems[task.name],
+            )
+            part = check_choice(bench, *search(bench, grid, of_tuning), defaults, heldout)
             tasks.append(part | {"config": f"{Path(named[0]).resolve().name}-{task.name}.yaml"})
     report: dict[str, Any] = {"model": named[0], "adapter": named[1], "run": run}
     report |= {"environment": around, "tasks": tasks}
