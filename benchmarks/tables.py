@@ -1,7 +1,7 @@
 """python -m benchmarks.tables
 
 Write the generated tables of README.md and docs/ anew: from the summaries in benchmarks/results,
-the evaluations beside the bundled models, and what decoders and quantisations say of themselves.
+the evaluations beside the bundled models, and what quantisations say of themselves.
 """
 
 from __future__ import annotations
