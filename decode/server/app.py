@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import anyio
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -152,9 +151,17 @@ async def _answer(
 
 async def beside(request: Request, served: ServedModel, work: Callable[[], Found]) -> Found:
     """Do a model's work of preparation beside the event loop, one at a time; the turn of a client
-    that has left is skipped."""
-    running = anyio.to_thread.run_sync(work, limiter=served.preparing, abandon_on_cancel=True)
-    return await unless_gone(request, running)
+    that has left is skipped, but one that has begun comes to its end before the next begins."""
+
+    async def in_turn() -> Found:
+        async with served.preparing:
+            thread = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(thread)
+            finally:
+                await asyncio.wait({thread})
+
+    return await unless_gone(request, in_turn())
 
 
 async def unless_gone(request: Request, work: Awaitable[Found]) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import time
@@ -11,7 +12,6 @@ from functools import cached_property
 from typing import Any
 
 import transformers
-from anyio import CapacityLimiter
 
 from d2f.command import say
 from d2f.contract import Contract
@@ -49,7 +49,7 @@ class ServedModel:
     context_length: int
     sanitize: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    preparing: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def options(self, kind: Kind) -> dict[str, Any]:
         """Return the operator's options of a decoder."""

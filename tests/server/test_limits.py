@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
@@ -111,22 +112,34 @@ async def ask(server, body: dict, send, *, leaves: bool = False) -> None:
     await asyncio.wait_for(server(scope, receive, send), 30)
 
 
-def test_a_client_that_leaves_while_it_waits_for_preparation_is_skipped():
-    served, seen = stock("m", random_model("llada")), []
+def test_one_prompt_is_prepared_at_a_time_and_those_who_left_are_skipped(monkeypatch):
+    """One that has begun is not: it comes to its end before the next begins."""
+    served, seen, running, begun = stock("m", random_model("llada")), [], [], []
+    encode = generation.encode
+
+    def slow(*what, **how) -> list[int]:
+        begun.append(1)
+        running.append(1)
+        assert len(running) == 1
+        time.sleep(0.1)
+        running.clear()
+        return encode(*what, **how)
 
     async def send(message: dict) -> None:
         seen.append(message)
 
     async def main() -> None:
         app = create_app([served])
-        await served.preparing.acquire_on_behalf_of("another")
-        await ask(app, {**SHORT, "prompt": "1 " * 600}, send, leaves=True)
-        assert counted(app.state.server, 'status="499"} 1.0')
-        served.preparing.release_on_behalf_of("another")
+        await served.preparing.acquire()
+        await ask(app, SHORT, send, leaves=True)
+        assert counted(app.state.server, 'status="499"} 1.0') and not begun
+        served.preparing.release()
+        monkeypatch.setattr(generation, "encode", slow)
+        await asyncio.gather(*(ask(app, SHORT, send, leaves=leaves) for leaves in (True, False)))
         await served.engine.close()
 
     asyncio.run(main())
-    assert seen == []
+    assert len(begun) == 2 and [one["status"] for one in seen if "status" in one] == [200]
 
 
 @pytest.mark.parametrize("bounded", [True, False])
