@@ -41,41 +41,29 @@ SECONDS_AT_EXIT = 30.0  # the longest that a forward in flight holds up the inte
 
 @dataclass(eq=False)
 class Ticket:
-    """Follow one request that was submitted.
-
-    take: called in `loop` with each event, or with the error that ended the engine.
-    left: set by a reader who leaves; the request is then cancelled before the next forward.
-    """
+    """Follow one request that was submitted."""
 
     request: Request
     loop: asyncio.AbstractEventLoop
-    take: Callable[[Event | Exception], None]
-    left: bool = False
+    take: Callable[[Event | Exception], None]  # called in the loop
+    left: bool = False  # set by a reader who leaves: it is cancelled before the next forward
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Count what an engine did.
+    """Count the requests of an engine, and what it did for them."""
 
-    running: requests in the batch. waiting: accepted, and not in it yet.
-    finished, cancelled, failed: how the others ended; those with a bad prompt do not count.
-    refused: for a full queue, or after closing.
-    forwards: calls of the model. rows: what they fed.
-    tokens: visible ones of those finished.
-    slots: of the cache. slots_used: those that hold a request, or rows of a prompt that are kept.
-    """
-
-    running: int
-    waiting: int
-    finished: int
+    running: int  # in the batch
+    waiting: int  # accepted, and not in it yet
+    finished: int  # this and the next two: how the others ended, without those with a bad prompt
     cancelled: int
     failed: int
-    refused: int
-    forwards: int
-    rows: int
-    tokens: int
-    slots: int
-    slots_used: int
+    refused: int  # for a full queue, or after closing
+    forwards: int  # calls of the model
+    rows: int  # that they fed
+    tokens: int  # visible ones of those finished
+    slots: int  # of the cache
+    slots_used: int  # by requests, or by rows of prompts that are kept
 
 
 class EngineThread(threading.Thread):

@@ -61,8 +61,7 @@ class Answers:
 
     def first(self, choice: Choice) -> Json | None:
         """Write the chunk before the first text of a choice; None where there is none."""
-        opening = self._opening(choice)
-        return None if opening is None else self._answer(self.chunk_kind, [opening])
+        raise NotImplementedError
 
     def chunk(self, choice: Choice, text: str) -> Json:
         """Write the chunk of a choice's next text."""
@@ -71,9 +70,6 @@ class Answers:
     def last(self) -> Json:
         """Write the chunk that has the usage alone."""
         return self._answer(self.chunk_kind, [])
-
-    def _opening(self, choice: Choice) -> Json | None:
-        raise NotImplementedError
 
     def _choice(self, choice: Choice, text: str, *, whole: bool) -> Json:
         raise NotImplementedError
@@ -94,9 +90,10 @@ class ChatAnswers(Answers):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _opening(self, choice: Choice) -> Json:
+    def first(self, choice: Choice) -> Json:
         delta = {"content": "", "role": "assistant"}
-        return {"delta": delta, "index": choice.index, "finish_reason": None, "logprobs": None}
+        one = {"delta": delta, "index": choice.index, "finish_reason": None, "logprobs": None}
+        return self._answer(self.chunk_kind, [one])
 
     def _choice(self, choice: Choice, text: str, *, whole: bool) -> Json:
         logprobs = None
@@ -125,14 +122,15 @@ class CompletionAnswers(Answers):
             return prompt
         return "" if self._tokenizer is None else str(self._tokenizer.decode(prompt))
 
+    def first(self, choice: Choice) -> Json | None:
+        if self._echo is None:
+            return None
+        one = self._written(choice, self._prompt(choice), self._of_prompt(choice), end=None)
+        return self._answer(self.chunk_kind, [one])
+
     def _prompt(self, choice: Choice) -> str:
         """Return the text that an answer begins with."""
         return "" if self._echo is None else self._echo[choice.index // self._generation.n]
-
-    def _opening(self, choice: Choice) -> Json | None:
-        if self._echo is None:
-            return None
-        return self._written(choice, self._prompt(choice), self._of_prompt(choice), end=None)
 
     def _choice(self, choice: Choice, text: str, *, whole: bool) -> Json:
         found = self._of_response(choice)

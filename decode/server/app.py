@@ -78,10 +78,9 @@ async def _read(kind: type[Asked], request: Request) -> Asked:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":  # the limit would not bound what it unpacks to
         raise ApiError(415, f"expected no Content-Encoding, got {coding}")
-    state, close = state_of(request), {"Connection": "close"}
+    state = state_of(request)
     most, seconds = state.most_body, state.options.body_timeout
-    said = f"the body has more than {most} bytes (the server's --max-body)"
-    too_large = ApiError(413, said, headers=close)
+    too_large = ApiError(413, f"the body has more than {most} bytes (the server's --max-body)")
     if int(request.headers.get("content-length", 0)) > most:
         raise too_large
     body = bytearray()
@@ -92,8 +91,7 @@ async def _read(kind: type[Asked], request: Request) -> Asked:
                 if len(body) > most:
                     raise too_large
     except TimeoutError as error:
-        said = f"the body did not come within {seconds:g} seconds"
-        raise ApiError(408, said, headers=close) from error
+        raise ApiError(408, f"the body did not come within {seconds:g} seconds") from error
     return read_fields(kind, bytes(body), state.most_elements)
 
 
@@ -399,7 +397,9 @@ def create_app(models: Sequence[ServedModel], options: Options | None = None) ->
 async def _http_error(request: Request, error: Exception) -> Response:
     """Put starlette's errors, as of a path that is none, into OpenAI's format."""
     assert isinstance(error, HTTPException)
-    if not isinstance(error, ApiError):
-        said = f"{request.method} {request.url.path}: {error.detail}"
-        error = ApiError(error.status_code, said, headers=error.headers)
-    return error.response()
+    if isinstance(error, ApiError):
+        return error.response()
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    answer = ApiError(error.status_code, said).response()
+    answer.headers.update(error.headers or {})
+    return answer

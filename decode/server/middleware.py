@@ -112,17 +112,13 @@ HEADERS = {
 
 @dataclass(eq=False)
 class Record:
-    """Describe a request for the log.
-
-    status: None while nothing was sent.
-    prompts: only where they are to be logged.
-    """
+    """Describe a request for the log."""
 
     id: str
     began: float = field(default_factory=time.perf_counter)
-    status: int | None = None
+    status: int | None = None  # while nothing was sent
     generation: Generation | None = None
-    prompts: Any = None
+    prompts: Any = None  # where they are to be logged
     error: str | None = None
 
 
@@ -204,15 +200,10 @@ def refusal_of(scope: Scope, headers: Headers, state: ServerState) -> ApiError |
     # The page asks for a key itself.
     is_open = path in ("/", "/examples", *options.public_paths) or path.startswith("/page/")
     if options.api_key and not is_open and not _has_key(headers, options.api_key):
-        return ApiError(
-            401,
-            "expected Authorization: Bearer with a key of this server",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        wanted = "expected Authorization: Bearer with a key of this server"
+        return ApiError(401, wanted, code="invalid_api_key")
     if state.draining and scope["method"] == "POST":
-        close = {"Connection": "close"}
-        return ApiError(503, "the server is stopping", code="stopping", headers=close)
+        return ApiError(503, "the server is stopping", code="stopping")
     return None
 
 

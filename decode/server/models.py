@@ -30,26 +30,18 @@ SHARED = (*common_options(), "max_new_tokens", "stop")  # options of every decod
 
 @dataclass(eq=False)
 class ServedModel:
-    """Hold one model with its engine.
-
-    default: the decoder of a request that names none.
-    decoders: those that it may name.
-    given: the operator's options; those that not every decoder has hold for the default one alone.
-    context_length: most tokens of a prompt and its response together.
-    sanitize: encode what looks like control tokens in a chat's text as plain text.
-    preparing: lets one request's prompts be encoded at a time, beside the event loop.
-    """
+    """Hold one model with its engine."""
 
     name: str
     model: DiffusionModel
     engine: AsyncEngine
-    default: Kind
-    decoders: Mapping[str, Kind]
-    given: Mapping[str, Any]
-    context_length: int
-    sanitize: bool = False
+    default: Kind  # the decoder of a request that names none
+    decoders: Mapping[str, Kind]  # those that it may name
+    given: Mapping[str, Any]  # by the operator; what not every decoder has is the default one's
+    context_length: int  # most tokens of a prompt and its response together
+    sanitize: bool = False  # what looks like control tokens in a chat's text is plain text
     created: int = field(default_factory=lambda: int(time.time()))
-    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # one request's prompts at a time
 
     def options(self, kind: Kind) -> dict[str, Any]:
         """Return the operator's options of a decoder."""

@@ -7,7 +7,6 @@ have the value that asks for nothing, and an unknown one is a 400.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from fastapi.responses import JSONResponse
@@ -27,27 +26,26 @@ from d2f.config import explain
 from d2f.errors import EngineClosedError, InputError, QueueFullError, RequestError, brief
 from decode.decoders.session import MOST
 
-RETRY_SECONDS = 1  # what a client is told to wait when the queue is full
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_CLOSE = {"Connection": "close"}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    408: _CLOSE,  # what is left of the body is not read
+    413: _CLOSE,
+    429: {"Retry-After": "1"},
+    503: _CLOSE,
+}
 
 
 class ApiError(HTTPException):
-    """Tell a client of an error: ``{"error": {"message", "type", "param", "code"}}``.
-
-    param: the field that is wrong.
-    """
+    """Tell a client of an error: ``{"error": {"message", "type", "param", "code"}}``. param: the
+    field that is wrong."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ):
         said = brief(message)  # it may quote the client: one printable line
-        super().__init__(status, said, headers)
+        super().__init__(status, said, _HEADERS.get(status))
         self.code = code
         kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         param = None if param is None else brief(param)
@@ -73,8 +71,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         return error
     for kind, (status, code, text) in _ERRORS.items():
         if isinstance(error, kind):
-            wait = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else None
-            return ApiError(status, text.format(error), code=code, headers=wait)
+            return ApiError(status, text.format(error), code=code)
     return None
 
 

@@ -110,18 +110,13 @@ BYTES_A_POSITION = 64  # of a request's JSON: ten digits of an id, or a few esca
 
 @dataclass(eq=False)
 class ServerState:
-    """Hold the state of one application.
+    """Hold the state of one application."""
 
-    models: by the names that they are served under.
-    in_flight: requests that are not answered to their end.
-    draining: refuse new ones, the server is about to end.
-    """
-
-    models: Mapping[str, ServedModel]
+    models: Mapping[str, ServedModel]  # by the names that they are served under
     options: Options
     metrics: Metrics
-    in_flight: int = 0
-    draining: bool = False
+    in_flight: int = 0  # requests that are not answered to their end
+    draining: bool = False  # new ones are refused: the server is about to end
 
     def find(self, name: str | None) -> ServedModel:
         """Find the model served under a name; the first one for None. Raises ApiError (404)."""

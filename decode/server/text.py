@@ -48,17 +48,12 @@ LEAST = -9999.0  # OpenAI's for a probability of 0; JSON has no infinity
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Keep the log-probability of one token of a text.
-
-    logprob: None for the first token of a prompt, which nothing predicts.
-    offset: where the token's characters begin in the text.
-    top: the likeliest token in its place and its log-probability; None where that is not known.
-    """
+    """Keep the log-probability of one token of a text."""
 
     token: int
-    logprob: float | None
-    offset: int
-    top: tuple[int, float] | None = None
+    logprob: float | None  # None for the first token of a prompt, which nothing predicts
+    offset: int  # where its characters begin in the text
+    top: tuple[int, float] | None = None  # the likeliest token in its place, where it is known
 
 
 class ResponseText:
